@@ -1,0 +1,96 @@
+"""The configuration of an engine. What a user writes (YAML, CLI, keyword arguments) is validated by these models.
+
+Every section forbids unknown keys. Values that depend on the model or the machine stay `None` here and are settled
+once, in `resolve()`, which says what it chose.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of every configuration section: frozen, strict about names, and documented where it is defined."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """Which model, and how it is held in memory."""
+
+    model: str = Field(
+        "smollm2-135m-instruct", description="Embedded model, or a path to a Hugging Face directory or a GGUF file."
+    )
+    served_model_name: str | None = Field(None, description="Name in the API; the last part of `model` when not given.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: float32 on CPU, the checkpoint's own type on GPU."
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest prompt + answer in tokens; the model's own limit when not given."
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        "auto", description="dummy: random weights of the right shapes, for benchmarks."
+    )
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of one rank; the machine's cores shared by the ranks when not given."
+    )
+    seed: int = Field(0, description="Seed from which requests without one of their own draw theirs (offline use).")
+
+
+class ParallelConfig(Section):
+    """How one engine is spread over ranks."""
+
+    tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share every layer.")
+
+
+class CacheConfig(Section):
+    """The paged KV cache."""
+
+    block_size: int = Field(16, ge=1, le=256, description="Tokens per block.")
+    num_kv_blocks: int | None = Field(None, ge=2, description="Blocks; from `memory_bytes` when not given.")
+    memory_bytes: int | None = Field(
+        None, ge=1, description="Bytes of KV cache per rank; measured on GPU, a share of free memory on CPU."
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of a GPU that weights, activations and cache may use."
+    )
+    enable_prefix_caching: bool = Field(True, description="Reuse the blocks of equal prefixes.")
+
+
+class SchedulerConfig(Section):
+    """What one step may hold, and who goes first."""
+
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens computed in one step, over all requests.")
+    max_num_seqs: int = Field(128, ge=1, description="Requests that run at the same time.")
+    long_prefill_token_threshold: int = Field(
+        0, ge=0, description="Most tokens one request gets in a step; 0: no limit but the budget."
+    )
+    max_inflight_steps: int | None = Field(
+        None, ge=1, le=8, description="Steps given to the workers before the first is back; 1 on CPU, 2 on GPU."
+    )
+    policy: Literal["fcfs", "priority"] = Field(
+        "fcfs", description="fcfs: by arrival. priority: lower number first, then arrival."
+    )
+    max_queued_requests: int | None = Field(
+        1024, ge=1, description="Waiting requests beyond which new ones are refused (503)."
+    )
+
+
+class EngineConfig(Section):
+    """Everything that one engine needs to know."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _model_by_name(cls, data: object) -> object:
+        """`model: NAME` is short for `model: {model: NAME}`."""
+        if isinstance(data, dict) and isinstance(data.get("model"), str):
+            return {**data, "model": {"model": data["model"]}}
+        return data

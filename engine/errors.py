@@ -1,0 +1,52 @@
+"""Typed errors. A user's mistake names its field; one place (the API) maps each class to an HTTP status."""
+
+from __future__ import annotations
+
+
+class QuireError(Exception):
+    """Base of every error that Quire raises on purpose.
+
+    `message` is written for the person who caused it: what was given, and what is allowed.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.message = message
+
+
+class InvalidRequestError(QuireError):
+    """A request that cannot work, refused before it is scheduled. `param` names the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """The request names a model that this service does not serve."""
+
+    def __init__(self, model: str, served: list[str]) -> None:
+        super().__init__(
+            f"The model {model!r} does not exist. Served here: {', '.join(served)}.", "model", "model_not_found"
+        )
+
+
+class ConfigError(QuireError):
+    """A configuration that cannot work: the message names the key, the value and what is allowed."""
+
+
+class OverloadedError(QuireError):
+    """The queue is full. `retry_after_s` estimates when there will be room."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineError(QuireError):
+    """The engine failed while it worked on a request: the request could not be completed."""
+
+
+class ExecutorError(QuireError):
+    """A step could not be executed (a rank died, hung or raised). The engine's requests can be run again."""

@@ -1,0 +1,41 @@
+"""What the engine asks of whatever runs the model. One rank in this process, several ranks, and a fake in tests."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Protocol
+
+from .kv_cache_spec import KVCacheConfig, KVCacheSpec
+from .outputs import ModelRunnerOutput, SchedulerOutput
+
+
+class Executor(Protocol):
+    """Runs steps on a model that is already loaded when the executor exists.
+
+    Steps are executed in the order in which they are given. A step that cannot be executed fails its future with
+    `ExecutorError`; every later one fails as well until `restart()`.
+    """
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """One spec per attention layer, in layer order, for one rank."""
+        ...
+
+    def available_kv_cache_bytes(self) -> int:
+        """Bytes that one rank can give to its KV cache (the smallest over the ranks)."""
+        ...
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache on every rank. Called once before the first step, and again after `restart()`."""
+        ...
+
+    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Start one step; do not wait for it."""
+        ...
+
+    def restart(self) -> None:
+        """Build the ranks again after a failure: all rows and the cache are empty. Raises `ExecutorError`."""
+        ...
+
+    def shutdown(self) -> None:
+        """Release everything. Harmless when called twice."""
+        ...

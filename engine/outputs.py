@@ -1,0 +1,192 @@
+"""The records that cross a process or a step (DESIGN 4.6), and those that users receive.
+
+Engines speak tokens only; text appears in `RequestOutput` and `CompletionOutput` alone. A running request occupies a
+*row*, a small integer below `max_num_seqs` that the scheduler gives it at admission and takes back when it finishes or
+is preempted. Workers know rows, not requests: their state is arrays indexed by row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from .sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+T = TypeVar("T")
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A request as an engine receives it: validated, tokenized, and with everything that decides its tokens.
+
+    `seed` is the user's or one drawn at intake, so that any engine continues with the same tokens. `choice_index` tells
+    the `n` choices of one prompt apart. `resume_token_ids` are output tokens that the client side already has: the
+    engine computes them again and goes on after them (its first output has `first_index == len(resume_token_ids)`).
+    `max_tokens` in `sampling_params` is already resolved against the context length.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    seed: int
+    choice_index: int = 0
+    eos_token_ids: tuple[int, ...] = ()
+    resume_token_ids: list[int] = []
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs at one output position, of the raw distribution. `top` is ordered from the likeliest."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 is the likeliest token of the vocabulary
+    top: list[tuple[int, float]]  # (token_id, logprob)
+
+
+class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request. `first_index` is the output index of the first: receiving one twice is harmless."""
+
+    request_id: str
+    first_index: int
+    new_token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None  # the stop token id (or string) that ended it; None for EOS
+    logprobs: list[TokenLogprobs] | None = None  # one per new token
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    error: str | None = None
+
+
+class NewRow(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that enters (or enters again) a row: everything a worker has to know, written over what was there."""
+
+    row: int
+    request_id: str
+    token_ids: list[int]  # prompt and the output tokens known so far
+    num_prompt_tokens: int
+    sampling_params: SamplingParams
+    seed: int
+    choice_index: int
+    eos_token_ids: tuple[int, ...]  # for min_tokens
+    block_ids: tuple[list[int], ...]  # per KV cache group
+
+
+class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks appended to the table of a row: `block_table[group][row, offset:offset + len(block_ids)] = block_ids`."""
+
+    row: int
+    group: int
+    offset: int
+    block_ids: list[int]
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. The three arrays are in batch order and say which tokens of which rows are computed.
+
+    Row `rows[i]` computes the tokens at positions `num_computed_tokens[i] ... + num_scheduled_tokens[i] - 1`. Where
+    that reaches the row's last known token, the worker samples the next one and appends it to its own copy of the row,
+    so that a later step in flight can compute it. `released_rows` are free from this step on (finished or preempted) and
+    are listed before they are written again by `new_rows` of the same step.
+    """
+
+    step_id: int
+    rows: IntArray  # [num_reqs]
+    num_scheduled_tokens: IntArray  # [num_reqs], each >= 1
+    num_computed_tokens: IntArray  # [num_reqs]
+    new_rows: list[NewRow] = []
+    block_updates: list[BlockUpdate] = []
+    released_rows: list[int] = []
+
+    @property
+    def total_num_scheduled_tokens(self) -> int:
+        return int(self.num_scheduled_tokens.sum())
+
+
+class BatchLogprobs(msgspec.Struct, frozen=True, kw_only=True):
+    """Logprobs of the rows that asked for them; K is the most that any of them asked for."""
+
+    indices: IntArray  # [m] positions in the batch
+    token_ids: IntArray  # [m, 1 + K] the sampled token, then the likeliest in order
+    logprobs: FloatArray  # [m, 1 + K]
+    sampled_ranks: IntArray  # [m] rank of the sampled token, 1 is the likeliest
+
+
+class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step produced, in batch order. -1 where a row sampled nothing (its prompt is not finished)."""
+
+    step_id: int
+    sampled_token_ids: IntArray  # [num_reqs, k]; k is 1 without speculation; -1 pads at the end
+    logprobs: BatchLogprobs | None = None
+
+
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Numbers of an engine at a step boundary; the counters only grow."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0  # usable blocks
+    num_used_blocks: int = 0  # referenced by a request
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0  # tokens asked for
+    prefix_cache_hits: int = 0  # tokens found
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks that requests refer to, 0 to 1."""
+        return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One answer to a prompt. With streaming in deltas, `text`, `token_ids` and `logprobs` hold what is new."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """What a user receives for one prompt: `n` answers, in order of `index`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    num_cached_tokens: int = 0
+
+
+def _enc_hook(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    raise NotImplementedError(f"{type(value)} cannot be sent")
+
+
+def _dec_hook(_type: Any, value: Any) -> Any:
+    dtype, shape, data = value
+    array = np.frombuffer(data, dtype=np.dtype(dtype))
+    if array.dtype.kind not in "if" or len(shape) > 3:
+        raise ValueError(f"an array of {dtype} and shape {shape} is not part of any record")
+    return array.reshape(shape)
+
+
+def wire_encoder() -> msgspec.msgpack.Encoder:
+    """An encoder for the records of this module (msgpack; arrays as dtype, shape and bytes)."""
+    return msgspec.msgpack.Encoder(enc_hook=_enc_hook)
+
+
+def wire_decoder(type_: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """A decoder for one record type. Raises `msgspec.ValidationError` on anything else; never unpickles."""
+    return msgspec.msgpack.Decoder(type_, dec_hook=_dec_hook)

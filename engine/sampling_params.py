@@ -1,0 +1,103 @@
+"""What a user may ask of the sampler and of the end of an answer, validated once, at construction."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from .errors import InvalidRequestError
+
+MAX_SEED = 2**63 - 1
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling and stopping parameters of one request (names and meaning as in OpenAI's and vLLM's APIs).
+
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` N returns the N likeliest tokens and the
+    sampled one, of the raw distribution (before temperature and filters); 0 returns the sampled one only.
+    `max_tokens` None runs to the end of the context. Raises `InvalidRequestError`, naming the field.
+    """
+
+    n: int = 1
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        force = msgspec.structs.force_setattr
+        if isinstance(self.stop, str):
+            force(self, "stop", (self.stop,))
+        elif not isinstance(self.stop, tuple):
+            force(self, "stop", tuple(self.stop or ()))
+        if not isinstance(self.stop_token_ids, tuple):
+            force(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        if self.top_k == -1:
+            force(self, "top_k", 0)
+
+        _check_int("n", self.n, 1, 128)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        _check_float("temperature", self.temperature, 0.0, 2.0)
+        _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
+        _check_int("top_k", self.top_k, 0, None)
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for token_id in self.stop_token_ids:
+            _check_int("stop_token_ids", token_id, 0, None)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequestError(f"stop: {len(self.stop)} strings given, at most {MAX_STOP_STRINGS}.", "stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise InvalidRequestError(f"stop: must be non-empty strings, got {text!r}.", "stop")
+        for token_id, bias in (self.logit_bias or {}).items():
+            _check_int("logit_bias", token_id, 0, None)
+            _check_float("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _check_int(field: str, value: object, low: int, high: int | None) -> None:
+    allowed = f"an integer >= {low}" if high is None else f"an integer from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        raise InvalidRequestError(f"{field}: must be {allowed}, got {value!r}.", field)
+
+
+def _check_float(field: str, value: object, low: float, high: float | None, *, open_low: bool = False) -> None:
+    above = f"> {low:g}" if open_low else f">= {low:g}"
+    allowed = f"a number {above}" if high is None else f"a number {above} and <= {high:g}"
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if good:
+        assert isinstance(value, int | float)
+        good = (value > low if open_low else value >= low) and (high is None or value <= high)
+    if not good:
+        raise InvalidRequestError(f"{field}: must be {allowed}, got {value!r}.", field)
