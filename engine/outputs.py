@@ -91,8 +91,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     Row `rows[i]` computes the tokens at positions `num_computed_tokens[i] ... + num_scheduled_tokens[i] - 1`. Where
     that reaches the row's last known token, the worker samples the next one and appends it to its own copy of the row,
-    so that a later step in flight can compute it. `released_rows` are free from this step on (finished or preempted) and
-    are listed before they are written again by `new_rows` of the same step.
+    so that a later step in flight can compute it. `released_rows` are free from this step on (finished or preempted);
+    they are applied before `new_rows` of the same step write them again.
     """
 
     step_id: int
