@@ -1,0 +1,78 @@
+"""Which backend runs an operation: decided once per kind of device, logged, and the same for every operation."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING, Protocol, cast
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .ops import AttentionMetadata
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = {
+    "reference": "quire.kernels.reference",
+    "cpu": "quire.kernels.cpu",
+    "triton": "quire.kernels.triton",
+}
+
+
+class Backend(Protocol):
+    """The functions of a backend's package. Arguments were checked by `ops`, see there for shapes and meaning."""
+
+    def write_kv(
+        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+    ) -> None: ...
+
+    def paged_attention(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor: ...
+
+
+_forced: list[str] = []  # tests only: the innermost `forced_backend` is the last
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of a device. A GPU without Triton is an error, never a silent fall to something slow."""
+    if _forced:
+        return _load(_forced[-1])
+    return _decide(device.type)
+
+
+@contextmanager
+def forced_backend(name: str) -> Iterator[None]:
+    """Tests only: every operation inside runs on backend `name`, whatever the device."""
+    if name not in BACKENDS:
+        raise ValueError(f"no backend {name!r}; there are {', '.join(BACKENDS)}")
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+@cache
+def _decide(device_type: str) -> Backend:
+    name = {"cpu": "cpu", "cuda": "triton"}.get(device_type, "reference")
+    logger.info("kernel backend for %s: %s", device_type, name)
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Backend:
+    return cast(Backend, importlib.import_module(BACKENDS[name]))

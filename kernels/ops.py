@@ -1,0 +1,178 @@
+"""The operations on the paged KV cache: the only signatures of this package that others call.
+
+A cache is a pair of tensors `[num_blocks, block_size, num_kv_heads, head_dim]`, one pair per layer. Slot
+`block_id * block_size + offset` holds one token. The blocks of request r, in order, stand in `block_table[r]`:
+
+    position in the request    0 .. B-1   B .. 2B-1   2B .. 3B-1        (B = block_size)
+    block_table[r]             7          3           9
+    slots                      7B .. 8B-1 3B .. 4B-1  9B .. 10B-1
+
+A batch is mixed: each request brings `query_len >= 1` new tokens, whose keys and values `write_kv` has stored before
+`paged_attention` reads them. The new tokens of a request are its last ones:
+
+    |<----------------- seq_lens[r] ----------------->|
+    |<-- computed before -->|<------- query_len ----->|     query_len = query_start_loc[r+1] - query_start_loc[r]
+    query token j of request r has position seq_lens[r] - query_len + j and attends to no later position
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .dispatch import backend_for
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(slots=True)
+class AttentionMetadata:
+    """Who is in the batch of one step, for all layers that share a block table. Built by the model runner each step.
+
+    Requests may be padded at the end (query_len 0, seq_len 0), and so may tokens: rows of `query` from
+    `query_start_loc[-1]` on belong to nobody and their output is unspecified. Columns of `block_table` beyond a
+    request's blocks are not read. The host copies hold the same numbers as the tensors, so that no backend ever waits
+    for the device to learn a shape.
+    """
+
+    query_start_loc: Tensor  # [num_reqs + 1] int32, on the device
+    seq_lens: Tensor  # [num_reqs] int32, on the device; includes the new tokens
+    block_table: Tensor  # [num_reqs, max_blocks] int32, on the device
+    slot_mapping: Tensor  # [num_tokens] int64, on the device; where each new token is stored, -1: nowhere (padding)
+    query_start_loc_np: npt.NDArray[np.int32]  # [num_reqs + 1]
+    seq_lens_np: npt.NDArray[np.int32]  # [num_reqs]
+    plans: dict[Any, Any] = field(default_factory=dict, repr=False)  # private to backends: derived once per step
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.seq_lens_np)
+
+    @property
+    def max_query_len(self) -> int:
+        return int(np.diff(self.query_start_loc_np).max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens_np.max(initial=0))
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Store the keys and values of new tokens in the cache. Modifies `key_cache` and `value_cache` and nothing else.
+
+    Args:
+        key, value: [num_tokens, num_kv_heads, head_dim], the last dimension contiguous; the dtype of the cache.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
+        slot_mapping: [num_tokens] int64; the slot of each token, each at most once. -1 stores nothing.
+    Raises `ValueError` or `TypeError` before anything is written.
+    """
+    _check_cache(key_cache, value_cache)
+    _check_rows("key", key, key_cache)
+    _check_rows("value", value, value_cache)
+    if key.shape != value.shape:
+        raise ValueError(f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}")
+    if key.shape[1] != key_cache.shape[2]:
+        raise ValueError(f"key has {key.shape[1]} KV heads, the cache has {key_cache.shape[2]}")
+    _check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key_cache.device)
+    backend_for(key_cache.device).write_kv(key, value, key_cache, value_cache, slot_mapping)
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Causal attention of the new tokens of every request over its cached tokens. Modifies none of its arguments.
+
+    Args:
+        query: [num_tokens, num_heads, head_dim], the last dimension contiguous. Query head h reads KV head
+            h // (num_heads // num_kv_heads).
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, the dtype of `query`.
+        metadata: which rows of `query` belong to whom, and where their cache is.
+        scale: multiplies the scores, usually head_dim ** -0.5.
+        sliding_window: W: a token attends to itself and the W - 1 tokens before it. Blocks wholly before the window
+            are not read, their entries in the table may be anything.
+        softcap: scores become softcap * tanh(score / softcap), after `scale`.
+    Returns [num_tokens, num_heads, head_dim], contiguous, the dtype of `query`; accumulated in float32.
+    What a request gets does not depend on the others of the batch.
+    Raises `ValueError` or `TypeError` before anything runs.
+    """
+    _check_cache(key_cache, value_cache)
+    _check_rows("query", query, key_cache)
+    num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
+    if num_heads % num_kv_heads != 0:
+        raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
+    if sliding_window is not None and sliding_window < 1:
+        raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    if softcap is not None and softcap <= 0:
+        raise ValueError(f"softcap must be positive, got {softcap}")
+    _check_metadata(metadata, query, block_size=key_cache.shape[1])
+    return backend_for(query.device).paged_attention(
+        query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, softcap=softcap
+    )
+
+
+def _check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
+    if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
+        raise ValueError(
+            "key_cache and value_cache must both be [num_blocks, block_size, num_kv_heads, head_dim], "
+            f"got {tuple(key_cache.shape)} and {tuple(value_cache.shape)}"
+        )
+    if not key_cache.is_contiguous() or not value_cache.is_contiguous():
+        raise ValueError("key_cache and value_cache must be contiguous")
+    if key_cache.dtype not in DTYPES or key_cache.dtype != value_cache.dtype:
+        raise TypeError(f"the caches must share one of {DTYPES}, got {key_cache.dtype} and {value_cache.dtype}")
+
+
+def _check_rows(name: str, rows: Tensor, cache: Tensor) -> None:
+    """`rows` is [num_tokens, heads, head_dim] in the dtype and on the device of the cache."""
+    if rows.dim() != 3 or rows.shape[2] != cache.shape[3]:
+        raise ValueError(f"{name} must be [num_tokens, heads, {cache.shape[3]}], got {tuple(rows.shape)}")
+    if rows.stride(2) != 1:
+        raise ValueError(f"the last dimension of {name} must be contiguous, its stride is {rows.stride(2)}")
+    if rows.dtype != cache.dtype:
+        raise TypeError(f"{name} is {rows.dtype}, the cache is {cache.dtype}")
+    if rows.device != cache.device:
+        raise ValueError(f"{name} is on {rows.device}, the cache is on {cache.device}")
+
+
+def _check_index(name: str, index: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if tuple(index.shape) != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(index.shape)}")
+    if index.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {index.dtype}")
+    if index.device != device:
+        raise ValueError(f"{name} is on {index.device}, the cache is on {device}")
+    if index.dim() and index.stride(-1) != 1:
+        raise ValueError(f"the last dimension of {name} must be contiguous")
+
+
+def _check_metadata(metadata: AttentionMetadata, query: Tensor, block_size: int) -> None:
+    """Checked on the host copies, once per step: the layers of a step share one metadata."""
+    checked = (query.shape[0], block_size, query.device)
+    if metadata.plans.get("checked") == checked:
+        return
+    num_reqs, starts, seq_lens = metadata.num_reqs, metadata.query_start_loc_np, metadata.seq_lens_np
+    _check_index("query_start_loc", metadata.query_start_loc, torch.int32, (num_reqs + 1,), query.device)
+    _check_index("seq_lens", metadata.seq_lens, torch.int32, (num_reqs,), query.device)
+    max_blocks = metadata.block_table.shape[-1]
+    _check_index("block_table", metadata.block_table, torch.int32, (num_reqs, max_blocks), query.device)
+    if len(starts) != num_reqs + 1 or starts[0] != 0 or starts[-1] > query.shape[0]:
+        raise ValueError(
+            f"query_start_loc must run from 0 to at most {query.shape[0]} in {num_reqs + 1} steps, got {starts}"
+        )
+    query_lens = np.diff(starts)
+    if (query_lens < 0).any() or (query_lens > seq_lens).any():
+        raise ValueError(f"every request needs 0 <= query_len <= seq_len, got {query_lens} and {seq_lens}")
+    if metadata.max_seq_len > max_blocks * block_size:
+        raise ValueError(f"seq_len {metadata.max_seq_len} does not fit in {max_blocks} blocks of {block_size}")
+    metadata.plans["checked"] = checked
