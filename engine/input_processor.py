@@ -1,0 +1,106 @@
+"""From what a user asks to what an engine runs: tokens, resolved limits, a seed, one request per choice."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from .errors import InvalidRequestError
+from .outputs import EngineRequest
+from .sampling_params import MAX_SEED, SamplingParams
+
+if TYPE_CHECKING:
+    from .model_source import ModelInfo
+
+
+class InputProcessor:
+    """Turns prompts into engine requests for one model.
+
+    `max_model_len` is the longest prompt + answer in tokens; the model's own limit when not given. Requests without a
+    seed draw one from `seed`, or from the operating system when that is None. Safe to call from several threads as far
+    as `tokenize` goes; `process` belongs to one.
+    """
+
+    def __init__(
+        self, info: ModelInfo, tokenizer: Any, *, max_model_len: int | None = None, seed: int | None = None
+    ) -> None:
+        self.info = info
+        self.max_model_len: int = info.max_model_len if max_model_len is None else max_model_len
+        self._backend = tokenizer.backend_tokenizer
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. A rendered chat template has its special tokens already: pass False for it."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def process(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        param: str = "prompt",
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> list[EngineRequest]:
+        """The `params.n` requests of one prompt: `id`, `id-1`, `id-2`, ... with one seed and choice_index 0, 1, 2, ...
+
+        `max_tokens` is cut to what the context leaves (all of it for None). `param` is the name under which the user
+        gave the prompt. Raises `InvalidRequestError` naming the field.
+        """
+        prompt_token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        room = self._room_after(prompt_token_ids, param)
+        resolved = self._resolve(params, room)
+        seed = params.seed if params.seed is not None else self._random.randint(0, MAX_SEED)
+        return [
+            EngineRequest(
+                request_id=request_id if choice == 0 else f"{request_id}-{choice}",
+                prompt_token_ids=prompt_token_ids,
+                sampling_params=resolved,
+                seed=seed,
+                choice_index=choice,
+                eos_token_ids=tuple(self.info.eos_token_ids),
+                priority=priority,
+                cache_salt=cache_salt,
+            )
+            for choice in range(params.n)
+        ]
+
+    def _room_after(self, prompt_token_ids: list[int], param: str) -> int:
+        """Tokens that the context leaves for the answer, at least 1."""
+        if not prompt_token_ids:
+            raise InvalidRequestError(f"{param}: must hold at least one token, got none.", param)
+        vocab_size = self.info.vocab_size
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
+            bad = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequestError(f"{param}: token ids must be from 0 to {vocab_size - 1}, got {bad}.", param)
+        room = self.max_model_len - len(prompt_token_ids)
+        if room < 1:
+            raise InvalidRequestError(
+                f"{param}: {len(prompt_token_ids)} tokens given, at most {self.max_model_len - 1} are allowed: the "
+                f"model's context is {self.max_model_len} tokens, and one is needed for the answer.",
+                param,
+                "context_length_exceeded",
+            )
+        return room
+
+    def _resolve(self, params: SamplingParams, room: int) -> SamplingParams:
+        vocab_size = self.info.vocab_size
+        for field, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
+            for token_id in token_ids:
+                if token_id >= vocab_size:
+                    raise InvalidRequestError(
+                        f"{field}: token ids must be from 0 to {vocab_size - 1}, got {token_id}.", field
+                    )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens: must be at most {room}, the tokens that the context leaves after this prompt, "
+                f"got {params.min_tokens}.",
+                "min_tokens",
+            )
+        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        return params if max_tokens == params.max_tokens else msgspec.structs.replace(params, max_tokens=max_tokens)
