@@ -19,16 +19,13 @@ if TYPE_CHECKING:
 class InputProcessor:
     """Turns prompts into engine requests for one model.
 
-    `max_model_len` is the longest prompt + answer in tokens; the model's own limit when not given. Requests without a
-    seed draw one from `seed`, or from the operating system when that is None. Safe to call from several threads as far
-    as `tokenize` goes; `process` belongs to one.
+    Requests without a seed draw one from `seed`, or from the operating system when that is None. `tokenize` may be
+    called from any thread; `process` belongs to one.
     """
 
-    def __init__(
-        self, info: ModelInfo, tokenizer: Any, *, max_model_len: int | None = None, seed: int | None = None
-    ) -> None:
+    def __init__(self, info: ModelInfo, tokenizer: Any, *, seed: int | None = None) -> None:
         self.info = info
-        self.max_model_len: int = info.max_model_len if max_model_len is None else max_model_len
+        self.max_model_len: int = info.max_model_len  # prompt + answer, in tokens
         self._backend = tokenizer.backend_tokenizer
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
