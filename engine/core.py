@@ -1,0 +1,161 @@
+"""The step loop: plan a step, hand it to the executor, take in the result of the oldest one.
+
+Up to `max_inflight_steps` steps are outstanding, so that planning hides behind computing. Depth 1 is the synchronous
+engine; there is no other code path for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from concurrent.futures import Future
+
+from .config import EngineConfig
+from .errors import ConfigError, EngineError, ExecutorError
+from .executor import Executor
+from .kv_cache_manager import KVCacheManager
+from .kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
+from .outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
+from .scheduler import ScheduledStep, Scheduler
+
+logger = logging.getLogger(__name__)
+
+MAX_FAILURES = 3  # executor failures in a row after which a request that ran in all of them is given up
+
+
+class EngineCore:
+    """Scheduler, KV cache and executor of one engine. Not thread-safe: one thread calls it.
+
+    `config` is resolved against the model (`resolve`). `max_model_len` is what the engine really serves: less than
+    the model's own limit where the cache cannot hold that much and the user did not insist. Raises `ConfigError`.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, max_model_len: int) -> None:
+        self._executor = executor
+        self._kv_cache_config = plan_kv_cache(config, executor.kv_cache_specs(), executor.available_kv_cache_bytes())
+        kv_cache = KVCacheManager(
+            self._kv_cache_config, config.scheduler.max_num_seqs, config.cache.enable_prefix_caching
+        )
+        self.max_model_len = fit_model_len(config, kv_cache, max_model_len)
+        self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len)
+        self._max_inflight_steps = config.scheduler.max_inflight_steps or 1
+        self._inflight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
+        self._ended: list[EngineOutput] = []  # outputs of requests that ended outside a step
+        executor.initialize_kv_cache(self._kv_cache_config)
+        logger.info(
+            "KV cache: %d blocks of %d tokens in %d group(s); context up to %d tokens",
+            kv_cache.pool.num_usable,
+            kv_cache.block_size,
+            len(self._kv_cache_config.groups),
+            self.max_model_len,
+        )
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queue a request. Raises `InvalidRequestError` or `OverloadedError`; then nothing is queued."""
+        ended = self.scheduler.add(request)
+        if ended is not None:
+            self._ended.append(ended)
+
+    def abort(self, request_ids: list[str]) -> list[EngineOutput]:
+        """End requests in any state and free what they hold. Unknown ids (already finished) are no error."""
+        outputs = (self.scheduler.abort(request_id) for request_id in request_ids)
+        return [output for output in outputs if output is not None]
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._inflight) or bool(self._ended)
+
+    def step(self) -> list[EngineOutput]:
+        """Advance by one step: keep the executor busy, then wait for the oldest step in flight.
+
+        Returns the new tokens of that step, in batch order. After an executor failure the ranks are rebuilt and every
+        running request starts again from its known tokens, so a failure costs time and no token. Raises
+        `ExecutorError` if the ranks cannot be rebuilt.
+        """
+        outputs, self._ended = self._ended, []
+        while len(self._inflight) < self._max_inflight_steps:
+            step = self.scheduler.schedule()
+            if step is None:
+                break
+            self._inflight.append((step, self._executor.execute(step.output)))
+        if not self._inflight:
+            if not outputs and self.scheduler.has_unfinished:
+                stats = self.scheduler.stats()
+                raise EngineError(f"nothing can be scheduled although requests are unfinished: {stats}")
+            return outputs
+        step, future = self._inflight.popleft()
+        try:
+            result = future.result()
+        except ExecutorError as error:
+            logger.warning("A step failed; its requests start again: %s", error.message)
+            return outputs + self._recover(error)
+        return outputs + self.scheduler.update(step, result)
+
+    def reset_prefix_cache(self) -> None:
+        self.scheduler.kv_cache.reset_prefix_cache()
+
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats()
+
+    def shutdown(self) -> None:
+        self._executor.shutdown()
+
+    def _recover(self, error: ExecutorError) -> list[EngineOutput]:
+        """Rebuild the ranks and rewind. Returns the ends of requests that failed too often."""
+        self._inflight.clear()
+        running = [request for request in self.scheduler.running.requests if request is not None]
+        self.scheduler.rewind()
+        outputs = []
+        for request in running:
+            request.num_failures += 1
+            if request.num_failures >= MAX_FAILURES:
+                message = f"The engine failed {request.num_failures} times while it ran this request: {error.message}"
+                ended = self.scheduler.abort(request.request_id, "error", message)
+                assert ended is not None
+                outputs.append(ended)
+        self._executor.restart()
+        self._executor.initialize_kv_cache(self._kv_cache_config)
+        return outputs
+
+
+def plan_kv_cache(config: EngineConfig, specs: list[KVCacheSpec], available_bytes: int) -> KVCacheConfig:
+    """How many blocks there are, and which layers share a table. One block is one block of *every* layer of a group.
+
+    All groups draw from one pool, so a block must be large enough for the largest group.
+    """
+    groups = group_layers(specs)
+    block_bytes = max(group.spec.block_bytes * len(group.layer_indices) for group in groups)
+    num_blocks = config.cache.num_kv_blocks or available_bytes // block_bytes
+    if num_blocks < 2:
+        raise ConfigError(
+            f"cache: {available_bytes:,} bytes of KV cache hold {num_blocks} blocks; at least 2 blocks of "
+            f"{block_bytes:,} bytes are needed. Raise cache.memory_bytes or lower cache.block_size."
+        )
+    return KVCacheConfig(num_blocks, config.cache.block_size, groups)
+
+
+def fit_model_len(config: EngineConfig, kv_cache: KVCacheManager, max_model_len: int) -> int:
+    """The longest request that the cache can hold alone, at most `max_model_len`.
+
+    Raises `ConfigError` if the user asked for more than that.
+    """
+    chunk = config.scheduler.max_num_batched_tokens
+    usable = kv_cache.pool.num_usable
+    if kv_cache.max_blocks(max_model_len, chunk) <= usable:
+        return max_model_len
+    fits, too_long = 0, max_model_len
+    while too_long - fits > 1:
+        middle = (fits + too_long) // 2
+        if kv_cache.max_blocks(middle, chunk) <= usable:
+            fits = middle
+        else:
+            too_long = middle
+    if config.model.max_model_len is not None or fits < 2:
+        need = kv_cache.max_blocks(max_model_len, chunk) + 1
+        raise ConfigError(
+            f"model.max_model_len: {max_model_len} tokens need {need} KV blocks, but there are {usable + 1}, which "
+            f"hold {fits} tokens. Set model.max_model_len to at most {fits}, or raise cache.num_kv_blocks or "
+            "cache.memory_bytes."
+        )
+    logger.warning("The KV cache holds %d tokens: max_model_len is lowered to that from %d", fits, max_model_len)
+    return fits

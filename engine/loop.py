@@ -1,0 +1,118 @@
+"""An engine core in a thread of its own, for callers that live in an event loop."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from .core import EngineCore
+from .errors import QuireError
+from .outputs import EngineOutput, EngineRequest, SchedulerStats
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OnOutputs = Callable[[list[EngineOutput]], None]
+OnFailure = Callable[[BaseException], None]
+
+
+class EngineLoop:
+    """Steps a core whenever it has work. `add`, `abort` and `call` may be used from any thread.
+
+    `on_outputs` is called from the loop's thread, once per step that produced something, with the outputs of all
+    requests. A request that the core refuses ends with one output of finish reason "error", whose `error` says why, so
+    every request that was added ends with exactly one finish reason. `on_failure` is called once if the core itself
+    fails: the loop has ended then, and its requests are lost here.
+    """
+
+    def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_failure: OnFailure) -> None:
+        self._core = core
+        self._on_outputs = on_outputs
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Callable[[], list[EngineOutput]] | None] = queue.SimpleQueue()
+        self._stats = core.stats()
+        self._step_started: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def add(self, request: EngineRequest) -> None:
+        self._inbox.put(lambda: self._add(request))
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._inbox.put(lambda: self._core.abort(request_ids))
+
+    def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
+        """Run `function(core)` between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> list[EngineOutput]:
+            try:
+                future.set_result(function(self._core))
+            except QuireError as error:
+                future.set_exception(error)
+            return []
+
+        self._inbox.put(run)
+        return future
+
+    def stats(self) -> SchedulerStats:
+        """As of the last step boundary."""
+        return self._stats
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def seconds_in_step(self) -> float:
+        """How long the current step has been under way; 0 when the loop waits for work."""
+        started = self._step_started
+        return 0.0 if started is None else time.monotonic() - started
+
+    def stop(self, timeout_s: float = 10.0) -> None:
+        """End the loop after the step under way and shut the core down. Unfinished requests get no more outputs."""
+        self._inbox.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+        self._core.shutdown()
+
+    def _run(self) -> None:
+        try:
+            while self._take_in():
+                self._step_started = time.monotonic()
+                self._publish(self._core.step())
+                self._step_started = None
+        except BaseException as error:
+            logger.exception("The engine core failed")
+            self._on_failure(error)
+            raise
+
+    def _take_in(self) -> bool:
+        """Handle what has arrived; wait for it when there is nothing else to do. False when the loop should end."""
+        while True:
+            try:
+                message = self._inbox.get(block=not self._core.has_work)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            self._publish(message())
+
+    def _publish(self, outputs: list[EngineOutput]) -> None:
+        self._stats = self._core.stats()
+        if outputs:
+            self._on_outputs(outputs)
+
+    def _add(self, request: EngineRequest) -> list[EngineOutput]:
+        try:
+            self._core.add_request(request)
+        except QuireError as error:
+            first_index = len(request.resume_token_ids)
+            return [EngineOutput(request.request_id, first_index, [], "error", error=error.message)]
+        return []

@@ -1,0 +1,110 @@
+"""A request inside the engine: the one place that knows its tokens and its state."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+from .block_hash import BlockHash, hash_block, root_hash
+
+if TYPE_CHECKING:
+    from .outputs import EngineRequest
+
+
+class RequestStatus(enum.Enum):
+    """WAITING → RUNNING ⇄ PREEMPTED → FINISHED; from any state to FINISHED by an abort."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED = enum.auto()
+
+
+class Request:
+    """Owned and mutated by the scheduler.
+
+    `num_tokens` counts prompt and known output tokens. How many of them are computed is a matter of the row that the
+    request runs in (`RunningTable`): a request that does not run has computed nothing.
+    """
+
+    __slots__ = (
+        "arrival_index",
+        "block_hashes",
+        "max_total_tokens",
+        "num_cached_tokens",
+        "num_failures",
+        "num_preemptions",
+        "output_token_ids",
+        "priority",
+        "prompt_token_ids",
+        "request_id",
+        "root",
+        "row",
+        "source",
+        "status",
+        "stop_token_ids",
+    )
+
+    def __init__(self, source: EngineRequest, arrival_index: int, priority: int, max_model_len: int) -> None:
+        params = source.sampling_params
+        self.source = source
+        self.request_id = source.request_id
+        self.prompt_token_ids = source.prompt_token_ids
+        self.output_token_ids = list(source.resume_token_ids)
+        self.arrival_index = arrival_index
+        self.priority = priority
+        max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len
+        self.max_total_tokens = min(len(self.prompt_token_ids) + max_tokens, max_model_len)
+        eos = () if params.ignore_eos else source.eos_token_ids
+        self.stop_token_ids = frozenset(eos) | frozenset(params.stop_token_ids)
+        self.status = RequestStatus.WAITING
+        self.row = -1
+        self.root = root_hash(source.cache_salt)
+        self.block_hashes: list[BlockHash] = []
+        self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
+        self.num_preemptions = 0
+        self.num_failures = 0  # executor failures since its last new token
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return self.prompt_token_ids + self.output_token_ids
+
+    def token_slice(self, start: int, stop: int) -> list[int]:
+        """Tokens `start` to `stop` - 1 of prompt and output taken together, without copying the rest."""
+        split = len(self.prompt_token_ids)
+        if stop <= split:
+            return self.prompt_token_ids[start:stop]
+        return self.prompt_token_ids[start:] + self.output_token_ids[max(start - split, 0) : stop - split]
+
+    def hash_blocks(self, num_blocks: int, block_size: int) -> list[BlockHash]:
+        """The hashes of at least the first `num_blocks` blocks, which must be full. Computed once each."""
+        hashes = self.block_hashes
+        parent = hashes[-1] if hashes else self.root
+        for index in range(len(hashes), num_blocks):
+            parent = hash_block(parent, self.token_slice(index * block_size, (index + 1) * block_size))
+            hashes.append(parent)
+        return hashes
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        """Who goes first: the smaller key. It never changes, so a preempted request comes back to its old place."""
+        return (self.priority, self.arrival_index)
+
+    def finish_reason(self) -> tuple[str, int | None] | None:
+        """Whether the last output token ends the request: (finish_reason, stop_reason), or None to go on."""
+        if not self.output_token_ids:
+            return None
+        token_id = self.output_token_ids[-1]
+        if token_id in self.stop_token_ids and len(self.output_token_ids) > self.source.sampling_params.min_tokens:
+            return ("stop", None if token_id in self.source.eos_token_ids else token_id)
+        if self.num_tokens >= self.max_total_tokens:
+            return ("length", None)
+        return None

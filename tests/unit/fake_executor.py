@@ -1,0 +1,151 @@
+"""A model made of hashes, on a KV cache that is really kept in blocks.
+
+The "hidden state" of position p is a hash of the state of p - 1 and of the token at p, and it is what the cache holds
+for p. A step reads the states before it from the cache through the block tables it was given, never from anywhere else,
+so that a wrong table, a block reused too early or a false prefix hit gives other tokens. Every position that attention
+would read is checked as well.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import numpy as np
+
+from quire.engine.errors import ExecutorError
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
+
+VOCABULARY = 50
+EMPTY = (-1, -1)
+
+
+def next_state(state: int, token_id: int) -> int:
+    return hash((state, token_id)) & 0xFFFFFFFF  # ints hash alike in every process
+
+
+def pick(state: int, row: NewRow) -> int:
+    return hash((state, row.seed, row.choice_index)) % VOCABULARY
+
+
+def expected_tokens(prompt: list[int], count: int, seed: int = 0, choice_index: int = 0) -> list[int]:
+    """What the model says without any engine around it."""
+    row = NewRow(
+        row=0,
+        request_id="",
+        token_ids=[],
+        num_prompt_tokens=0,
+        sampling_params=None,  # type: ignore[arg-type]
+        seed=seed,
+        choice_index=choice_index,
+        eos_token_ids=(),
+        block_ids=(),
+    )
+    state = 0
+    for token_id in prompt:
+        state = next_state(state, token_id)
+    tokens = []
+    for _ in range(count):
+        tokens.append(pick(state, row))
+        state = next_state(state, tokens[-1])
+    return tokens
+
+
+class FakeExecutor:
+    """Implements `Executor`. `fail_steps`: numbers of execute() calls that fail, after which it must be restarted."""
+
+    def __init__(
+        self,
+        windows: tuple[int | None, ...] = (None,),
+        block_size: int = 4,
+        num_blocks: int = 64,
+        fail_steps: tuple[int, ...] = (),
+    ) -> None:
+        self._specs = [KVCacheSpec(block_size, 1, 1, 1, window) for window in windows]
+        self._num_blocks = num_blocks
+        self._fail_steps = set(fail_steps)
+        self._broken = False
+        self.num_calls = 0
+        self.num_restarts = 0
+        self.steps: list[SchedulerOutput] = []
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        return self._specs
+
+    def available_kv_cache_bytes(self) -> int:
+        return self._num_blocks * self._specs[0].block_bytes
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self._block_size = config.block_size
+        self._windows = [group.spec.sliding_window for group in config.groups]
+        # A block holds one group's states at a time, whichever group's table it stands in.
+        self._cache = [EMPTY] * (config.num_blocks * config.block_size)
+        self._rows: dict[int, NewRow] = {}
+        self._tokens: dict[int, list[int]] = {}
+        self._tables: dict[int, tuple[list[int], ...]] = {}
+
+    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        future: Future[ModelRunnerOutput] = Future()
+        if self.num_calls in self._fail_steps:
+            self._broken = True
+        self.num_calls += 1
+        if self._broken:
+            future.set_exception(ExecutorError("a rank is gone"))
+        else:
+            self.steps.append(step)
+            future.set_result(self._run(step))
+        return future
+
+    def restart(self) -> None:
+        self._broken = False
+        self.num_restarts += 1
+
+    def shutdown(self) -> None:
+        pass
+
+    def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        for row in step.released_rows:
+            del self._rows[row], self._tokens[row], self._tables[row]
+        for new in step.new_rows:
+            assert new.row not in self._rows, f"row {new.row} is taken"
+            self._rows[new.row] = new
+            self._tokens[new.row] = list(new.token_ids)
+            self._tables[new.row] = tuple(list(table) for table in new.block_ids)
+        for update in step.block_updates:
+            table = self._tables[update.row][update.group]
+            assert len(table) == update.offset
+            table.extend(update.block_ids)
+        sampled = np.full((len(step.rows), 1), -1, dtype=np.int32)
+        batch = list(
+            zip(step.rows.tolist(), step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist(), strict=True)
+        )
+        # Position by position over the whole batch: as in a model's layers, whoever attends to a position finds it
+        # written, also when another request of the same step writes it.
+        for position, row in sorted((start + i, row) for row, start, count in batch for i in range(count)):
+            self._compute(row, position)
+        for index, (row, start, count) in enumerate(batch):
+            tokens = self._tokens[row]
+            assert start + count <= len(tokens), "scheduled beyond the last token"
+            if start + count == len(tokens):
+                sampled[index, 0] = pick(self._read(row, 0, start + count - 1), self._rows[row])
+                tokens.append(int(sampled[index, 0]))
+        return ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=sampled)
+
+    def _compute(self, row: int, position: int) -> None:
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(position - window + 1, 0)
+            for earlier in range(max(first, position - 40), position):
+                self._read(row, group, earlier)
+            before = self._read(row, group, position - 1) if position else 0
+            slot = self._slot(row, group, position)
+            self._cache[slot] = (position, next_state(before, self._tokens[row][position]))
+
+    def _read(self, row: int, group: int, position: int) -> int:
+        stored, state = self._cache[self._slot(row, group, position)]
+        assert stored == position, f"row {row}, group {group}: position {position} holds that of {stored}"
+        return state
+
+    def _slot(self, row: int, group: int, position: int) -> int:
+        block_id = self._tables[row][group][position // self._block_size]
+        assert block_id != 0, f"row {row}, group {group}: position {position} is in the null block"
+        return block_id * self._block_size + position % self._block_size
