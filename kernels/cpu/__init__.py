@@ -1,0 +1,6 @@
+"""CPU backend."""
+
+from .attention import paged_attention
+from .cache import write_kv
+
+__all__ = ["paged_attention", "write_kv"]

@@ -1,0 +1,75 @@
+"""Paged attention on CPU, request by request: gather the blocks that are visible, then dense attention in torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..ops import AttentionMetadata
+
+
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    starts = metadata.query_start_loc_np.tolist()
+    seq_lens = metadata.seq_lens_np.tolist()
+    for request, seq_len in enumerate(seq_lens):
+        start, end = starts[request], starts[request + 1]
+        if start == end:
+            continue
+        first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
+        slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
+        key = key_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
+        value = value_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
+        out[start:end] = _attend(query[start:end], key, value, scale, sliding_window, softcap)
+    return out
+
+
+def _slots(metadata: AttentionMetadata, request: int, first: int, seq_len: int, block_size: int) -> Tensor:
+    """Slots of positions first .. seq_len - 1 of a request, [seq_len - first] int64; the same for every layer."""
+    plan = (request, first, block_size)
+    slots = metadata.plans.get(plan)
+    if slots is None:
+        positions = torch.arange(first, seq_len)
+        block_ids = metadata.block_table[request].index_select(0, positions // block_size)
+        slots = metadata.plans[plan] = block_ids.long() * block_size + positions % block_size
+    return slots
+
+
+def _attend(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None, softcap: float | None
+) -> Tensor:
+    """Dense attention of one request: query [q, H, d] of its last q positions, key and value [KV heads, k, d]."""
+    num_queries, num_heads, head_dim = query.shape
+    num_kv_heads, num_keys = key.shape[:2]
+    group = num_heads // num_kv_heads
+    # The query heads of a group become rows of one matrix product, so that no key is read twice: [KV heads, G * q, d].
+    rows = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    visible = None
+    if num_queries > 1:
+        query_position = torch.arange(num_keys - num_queries, num_keys)[:, None]
+        key_position = torch.arange(num_keys)
+        visible = key_position <= query_position
+        if sliding_window is not None:
+            visible &= key_position > query_position - sliding_window
+        visible = visible.repeat(group, 1)
+    if softcap is None:
+        attended = F.scaled_dot_product_attention(rows[None], key[None], value[None], attn_mask=visible, scale=scale)[0]
+    else:
+        scores = softcap * torch.tanh(torch.bmm(rows.float(), key.float().transpose(1, 2)) * (scale / softcap))
+        if visible is not None:
+            scores.masked_fill_(~visible, -torch.inf)
+        attended = torch.bmm(torch.softmax(scores, dim=-1), value.float()).to(query.dtype)
+    return attended.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)
