@@ -54,11 +54,11 @@ class OfflineEngine:
             sampling_params = [sampling_params] * len(prompts)
         if len(sampling_params) != len(prompts):
             raise InvalidRequestError(
-                f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts; give one for all or one each.",
+                f"sampling_params: {len(sampling_params)} given for {len(prompts)} prompts; give one, or one for each.",
                 "sampling_params",
             )
         by_id: dict[str, RequestOutput] = {}
-        request_ids = []
+        request_ids: list[str] = []
         progress = _Progress(len(prompts), use_tqdm)
         with progress:
             for output in self._run(list(zip(prompts, sampling_params, strict=True)), "final", request_ids):
@@ -111,13 +111,13 @@ class OfflineEngine:
             text, content = _split(prompt)
             batch.append((text, self._input_processor.process(request_id, content, params)))
             request_ids.append(request_id)
-        engine_ids = []
-        for text, requests in batch:
-            outputs.add(text, requests)
-            for request in requests:
-                self.core.add_request(request)
-                engine_ids.append(request.request_id)
+        engine_ids: list[str] = []
         try:
+            for text, requests in batch:
+                outputs.add(text, requests)
+                for request in requests:
+                    self.core.add_request(request)
+                    engine_ids.append(request.request_id)
             while outputs.num_unfinished:
                 processed = outputs.process(self.core.step())
                 self.core.abort(processed.abort_ids)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.executor import Executor
 from quire.engine.input_processor import InputProcessor
-from quire.engine.llm import Message, OfflineEngine, Prompt
+from quire.engine.llm import Message, OfflineEngine, Prompt, TokensPrompt
 from quire.engine.model_source import ModelInfo, load_model_info
 from quire.engine.outputs import RequestOutput, SchedulerStats
 from quire.engine.sampling_params import SamplingParams
@@ -26,8 +26,9 @@ class LLM:
         outputs = llm.generate(["The capital of France is"], SamplingParams(temperature=0, max_tokens=16))
         print(outputs[0].outputs[0].text)
 
-    `model` is an embedded model's name, a Hugging Face directory or a GGUF file. `seed` is where requests without a seed
-    of their own draw theirs, so a program gives the same answers every time. Raises `ConfigError` if it cannot work.
+    `model` is an embedded model's name, a Hugging Face directory or a GGUF file. `seed` is where requests without a
+    seed of their own draw theirs, so a program gives the same answers every time. Raises `ConfigError` if it cannot
+    work.
     """
 
     def __init__(
@@ -121,9 +122,11 @@ class LLM:
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Answer one prompt, or one conversation (a list of messages), piece by piece."""
-        if not isinstance(prompt, str | dict):
-            prompt = self._engine.render_chat(prompt)
-        return self._engine.stream(prompt, sampling_params)
+        if isinstance(prompt, str):
+            return self._engine.stream(prompt, sampling_params)
+        if isinstance(prompt, dict):
+            return self._engine.stream(cast(TokensPrompt, prompt), sampling_params)
+        return self._engine.stream(self._engine.render_chat(cast(Sequence[Message], prompt)), sampling_params)
 
     def get_tokenizer(self) -> Any:
         """The model's `transformers` tokenizer."""
