@@ -1,0 +1,6 @@
+"""Sampling: `SamplingRows` keeps the parameters by row, `sample` turns logits into tokens."""
+
+from .batch import SamplingBatch, SamplingRows
+from .sampler import SamplerOutput, sample
+
+__all__ = ["SamplerOutput", "SamplingBatch", "SamplingRows", "sample"]

@@ -1,0 +1,143 @@
+"""What the sampler needs to know about the rows it samples for, gathered each step from per-row arrays."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from quire.engine.outputs import FloatArray, IntArray, NewRow
+
+from .penalties import PenaltyEntries, TokenCounts
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEntries:
+    """Single logits of the batch: entry j is token `token_ids[j]` of batch index `indices[j]`, each at most once."""
+
+    indices: Int64Array  # [m]
+    token_ids: Int64Array  # [m]
+    values: FloatArray  # [m] what is added
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """The rows that sample in one step, in the order of their logits. All arrays are on the host.
+
+    The optional fields are None when no row uses the feature, which then costs nothing.
+    """
+
+    temperature: FloatArray  # [n]; 0 is greedy
+    top_k: IntArray  # [n]; 0 keeps all
+    top_p: FloatArray  # [n]; 1 keeps all
+    min_p: FloatArray  # [n]; 0 keeps all
+    seeds: npt.NDArray[np.uint64]  # [n]
+    choice_indices: IntArray  # [n]
+    positions: IntArray  # [n] position that the sampled token will have, from the start of the prompt
+    num_logprobs: IntArray  # [n]; -1: none wanted, 0: the sampled token only
+    logit_bias: LogitEntries | None = None
+    forbidden: LogitEntries | None = None  # stop tokens of rows below their min_tokens; the values are -inf
+    penalties: PenaltyEntries | None = None
+
+    @property
+    def num_reqs(self) -> int:
+        return len(self.temperature)
+
+
+class SamplingRows:
+    """Sampling parameters by row, and the token counts of the rows with penalties. Owned by the request table.
+
+    `set_row` overwrites a row; rows that are not in use hold stale values, which nobody reads. Token ids outside the
+    vocabulary in a stop list or a bias can never be sampled, so they are left out.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
+        self._temperature = np.zeros(max_num_seqs, np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int32)
+        self._top_p = np.ones(max_num_seqs, np.float32)
+        self._min_p = np.zeros(max_num_seqs, np.float32)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._choice_indices = np.zeros(max_num_seqs, np.int32)
+        self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
+        self._min_positions = np.zeros(max_num_seqs, np.int32)  # first position at which the row may stop
+        self._stop_token_ids: dict[int, Int64Array] = {}  # of rows with min_tokens
+        self._logit_bias: dict[int, tuple[Int64Array, FloatArray]] = {}
+        self._counts: dict[int, TokenCounts] = {}
+
+    def set_row(self, new: NewRow) -> None:
+        """Take over the parameters of a request that enters row `new.row`."""
+        row, params = new.row, new.sampling_params
+        self._temperature[row] = params.temperature
+        self._top_k[row] = min(params.top_k, np.iinfo(np.int32).max)
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seeds[row] = new.seed & 0xFFFF_FFFF_FFFF_FFFF
+        self._choice_indices[row] = new.choice_index
+        self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._min_positions[row] = new.num_prompt_tokens + params.min_tokens
+        for by_row in (self._stop_token_ids, self._logit_bias, self._counts):
+            by_row.pop(row, None)
+        if params.min_tokens:
+            stop_token_ids = {*new.eos_token_ids, *params.stop_token_ids}
+            self._stop_token_ids[row] = np.array(sorted(i for i in stop_token_ids if i < self._vocab_size), np.int64)
+        if params.logit_bias:
+            bias = {i: value for i, value in params.logit_bias.items() if i < self._vocab_size}
+            self._logit_bias[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
+        if params.has_penalties:
+            self._counts[row] = TokenCounts(params, new.num_prompt_tokens)
+
+    def gather(self, rows: IntArray, positions: IntArray, token_ids: IntArray) -> SamplingBatch:
+        """The batch of the given rows, in their order.
+
+        Args:
+            rows: [n] the rows that sample in this step.
+            positions: [n] how many tokens each row knows by now, which is the position of the one to sample.
+            token_ids: [max_num_seqs, max_len] the tokens of every row; read for rows with penalties only, below
+                their position.
+        """
+        return SamplingBatch(
+            temperature=self._temperature[rows],
+            top_k=self._top_k[rows],
+            top_p=self._top_p[rows],
+            min_p=self._min_p[rows],
+            seeds=self._seeds[rows],
+            choice_indices=self._choice_indices[rows],
+            positions=positions,
+            num_logprobs=self._num_logprobs[rows],
+            logit_bias=self._gather_logit_bias(rows) if self._logit_bias else None,
+            forbidden=self._gather_forbidden(rows, positions) if self._stop_token_ids else None,
+            penalties=self._gather_penalties(rows, positions, token_ids) if self._counts else None,
+        )
+
+    def _gather_logit_bias(self, rows: IntArray) -> LogitEntries | None:
+        found = [(i, self._logit_bias[row]) for i, row in enumerate(rows.tolist()) if row in self._logit_bias]
+        return _concatenate([(i, token_ids, values) for i, (token_ids, values) in found])
+
+    def _gather_forbidden(self, rows: IntArray, positions: IntArray) -> LogitEntries | None:
+        early = np.flatnonzero(positions < self._min_positions[rows]).tolist()
+        found = [(i, self._stop_token_ids[int(rows[i])]) for i in early if int(rows[i]) in self._stop_token_ids]
+        return _concatenate([(i, ids, np.full(len(ids), -np.inf, np.float32)) for i, ids in found])
+
+    def _gather_penalties(self, rows: IntArray, positions: IntArray, token_ids: IntArray) -> PenaltyEntries | None:
+        parts = []
+        for i, row in enumerate(rows.tolist()):
+            counts = self._counts.get(row)
+            if counts is not None:
+                counts.advance(token_ids[row], int(positions[i]))
+                parts.append((i, counts))
+        return PenaltyEntries.concatenate(parts) if parts else None
+
+
+def _concatenate(parts: list[tuple[int, Int64Array, FloatArray]]) -> LogitEntries | None:
+    if not parts:
+        return None
+    lengths = [len(token_ids) for _, token_ids, _ in parts]
+    return LogitEntries(
+        indices=np.repeat(np.array([i for i, _, _ in parts], np.int64), lengths),
+        token_ids=np.concatenate([token_ids for _, token_ids, _ in parts]),
+        values=np.concatenate([values for _, _, values in parts]),
+    )

@@ -1,0 +1,111 @@
+"""Sampling as a pure function of (logits, sampling parameters, seed, position): DESIGN 4.3.
+
+    raw logits ─▶ logit bias ─▶ min_tokens ─▶ penalties ─┬─▶ argmax                                     (temperature 0)
+        │                                                └─▶ temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ inverse CDF
+        └─▶ logprobs
+
+Every row is worked out from its own logits, parameters and one uniform number, so a token does not depend on the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quire.engine.outputs import BatchLogprobs
+
+from .batch import LogitEntries, SamplingBatch
+from .filters import keep_min_p, keep_top_k, keep_top_p
+from .logprobs import gather_logprobs
+from .penalties import apply_penalties
+from .rng import uniform
+
+DRAW_TOKEN = 0  # the draw that picks the token of a position
+_CDF_BLOCK = 256
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerOutput:
+    """What one step sampled, in the order of the batch."""
+
+    token_ids: Tensor  # [num_reqs] int64, on the device of the logits
+    logprobs: BatchLogprobs | None
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
+    """Sample one token for each row of the batch. Modifies neither argument.
+
+    `logits` is [num_reqs, vocab] float32, row i belonging to index i of the batch's arrays.
+    """
+    if logits.dim() != 2 or logits.shape[0] != batch.num_reqs or logits.dtype != torch.float32:
+        raise ValueError(f"logits must be [{batch.num_reqs}, vocab] float32, got {list(logits.shape)} {logits.dtype}")
+    processed = _process(logits, batch)
+    random_rows = np.flatnonzero(batch.temperature > 0.0)
+    if len(random_rows) == 0:
+        token_ids = processed.argmax(dim=-1)
+    elif len(random_rows) == batch.num_reqs:
+        token_ids = _sample_random(processed, batch, random_rows)
+    else:
+        index = torch.from_numpy(random_rows).to(logits.device)
+        token_ids = processed.argmax(dim=-1)
+        token_ids[index] = _sample_random(processed[index], batch, random_rows)
+    return SamplerOutput(token_ids, gather_logprobs(logits, token_ids, batch.num_logprobs))
+
+
+def _process(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The logits after everything that also decides a greedy token; the given ones where there is nothing to do."""
+    if batch.logit_bias is None and batch.forbidden is None and batch.penalties is None:
+        return logits
+    processed = logits.clone()
+    for entries in (batch.logit_bias, batch.forbidden):
+        if entries is not None:
+            _add(processed, entries)
+    if batch.penalties is not None:
+        apply_penalties(processed, batch.penalties)
+    return processed
+
+
+def _add(logits: Tensor, entries: LogitEntries) -> None:
+    indices = torch.from_numpy(entries.indices).to(logits.device)
+    token_ids = torch.from_numpy(entries.token_ids).to(logits.device)
+    logits[indices, token_ids] += torch.from_numpy(entries.values).to(logits.device)
+
+
+def _sample_random(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
+    """Tokens of the rows with a temperature. logits [r, vocab] are theirs; returns [r] int64."""
+    # The highest logit becomes 0 before the division, so that no temperature, however small, overflows.
+    scores = logits - logits.amax(dim=-1, keepdim=True)
+    scores /= torch.from_numpy(batch.temperature[rows]).to(logits.device)[:, None]
+    keep_top_k(scores, batch.top_k[rows])
+    keep_top_p(scores, batch.top_p[rows])
+    keep_min_p(scores, batch.min_p[rows])
+    numbers = uniform(batch.seeds[rows], batch.choice_indices[rows], batch.positions[rows], DRAW_TOKEN)
+    return _pick(scores.exp_(), torch.from_numpy(numbers).to(logits.device))
+
+
+def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
+    """The token at which the running sum of the weights, in vocabulary order, passes `number` times their total.
+
+    weights [r, vocab] float32, not negative; numbers [r] float64 in [0, 1). Returns [r] int64. The sum runs over blocks
+    of the vocabulary first and then inside one block: two short scans instead of one over the whole row.
+    """
+    num_rows, vocab_size = weights.shape
+    blocks = F.pad(weights, (0, -vocab_size % _CDF_BLOCK)).view(num_rows, -1, _CDF_BLOCK)
+    block_ends = blocks.double().sum(dim=-1).cumsum(dim=-1)
+    target = (numbers * block_ends[:, -1])[:, None]
+    block = _first_above(block_ends, target)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _CDF_BLOCK))[:, 0].double()
+    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp_min(0)), 0.0)
+    offset = _first_above(before + inside.cumsum(dim=-1), target)
+    return (block * _CDF_BLOCK + offset)[:, 0]
+
+
+def _first_above(sums: Tensor, target: Tensor) -> Tensor:
+    """First index whose running sum exceeds the target, [r, 1]; rounding may leave none: then the last that grew."""
+    index = torch.searchsorted(sums, target, right=True)
+    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
+    return torch.minimum(index, last)
