@@ -1,0 +1,354 @@
+"""The gateway's side of its engines: connections, streams, and the journal that lets a stream outlive its engine.
+
+For every stream the journal keeps the request and the output tokens received (DESIGN 4.4). When the engine of a stream
+is lost, the request is sent to another engine, or to the next one that appears, with `resume_token_ids`; whoever reads
+the stream sees a pause. Each attempt travels under an id of its own, so that late words of an earlier attempt cannot be
+taken for those of the current one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Sequence
+
+import msgspec
+
+from quire.engine.errors import EngineError, QuireError
+from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats
+
+from . import transport
+from .directory import POLL_S, Directory, DirectoryError, EngineRecord
+from .messages import (
+    Abort,
+    Add,
+    GatewayMessage,
+    LoadReport,
+    Refused,
+    StepOutputs,
+    encoder,
+    engine_message_decoder,
+)
+from .router import EngineSnapshot, RoutingPolicy
+
+logger = logging.getLogger(__name__)
+
+MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it counts as the cause
+RECONNECT_S = 0.5
+
+
+class _Call:
+    """One `generate()`: the streams of its requests, and what has arrived for them since the last item."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, _Stream] = {}  # live ones, by request id
+        self.arrived: list[EngineOutput] = []
+        self.error: QuireError | None = None
+        self._news = asyncio.Event()
+
+    def notify(self) -> None:
+        self._news.set()
+
+    async def wait(self) -> None:
+        await self._news.wait()
+        self._news.clear()
+
+
+class _Stream:
+    """The journal of one request."""
+
+    __slots__ = ("attempt", "call", "engine", "model", "num_losses", "request", "timer", "token_ids")
+
+    def __init__(self, call: _Call, model: str, request: EngineRequest) -> None:
+        self.call = call
+        self.model = model
+        self.request = request
+        self.token_ids = list(request.resume_token_ids)
+        self.engine: EngineLink | None = None
+        self.attempt = 0
+        self.num_losses = 0
+        self.timer: asyncio.TimerHandle | None = None  # runs while the stream has no engine
+
+    @property
+    def wire_id(self) -> str:
+        return self.request.request_id if self.attempt == 0 else f"{self.request.request_id}@{self.attempt}"
+
+    def to_submit(self) -> EngineRequest:
+        """The request as the next engine gets it."""
+        return msgspec.structs.replace(self.request, request_id=self.wire_id, resume_token_ids=list(self.token_ids))
+
+
+class EngineLink:
+    """One engine that this gateway is connected to."""
+
+    def __init__(self, record: EngineRecord) -> None:
+        self.record = record
+        self.connection: transport.Connection | None = None
+        self.streams: dict[str, _Stream] = {}  # by wire id
+        self.stats = SchedulerStats()
+        self.problem: str | None = None
+        self.num_recent = 0
+        self.closed = asyncio.Event()
+
+    def send(self, message: GatewayMessage) -> None:
+        assert self.connection is not None
+        self.connection.send(encoder.encode(message))
+
+    def snapshot(self) -> EngineSnapshot:
+        return EngineSnapshot(self.record.engine_id, self.stats, self.num_recent, len(self.streams))
+
+
+class EngineClient:
+    """Everything a gateway knows of its engines. All methods run on one event loop.
+
+    `failover_timeout_s` bounds how long a stream waits for an engine when there is none.
+    """
+
+    def __init__(
+        self, directory: Directory, identity: str, policy: RoutingPolicy, *, failover_timeout_s: float = 60.0
+    ) -> None:
+        self._directory = directory
+        self._identity = identity
+        self._policy = policy
+        self._failover_timeout_s = failover_timeout_s
+        self._secret = b""
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # one per engine in the directory
+        self._links: dict[str, EngineLink] = {}  # connected ones
+        self._homeless: dict[str, _Stream] = {}  # streams without an engine, by wire id, oldest first
+        self._watcher: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin to follow the directory."""
+        self._secret = await asyncio.to_thread(self._directory.secret)
+        await self._refresh()
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Leave all engines; what still runs is aborted by them."""
+        tasks = [*self._tasks.values(), *([self._watcher] if self._watcher else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def links(self) -> list[EngineLink]:
+        """The connected engines, ordered by id."""
+        return [self._links[engine_id] for engine_id in sorted(self._links)]
+
+    async def generate(self, model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        """Run requests; each item is all that arrived since the one before (`Backend.generate` says the rest)."""
+        call = _Call()
+        try:
+            for request in requests:
+                call.streams[request.request_id] = stream = _Stream(call, model, request)
+                self._place(stream)
+            while True:
+                arrived, call.arrived = call.arrived, []
+                if arrived:
+                    yield arrived
+                elif call.error is not None:
+                    raise call.error
+                elif not call.streams:
+                    return
+                else:
+                    await call.wait()
+        finally:
+            for stream in list(call.streams.values()):
+                self._abort(stream)
+
+    def abort(self, call_request_ids: Sequence[str]) -> None:
+        """Stop working on requests by id; their `generate()` yields nothing more for them."""
+        wanted = set(call_request_ids)
+        live = [*self._homeless.values(), *(s for link in self.links() for s in link.streams.values())]
+        for stream in live:
+            if stream.request.request_id in wanted:
+                self._abort(stream)
+
+    # Placing streams
+
+    def _place(self, stream: _Stream) -> None:
+        """Send a stream to an engine, or let it wait for one."""
+        ready = [link for link in self.links() if link.record.model == stream.model]
+        if not ready:
+            self._homeless[stream.wire_id] = stream
+            if stream.timer is None:
+                loop = asyncio.get_running_loop()
+                stream.timer = loop.call_later(self._failover_timeout_s, self._give_up, stream)
+            return
+        engine_id = self._policy.choose(stream.request, [link.snapshot() for link in ready])
+        link = self._links[engine_id]
+        if stream.timer is not None:
+            stream.timer.cancel()
+            stream.timer = None
+        stream.engine = link
+        link.streams[stream.wire_id] = stream
+        link.num_recent += 1
+        link.send(Add(stream.to_submit()))
+
+    def _give_up(self, stream: _Stream) -> None:
+        message = f"No engine was available for this request within {self._failover_timeout_s:g} s."
+        self._fail(stream, EngineError(message))
+
+    def _lose(self, link: EngineLink, reason: str) -> None:
+        """An engine is gone: its streams go elsewhere."""
+        streams, link.streams = list(link.streams.values()), {}
+        if streams:
+            logger.warning(
+                "Engine %s was lost (%s): %d streams are resumed.", link.record.engine_id, reason, len(streams)
+            )
+        for stream in streams:
+            stream.engine = None
+            stream.num_losses += 1
+            stream.attempt += 1
+            if stream.num_losses >= MAX_LOSSES:
+                self._fail(stream, EngineError(f"{stream.num_losses} engines in a row were lost with this request."))
+            else:
+                self._place(stream)
+
+    # What arrives
+
+    def _on_frame(self, link: EngineLink, payload: bytes) -> None:
+        try:
+            message = engine_message_decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise transport.TransportError(f"not a message of an engine: {error}") from error
+        if isinstance(message, StepOutputs):
+            for output in message.outputs:
+                self._on_output(link, output)
+        elif isinstance(message, LoadReport):
+            link.stats, link.problem, link.num_recent = message.stats, message.problem, 0
+        elif isinstance(message, Refused):
+            stream = link.streams.pop(message.request_id, None)
+            if stream is not None:
+                stream.engine = None
+                self._fail(stream, message.to_error())
+
+    def _on_output(self, link: EngineLink, output: EngineOutput) -> None:
+        stream = link.streams.get(output.request_id)
+        if stream is None:
+            return  # aborted here while the engine was still working on it
+        known = len(stream.token_ids)
+        if output.first_index > known:
+            gap = f"Tokens {known} to {output.first_index - 1} of request {stream.request.request_id} never arrived."
+            self._fail(stream, EngineError(gap))
+            return
+        output = _without_known(output, stream.request.request_id, known)
+        if output.new_token_ids:
+            stream.token_ids += output.new_token_ids
+            stream.num_losses = 0
+        if output.finish_reason is not None:
+            self._forget(stream)
+        if output.new_token_ids or output.finish_reason is not None:
+            stream.call.arrived.append(output)
+            stream.call.notify()
+
+    # The end of a stream
+
+    def _forget(self, stream: _Stream) -> None:
+        stream.call.streams.pop(stream.request.request_id, None)
+        self._homeless.pop(stream.wire_id, None)
+        if stream.timer is not None:
+            stream.timer.cancel()
+        if stream.engine is not None:
+            stream.engine.streams.pop(stream.wire_id, None)
+
+    def _abort(self, stream: _Stream) -> None:
+        self._forget(stream)
+        if stream.engine is not None:
+            stream.engine.send(Abort([stream.wire_id]))
+        stream.call.notify()
+
+    def _fail(self, stream: _Stream, error: QuireError) -> None:
+        self._abort(stream)
+        stream.call.error = error
+        stream.call.notify()
+
+    # Following the directory
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(POLL_S)
+            await self._refresh()
+
+    async def _refresh(self) -> None:
+        """Begin to connect to engines that are new in the directory."""
+        for engine_id in [known for known, task in self._tasks.items() if task.done()]:
+            self._tasks.pop(engine_id).result()
+        try:
+            for engine_id in await asyncio.to_thread(self._directory.engine_ids):
+                if engine_id not in self._tasks:
+                    record = await asyncio.to_thread(self._directory.get, engine_id)
+                    if record is not None:
+                        self._tasks[engine_id] = asyncio.create_task(self._follow(record))
+        except DirectoryError as error:
+            logger.warning("%s Engines that are connected stay so.", error.message)
+
+    async def _follow(self, record: EngineRecord) -> None:
+        """Stay connected to one engine until it has left the directory or nobody answers at its address."""
+        try:
+            while await self._connect(record):
+                if await asyncio.to_thread(self._directory.get, record.engine_id) is None:
+                    return
+                await asyncio.sleep(RECONNECT_S)
+        except DirectoryError as error:
+            logger.warning("%s Engine %s is looked up again.", error.message, record.engine_id)
+
+    async def _connect(self, record: EngineRecord) -> bool:
+        """Connect once and stay until the connection ends. False when the engine is known to be gone."""
+        link = EngineLink(record)
+        try:
+            link.connection = await transport.connect(
+                record.host,
+                record.port,
+                self._secret,
+                self._identity,
+                lambda _, payload: self._on_frame(link, payload),
+                lambda _, reason: self._on_close(link, reason),
+            )
+        except (ConnectionRefusedError, transport.TransportError) as error:
+            logger.info("Engine %s is gone (%s).", record.engine_id, error)
+            await asyncio.to_thread(self._directory.remove, record.engine_id)
+            return False
+        except OSError as error:
+            logger.warning("Engine %s cannot be reached (%s).", record.engine_id, error or type(error).__name__)
+            return True
+        if link.connection.peer != record.engine_id:
+            link.connection.close()  # another engine has taken the address
+            await asyncio.to_thread(self._directory.remove, record.engine_id)
+            return False
+        await self._use(link)
+        return True
+
+    async def _use(self, link: EngineLink) -> None:
+        """Give an engine the streams that wait for one, then stay until its connection ends."""
+        assert link.connection is not None
+        if not link.connection.is_open:
+            return
+        logger.info("Connected to engine %s at %s:%d.", link.record.engine_id, link.record.host, link.record.port)
+        self._links[link.record.engine_id] = link
+        waiting, self._homeless = list(self._homeless.values()), {}
+        for stream in waiting:
+            self._place(stream)
+        try:
+            await link.closed.wait()
+        finally:
+            link.connection.close()
+
+    def _on_close(self, link: EngineLink, reason: str) -> None:
+        if self._links.get(link.record.engine_id) is link:
+            del self._links[link.record.engine_id]
+        link.closed.set()
+        self._lose(link, reason)
+
+
+def _without_known(output: EngineOutput, request_id: str, num_known: int) -> EngineOutput:
+    """The output under the request's own id and without tokens that were received before."""
+    repeated = num_known - output.first_index
+    if repeated == 0 and output.request_id == request_id:
+        return output
+    return msgspec.structs.replace(
+        output,
+        request_id=request_id,
+        first_index=num_known,
+        new_token_ids=output.new_token_ids[repeated:],
+        logprobs=None if output.logprobs is None else output.logprobs[repeated:],
+    )

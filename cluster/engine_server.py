@@ -1,0 +1,171 @@
+"""The engine's side of its gateways: takes requests in, sends the outputs of every step back. Knows no Ray.
+
+The step loop lives in a thread of its own; once per step it hands all outputs to the event loop, which sends one
+message to each gateway that has a stream among them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import Future
+
+import msgspec
+
+from quire.engine.core import EngineCore
+from quire.engine.errors import QuireError
+from quire.engine.loop import EngineLoop
+from quire.engine.outputs import EngineOutput
+
+from . import transport
+from .messages import (
+    Abort,
+    Add,
+    EngineMessage,
+    LoadReport,
+    Refused,
+    StepOutputs,
+    encoder,
+    gateway_message_decoder,
+)
+
+logger = logging.getLogger(__name__)
+
+REPORT_S = 0.2  # how often a gateway hears how busy the engine is, while that changes
+
+
+class EngineServer:
+    """Serves one engine core to any number of gateways. Methods are called on the event loop that ran `start`.
+
+    A gateway whose connection ends has its requests aborted: it will resubmit what is still wanted. `failed` is
+    completed with the exception if the core itself fails.
+    """
+
+    def __init__(self, core: EngineCore, engine_id: str, secret: bytes, step_timeout_s: float) -> None:
+        self._engine_id = engine_id
+        self._secret = secret
+        self._step_timeout_s = step_timeout_s
+        self._event_loop = asyncio.get_running_loop()
+        self._engine = EngineLoop(core, self._on_outputs, self._on_failure)
+        self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
+        self._gateways: set[transport.Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._reporter: asyncio.Task[None] | None = None
+        self.failed: asyncio.Future[BaseException] = self._event_loop.create_future()
+
+    async def start(self, host: str) -> int:
+        """Start the step loop and listen on `host`; returns the port."""
+        self._server = await transport.listen(
+            host, self._secret, self._engine_id, self._on_open, self._on_frame, self._on_close
+        )
+        self._engine.start()
+        self._reporter = asyncio.create_task(self._report())
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def close(self) -> None:
+        """Leave all gateways and shut the engine down."""
+        if self._reporter is not None:
+            self._reporter.cancel()
+        if self._server is not None:
+            self._server.close()
+        for gateway in list(self._gateways):
+            gateway.close()
+        await asyncio.to_thread(self._engine.stop)
+
+    def load(self) -> LoadReport:
+        """The engine's numbers as of its last step, and why it makes no progress if that is so."""
+        return LoadReport(self._engine.stats(), self.problem())
+
+    def problem(self) -> str | None:
+        """Forward progress is health: None as long as the step under way is younger than the step timeout."""
+        if not self._engine.is_alive:
+            return "the engine's step loop has ended"
+        seconds = self._engine.seconds_in_step()
+        if seconds > self._step_timeout_s:
+            return f"the step under way has taken {seconds:.1f} s, more than {self._step_timeout_s:g} s"
+        return None
+
+    # From gateways
+
+    def _on_open(self, gateway: transport.Connection) -> None:
+        logger.info("Gateway %s connected.", gateway.peer)
+        self._gateways.add(gateway)
+        self._send(gateway, self.load())
+
+    def _on_frame(self, gateway: transport.Connection, payload: bytes) -> None:
+        try:
+            message = gateway_message_decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise transport.TransportError(f"not a message of a gateway: {error}") from error
+        if isinstance(message, Add):
+            self._add(gateway, message)
+        elif isinstance(message, Abort):
+            self._abort([i for i in message.request_ids if self._owners.get(i) is gateway])
+
+    def _on_close(self, gateway: transport.Connection, reason: str) -> None:
+        self._gateways.discard(gateway)
+        lost = [request_id for request_id, owner in self._owners.items() if owner is gateway]
+        logger.info("Gateway %s left (%s); %d requests are aborted.", gateway.peer, reason, len(lost))
+        self._abort(lost)
+
+    def _add(self, gateway: transport.Connection, message: Add) -> None:
+        request = message.request
+        if request.request_id in self._owners:
+            # Its gateway came back before we noticed that it had gone.
+            self._abort([request.request_id])
+        self._owners[request.request_id] = gateway
+        accepted = self._engine.call(lambda core: core.add_request(request))
+        accepted.add_done_callback(
+            lambda future: self._event_loop.call_soon_threadsafe(self._on_accepted, gateway, request.request_id, future)
+        )
+
+    def _on_accepted(self, gateway: transport.Connection, request_id: str, future: Future[None]) -> None:
+        error = future.exception()
+        if isinstance(error, QuireError):
+            self._owners.pop(request_id, None)
+            self._send(gateway, Refused.from_error(request_id, error))
+
+    def _abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            del self._owners[request_id]
+        if request_ids:
+            self._engine.abort(request_ids)
+
+    # To gateways
+
+    def _on_outputs(self, outputs: list[EngineOutput]) -> None:
+        self._event_loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        """One message per gateway that has a stream among the outputs of this step."""
+        by_gateway: dict[transport.Connection, list[EngineOutput]] = {}
+        for output in outputs:
+            gateway = self._owners.get(output.request_id)
+            if gateway is None:
+                continue
+            by_gateway.setdefault(gateway, []).append(output)
+            if output.finish_reason is not None:
+                del self._owners[output.request_id]
+        for gateway, its_outputs in by_gateway.items():
+            self._send(gateway, StepOutputs(its_outputs))
+
+    def _send(self, gateway: transport.Connection, message: EngineMessage) -> None:
+        gateway.send(encoder.encode(message))
+
+    async def _report(self) -> None:
+        sent: LoadReport | None = None
+        while True:
+            await asyncio.sleep(REPORT_S)
+            report = self.load()
+            if report != sent:
+                for gateway in self._gateways:
+                    self._send(gateway, report)
+                sent = report
+
+    def _on_failure(self, error: BaseException) -> None:
+        def tell() -> None:
+            if not self.failed.done():
+                self.failed.set_result(error)
+
+        self._event_loop.call_soon_threadsafe(tell)

@@ -1,0 +1,91 @@
+"""What gateways and engines say to each other, and engines to their ranks. Framing is `transport.py`'s.
+
+A gateway sends `Add` and `Abort`; an engine answers with one `StepOutputs` per step and connection, `Refused` for a
+request that it does not take, and a `LoadReport` now and then. Ranks receive `SchedulerOutput` and answer with
+`RankAnswer`.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, QuireError
+from quire.engine.outputs import (
+    EngineOutput,
+    EngineRequest,
+    ModelRunnerOutput,
+    SchedulerOutput,
+    SchedulerStats,
+    wire_decoder,
+    wire_encoder,
+)
+
+
+class Add(msgspec.Struct, frozen=True, tag="add"):
+    """Run this request; its outputs go to the connection on which it came."""
+
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Stop working on these requests. Ids that are unknown or finished are ignored."""
+
+    request_ids: list[str]
+
+
+class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
+    """All that one engine step produced for the streams of one gateway."""
+
+    outputs: list[EngineOutput]
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """A request that the engine did not take, as the error that it raised."""
+
+    request_id: str
+    kind: str  # invalid | overloaded | failed
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float = 1.0
+
+    @classmethod
+    def from_error(cls, request_id: str, error: QuireError) -> Refused:
+        if isinstance(error, InvalidRequestError):
+            return cls(request_id, "invalid", error.message, error.param, error.code)
+        if isinstance(error, OverloadedError):
+            return cls(request_id, "overloaded", error.message, retry_after_s=error.retry_after_s)
+        return cls(request_id, "failed", error.message)
+
+    def to_error(self) -> QuireError:
+        if self.kind == "invalid":
+            return InvalidRequestError(self.message, self.param, self.code)
+        if self.kind == "overloaded":
+            return OverloadedError(self.message, self.retry_after_s)
+        return EngineError(self.message)
+
+
+class LoadReport(msgspec.Struct, frozen=True, tag="load"):
+    """How busy an engine is. `problem` says why it makes no progress, None when it does."""
+
+    stats: SchedulerStats
+    problem: str | None = None
+
+
+class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
+    """A rank's answer to one step: rank 0 sends the output, the others only that they have done it."""
+
+    step_id: int
+    output: ModelRunnerOutput | None = None
+    error: str | None = None
+
+
+GatewayMessage = Add | Abort
+EngineMessage = StepOutputs | Refused | LoadReport
+
+encoder = wire_encoder()
+# A union of types is no `type` to mypy, but it is one to msgspec.
+gateway_message_decoder: msgspec.msgpack.Decoder[GatewayMessage] = wire_decoder(GatewayMessage)  # type: ignore[arg-type]
+engine_message_decoder: msgspec.msgpack.Decoder[EngineMessage] = wire_decoder(EngineMessage)  # type: ignore[arg-type]
+step_decoder = wire_decoder(SchedulerOutput)
+rank_answer_decoder = wire_decoder(RankAnswer)

@@ -1,0 +1,421 @@
+"""Framing between processes of one cluster: the only module that owns bytes on a socket.
+
+A frame is a 4-byte big-endian length and that many payload bytes; length 0 is a heartbeat. Payloads are msgpack
+records that the caller encodes and decodes by type (`messages.py`): nothing from a socket is ever unpickled.
+
+Before the first frame both sides prove that they hold the same secret, which itself never travels:
+
+    server -> client    b"QUIRE1" + server_nonce
+    client -> server    client_nonce + HMAC(secret, "client" + both nonces + identity) + identity
+    server -> client    HMAC(secret, "server" + both nonces + identity) + identity
+
+Each is one frame of at most `HANDSHAKE_BYTES`, so that a stranger cannot make us allocate anything. `Connection` is
+the asyncio form (gateway and engine); `RankLink` is the blocking form (engine and worker ranks), where a thread that
+waits in `recv` costs less than an event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from quire.engine.errors import QuireError
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_BUFFERED_BYTES = 64 << 20  # unsent bytes after which a peer counts as dead: it no longer reads
+HANDSHAKE_BYTES = 512
+HANDSHAKE_TIMEOUT_S = 5.0
+HEARTBEAT_S = 1.0
+DEAD_AFTER_S = 15.0
+
+_MAGIC = b"QUIRE1"
+_NONCE_BYTES = 32
+_MAC_BYTES = 32
+_LENGTH = struct.Struct(">I")
+
+
+class TransportError(QuireError):
+    """A connection that cannot go on: refused, closed, silent, or not speaking our protocol."""
+
+
+def new_secret() -> bytes:
+    """A fresh shared secret for one application."""
+    return secrets.token_bytes(32)
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload as it travels. Raises `TransportError` when it is larger than any peer accepts."""
+    if len(payload) > MAX_FRAME_BYTES:
+        raise TransportError(f"A frame of {len(payload)} bytes is larger than the limit of {MAX_FRAME_BYTES}.")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into payloads. `max_bytes` may be raised once the peer is trusted."""
+
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
+        self.max_bytes = max_bytes
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> None:
+        self._buffer += data
+
+    def next(self) -> bytes | None:
+        """The next whole payload (empty for a heartbeat), or None. Raises `TransportError` on an oversized one."""
+        if len(self._buffer) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        if length > self.max_bytes:
+            raise TransportError(f"The peer announced a frame of {length} bytes; the limit is {self.max_bytes}.")
+        end = _LENGTH.size + length
+        if len(self._buffer) < end:
+            return None
+        payload = bytes(self._buffer[_LENGTH.size : end])
+        del self._buffer[:end]
+        return payload
+
+
+class Handshake:
+    """One side of the handshake as a pure state machine: frames in, frames out."""
+
+    def __init__(self, secret: bytes, identity: str, *, is_server: bool) -> None:
+        self._secret = secret
+        self._identity = identity.encode()
+        self._is_server = is_server
+        self._nonce = secrets.token_bytes(_NONCE_BYTES)
+        self._both_nonces = b""
+        self.peer: str | None = None  # the peer's identity, once it is proven
+
+    def first(self) -> bytes | None:
+        """What to send before anything is received."""
+        return _MAGIC + self._nonce if self._is_server else None
+
+    def step(self, payload: bytes) -> bytes | None:
+        """Consume one frame of the peer, return the answer if there is one. Raises `TransportError`."""
+        if self._is_server:
+            return self._server_step(payload)
+        return self._client_step(payload)
+
+    def _server_step(self, payload: bytes) -> bytes:
+        peer_nonce, proof = payload[:_NONCE_BYTES], payload[_NONCE_BYTES:]
+        self._both_nonces = self._nonce + peer_nonce
+        self.peer = self._verify(b"client", proof)
+        return self._prove(b"server")
+
+    def _client_step(self, payload: bytes) -> bytes | None:
+        if not self._both_nonces:
+            if len(payload) != len(_MAGIC) + _NONCE_BYTES or not payload.startswith(_MAGIC):
+                raise TransportError("The peer does not speak Quire's protocol.")
+            self._both_nonces = payload[len(_MAGIC) :] + self._nonce
+            return self._nonce + self._prove(b"client")
+        self.peer = self._verify(b"server", payload)
+        return None
+
+    def _mac(self, role: bytes, identity: bytes) -> bytes:
+        return hmac.new(self._secret, role + self._both_nonces + identity, hashlib.sha256).digest()
+
+    def _prove(self, role: bytes) -> bytes:
+        return self._mac(role, self._identity) + self._identity
+
+    def _verify(self, role: bytes, proof: bytes) -> str:
+        mac, identity = proof[:_MAC_BYTES], proof[_MAC_BYTES:]
+        if not hmac.compare_digest(mac, self._mac(role, identity)):
+            raise TransportError("The peer does not hold this cluster's secret.")
+        return identity.decode()
+
+
+class Connection(asyncio.Protocol):
+    """One authenticated connection on an event loop. All methods are called on that loop.
+
+    `on_frame(connection, payload)` is called per frame, in order; `on_close(connection, reason)` exactly once, and
+    only for a connection whose handshake succeeded. Silence for `DEAD_AFTER_S` closes it.
+    """
+
+    def __init__(
+        self,
+        handshake: Handshake,
+        on_open: Callable[[Connection], None],
+        on_frame: Callable[[Connection, bytes], None],
+        on_close: Callable[[Connection, str], None],
+    ) -> None:
+        self._handshake = handshake
+        self._on_open = on_open
+        self._on_frame = on_frame
+        self._on_close = on_close
+        self._reader = FrameReader(HANDSHAKE_BYTES)
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._last_received = 0.0
+        self._reason = "the peer closed the connection"
+        self.is_open = False
+
+    @property
+    def peer(self) -> str:
+        """The proven identity of the other side."""
+        return self._handshake.peer or "?"
+
+    def send(self, payload: bytes) -> None:
+        """Queue one frame. Frames sent after the connection was lost are dropped: `on_close` has told of it."""
+        if not self.is_open or self._transport is None:
+            return
+        self._transport.write(frame(payload))
+        if self._transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
+            self._fail(f"the peer does not read: {MAX_BUFFERED_BYTES} bytes are waiting")
+
+    def close(self) -> None:
+        """Flush what is queued and close."""
+        self._reason = "closed by this side"
+        if self._transport is not None:
+            self._transport.close()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._fail, "no handshake in time")
+        first = self._handshake.first()
+        if first is not None:
+            transport.write(frame(first))
+
+    def data_received(self, data: bytes) -> None:
+        self._last_received = time.monotonic()
+        self._reader.feed(data)
+        try:
+            while (payload := self._reader.next()) is not None:
+                if not self.is_open:
+                    self._shake_hands(payload)
+                elif payload:
+                    self._on_frame(self, payload)
+        except (QuireError, UnicodeDecodeError) as error:
+            self._fail(str(error))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.is_open:
+            self.is_open = False
+            self._on_close(self, str(exc) if exc else self._reason)
+
+    def _shake_hands(self, payload: bytes) -> None:
+        answer = self._handshake.step(payload)
+        if answer is not None:
+            assert self._transport is not None
+            self._transport.write(frame(answer))
+        if self._handshake.peer is not None:
+            self._reader.max_bytes = MAX_FRAME_BYTES
+            self.is_open = True
+            assert self._timer is not None
+            self._timer.cancel()
+            self._beat()
+            self._on_open(self)
+
+    def _beat(self) -> None:
+        if time.monotonic() - self._last_received > DEAD_AFTER_S:
+            self._fail(f"nothing was heard for {DEAD_AFTER_S:g} s")
+            return
+        self.send(b"")
+        self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
+
+    def _fail(self, reason: str) -> None:
+        self._reason = reason
+        if self._transport is not None:
+            self._transport.abort()
+
+
+async def listen(
+    host: str,
+    secret: bytes,
+    identity: str,
+    on_open: Callable[[Connection], None],
+    on_frame: Callable[[Connection, bytes], None],
+    on_close: Callable[[Connection, str], None],
+) -> asyncio.Server:
+    """Accept connections on `host` and a free port (`server.sockets[0].getsockname()[1]`)."""
+
+    def accept() -> Connection:
+        return Connection(Handshake(secret, identity, is_server=True), on_open, on_frame, on_close)
+
+    return await asyncio.get_running_loop().create_server(accept, host, 0)
+
+
+async def connect(
+    host: str,
+    port: int,
+    secret: bytes,
+    identity: str,
+    on_frame: Callable[[Connection, bytes], None],
+    on_close: Callable[[Connection, str], None],
+) -> Connection:
+    """An open, authenticated connection. Raises `TransportError` (bad secret, silence) or `OSError` (refused)."""
+    opened = asyncio.get_running_loop().create_future()
+
+    class Opening(Connection):
+        """Tells the waiting `connect` when the connection is lost before it is open."""
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            if not opened.done():
+                opened.set_exception(TransportError(f"{host}:{port}: {exc or self._reason}"))
+            super().connection_lost(exc)
+
+    def on_open(_: Connection) -> None:
+        if not opened.done():
+            opened.set_result(None)
+
+    handshake = Handshake(secret, identity, is_server=False)
+    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        _, connection = await asyncio.get_running_loop().create_connection(
+            lambda: Opening(handshake, on_open, on_frame, on_close), host, port
+        )
+    try:
+        await opened
+    except asyncio.CancelledError:
+        connection.close()
+        raise
+    return connection
+
+
+class RankLink:
+    """One authenticated connection on a blocking socket. Used by one reading and one writing thread at most."""
+
+    def __init__(self, sock: socket.socket, handshake: Handshake, timeout_s: float) -> None:
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = sock
+        self._reader = FrameReader(HANDSHAKE_BYTES)
+        sock.settimeout(timeout_s)
+        try:
+            self._shake_hands(handshake)
+        except BaseException:
+            sock.close()
+            raise
+        sock.settimeout(None)
+        self._reader.max_bytes = MAX_FRAME_BYTES
+        assert handshake.peer is not None
+        self.peer = handshake.peer
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, payload: bytes) -> None:
+        self.send_frame(frame(payload))
+
+    def send_frame(self, framed: bytes) -> None:
+        """Send bytes made by `frame()`: one serialization for all ranks. Raises `TransportError`."""
+        try:
+            self._socket.sendall(framed)
+        except OSError as error:
+            raise TransportError(f"{self.peer}: {error}") from error
+
+    def recv(self) -> bytes:
+        """The next frame; waits for it. Raises `TransportError` when the peer is gone."""
+        while (payload := self._reader.next()) is None:
+            self.read_available()
+        return payload
+
+    def poll(self) -> bytes | None:
+        """A frame that was already read, without touching the socket."""
+        return self._reader.next()
+
+    def read_available(self) -> None:
+        """Read once from the socket (waits when there is nothing). Raises `TransportError`."""
+        try:
+            data = self._socket.recv(1 << 18)
+        except OSError as error:
+            raise TransportError(f"{getattr(self, 'peer', 'peer')}: {error or type(error).__name__}") from error
+        if not data:
+            raise TransportError(f"{getattr(self, 'peer', 'peer')}: the connection was closed")
+        self._reader.feed(data)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv
+        self._socket.close()
+
+    def _shake_hands(self, handshake: Handshake) -> None:
+        outgoing = handshake.first()
+        while True:
+            if outgoing is not None:
+                self._socket.sendall(frame(outgoing))
+            if handshake.peer is not None:
+                return
+            outgoing = handshake.step(self.recv())
+
+
+def connect_rank(host: str, port: int, secret: bytes, rank: int, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> RankLink:
+    """The link of a worker rank to its engine. Raises `TransportError` or `OSError`."""
+    sock = socket.create_connection((host, port), timeout_s)
+    return RankLink(sock, Handshake(secret, f"rank {rank}", is_server=False), timeout_s)
+
+
+class RankServer:
+    """The engine's side of its ranks: accepts one link per rank, whatever the order in which they come."""
+
+    def __init__(self, host: str, secret: bytes) -> None:
+        self._secret = secret
+        self._listener = socket.create_server((host, 0))
+        self.port: int = self._listener.getsockname()[1]
+
+    def accept(self, world_size: int, timeout_s: float) -> list[RankLink]:
+        """Links in rank order. A stranger is turned away. Raises `TransportError` when a rank does not come."""
+        links: dict[int, RankLink] = {}
+        deadline = time.monotonic() + timeout_s
+        names = {f"rank {rank}": rank for rank in range(world_size)}
+        while len(links) < world_size:
+            missing = [rank for rank in range(world_size) if rank not in links]
+            remaining = deadline - time.monotonic()
+            if remaining <= 0:
+                for link in links.values():
+                    link.close()
+                raise TransportError(f"Ranks {missing} did not connect within {timeout_s:g} s.")
+            self._listener.settimeout(remaining)
+            with contextlib.suppress(TransportError, TimeoutError, OSError, UnicodeDecodeError):
+                sock, _ = self._listener.accept()
+                link = RankLink(sock, Handshake(self._secret, "engine", is_server=True), min(remaining, 5.0))
+                if link.peer in names:
+                    links[names[link.peer]] = link
+                else:
+                    link.close()
+        return [links[rank] for rank in range(world_size)]
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+def broadcast(links: Sequence[RankLink], payload: bytes) -> None:
+    """Send one payload to every rank, framed once."""
+    framed = frame(payload)
+    for link in links:
+        link.send_frame(framed)
+
+
+def gather(links: Sequence[RankLink], timeout_s: float) -> list[bytes]:
+    """One frame from each rank, in rank order.
+
+    Raises `TransportError` as soon as any rank is gone, even while another one is still silent (it may be waiting in a
+    collective for the dead one), or `TimeoutError` naming the ranks that said nothing for `timeout_s`.
+    """
+    answers: list[bytes | None] = [link.poll() for link in links]
+    deadline = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector:
+        for rank, link in enumerate(links):
+            selector.register(link, selectors.EVENT_READ, rank)
+        while any(answer is None for answer in answers):
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                silent = [rank for rank, answer in enumerate(answers) if answer is None]
+                raise TimeoutError(f"ranks {silent} did not answer within {timeout_s:g} s")
+            for key, _ in ready:
+                rank = key.data
+                links[rank].read_available()
+                if answers[rank] is None:
+                    answers[rank] = links[rank].poll()
+    return [answer for answer in answers if answer is not None]

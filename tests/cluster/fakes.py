@@ -1,0 +1,69 @@
+"""Stand-ins for cluster tests: a dictionary as the key-value store, and engines whose model is made of hashes."""
+
+from __future__ import annotations
+
+import sys
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
+
+from engine_helpers import make_core
+from fake_executor import FakeExecutor, expected_tokens
+
+from quire.cluster.directory import Directory, EngineRecord
+from quire.cluster.engine_server import EngineServer
+from quire.engine.core import EngineCore
+from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
+
+__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "start_engine"]
+
+MODEL = "fake"
+HOST = "127.0.0.1"
+
+
+class DictStore:
+    """The key-value store of one process."""
+
+    def __init__(self) -> None:
+        self.data: dict[str, bytes] = {}
+
+    def put(self, key: str, value: bytes, *, overwrite: bool) -> None:
+        if overwrite or key not in self.data:
+            self.data[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        return self.data.get(key)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self.data if key.startswith(prefix)]
+
+    def delete(self, key: str) -> None:
+        self.data.pop(key, None)
+
+
+class PacedExecutor(FakeExecutor):
+    """A step takes `step_s` seconds, so that streams last long enough for something to happen to them."""
+
+    def __init__(self, step_s: float = 0.0, num_blocks: int = 256) -> None:
+        super().__init__(num_blocks=num_blocks)
+        self.step_s = step_s
+
+    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        time.sleep(self.step_s)
+        return super().execute(step)
+
+
+def fake_core(step_s: float = 0.0, **scheduler: object) -> EngineCore:
+    return make_core(PacedExecutor(step_s), max_model_len=800, **{"max_num_seqs": 32, **scheduler})
+
+
+async def start_engine(
+    directory: Directory, engine_id: str, core: EngineCore | None = None, *, model: str = MODEL
+) -> EngineServer:
+    """An engine on a fake core, listening and registered."""
+    server = EngineServer(core or fake_core(), engine_id, directory.secret(), step_timeout_s=5.0)
+    port = await server.start(HOST)
+    directory.register(EngineRecord(engine_id=engine_id, model=model, host=HOST, port=port, max_model_len=800))
+    return server

@@ -1,0 +1,255 @@
+"""Gateways and engines over TCP, without Ray: streams, aborts, refusals, and what happens when an engine is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from fakes import MODEL, DictStore, expected_tokens, fake_core, start_engine
+
+from quire.cluster.directory import Directory, EngineRecord
+from quire.cluster.engine_client import EngineClient
+from quire.cluster.engine_server import EngineServer
+from quire.cluster.router import EngineSnapshot, LeastLoaded
+from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
+from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats
+from quire.engine.sampling_params import SamplingParams
+
+
+@pytest.fixture
+def directory() -> Directory:
+    return Directory(DictStore(), "app")
+
+
+@pytest.fixture
+async def client(directory: Directory) -> AsyncIterator[EngineClient]:
+    client = EngineClient(directory, "gateway-1", LeastLoaded(), failover_timeout_s=5.0)
+    await client.start()
+    yield client
+    await client.close()
+
+
+def request(request_id: str, max_tokens: int = 20, seed: int = 3) -> EngineRequest:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return EngineRequest(request_id=request_id, prompt_token_ids=[1, 2, 3], sampling_params=params, seed=seed)
+
+
+def expected(max_tokens: int = 20, seed: int = 3) -> list[int]:
+    return expected_tokens([1, 2, 3], max_tokens, seed)
+
+
+async def collect(client: EngineClient, *requests: EngineRequest) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {r.request_id: [] for r in requests}
+    async for outputs in client.generate(MODEL, requests):
+        for output in outputs:
+            assert output.first_index == len(tokens[output.request_id])
+            tokens[output.request_id] += output.new_token_ids
+    return tokens
+
+
+async def until(condition, timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def is_idle(engine: EngineServer) -> bool:
+    stats = engine.load().stats
+    return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+async def test_streams_are_those_of_the_model(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1")
+    requests = [request(f"r{i}", max_tokens=5 + i, seed=i) for i in range(10)]
+    results = await asyncio.gather(*(collect(client, r) for r in requests))
+    assert results == [{f"r{i}": expected(5 + i, i)} for i in range(10)]
+    await until(lambda: is_idle(engine))
+    await engine.close()
+
+
+async def test_a_request_waits_for_the_first_engine(directory: Directory, client: EngineClient) -> None:
+    stream = asyncio.create_task(collect(client, request("r")))
+    await asyncio.sleep(0)
+    engine = await start_engine(directory, "e1")
+    assert await stream == {"r": expected()}
+    await engine.close()
+
+
+async def test_an_abandoned_stream_is_aborted(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.005))
+    stream = client.generate(MODEL, [request("a", 500), request("b", 500)])
+    await anext(stream)
+    assert not is_idle(engine)
+    await stream.aclose()
+    await until(lambda: is_idle(engine))
+    await engine.close()
+
+
+async def test_abort_ends_one_of_several(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.002))
+    seen: dict[str, int] = {"a": 0, "b": 0}
+    async for outputs in client.generate(MODEL, [request("a", 500), request("b", 30)]):
+        for output in outputs:
+            seen[output.request_id] += len(output.new_token_ids)
+        if seen["a"]:
+            client.abort(["a", "unknown"])
+    assert seen["b"] == 30
+    assert seen["a"] < 500
+    await until(lambda: is_idle(engine))
+    await engine.close()
+
+
+async def test_a_lost_gateway_frees_its_work(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.005))
+    stream = client.generate(MODEL, [request("a", 500)])
+    await anext(stream)
+    (link,) = client.links()
+    assert link.connection is not None
+    assert link.connection._transport is not None
+    link.connection._transport.abort()
+    await until(lambda: is_idle(engine))
+    assert (await anext(stream))[0].first_index > 0  # it came back and resumed
+    await stream.aclose()
+    await until(lambda: is_idle(engine))
+    await engine.close()
+
+
+async def test_streams_survive_the_loss_of_their_engine(directory: Directory, client: EngineClient) -> None:
+    first = await start_engine(directory, "e1", fake_core(step_s=0.005))
+    streams = [asyncio.create_task(collect(client, request(f"r{i}", 60, seed=i))) for i in range(6)]
+    await until(lambda: first.load().stats.num_generation_tokens > 60)
+    second = await start_engine(directory, "e2", fake_core())
+    await first.close()
+    assert await asyncio.gather(*streams) == [{f"r{i}": expected(60, seed=i)} for i in range(6)]
+    await until(lambda: directory.engine_ids() == ["e2"])  # whoever finds nobody at home removes the entry
+    await until(lambda: is_idle(second))
+    await second.close()
+
+
+async def test_with_no_engine_the_error_says_so(directory: Directory) -> None:
+    client = EngineClient(directory, "g", LeastLoaded(), failover_timeout_s=0.05)
+    await client.start()
+    with pytest.raises(EngineError, match=r"No engine was available for this request within 0.05 s"):
+        await collect(client, request("r"))
+    await client.close()
+
+
+async def test_an_engine_of_another_model_is_not_asked(directory: Directory) -> None:
+    client = EngineClient(directory, "g", LeastLoaded(), failover_timeout_s=0.4)
+    other = await start_engine(directory, "e1", model="other")
+    await client.start()
+    await until(lambda: len(client.links()) == 1)
+    with pytest.raises(EngineError, match="No engine was available"):
+        await collect(client, request("r"))
+    await client.close()
+    await other.close()
+
+
+async def test_a_request_that_keeps_losing_its_engine_is_given_up(directory: Directory, client: EngineClient) -> None:
+    stream = asyncio.create_task(collect(client, request("r")))
+    for i in range(3):
+        engine = await start_engine(directory, f"e{i}", fake_core(step_s=0.5))
+        await until(lambda engine=engine: engine._owners != {})
+        for gateway in list(engine._gateways):
+            assert gateway._transport is not None
+            gateway._transport.abort()
+        directory.remove(f"e{i}")
+        engine._server.close()
+        await engine.close()
+    with pytest.raises(EngineError, match="3 engines in a row were lost"):
+        await stream
+
+
+async def test_refusals_keep_their_type(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1, max_queued_requests=1))
+    too_long = EngineRequest(
+        request_id="long", prompt_token_ids=[1] * 900, sampling_params=SamplingParams(max_tokens=5), seed=0
+    )
+    with pytest.raises(InvalidRequestError):
+        await collect(client, too_long)
+    streams = [client.generate(MODEL, [request(f"r{i}", 500)]) for i in range(1)]
+    await anext(streams[0])
+    waiting = asyncio.create_task(collect(client, request("w", 5)))
+    await until(lambda: engine.load().stats.num_waiting == 1)
+    with pytest.raises(OverloadedError) as refused:
+        await collect(client, request("x", 5))
+    assert refused.value.retry_after_s > 0
+    await streams[0].aclose()
+    assert await waiting == {"w": expected(5)}
+    await engine.close()
+
+
+async def test_fifty_open_and_close_cycles_leave_nothing(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.001))
+    for i in range(50):
+        stream = client.generate(MODEL, [request(f"r{i}", 500)])
+        await anext(stream)
+        await stream.aclose()
+    await until(lambda: is_idle(engine))
+    assert engine._owners == {}
+    assert client.links()[0].streams == {}
+    await engine.close()
+
+
+async def test_repeats_are_dropped_and_a_gap_is_an_error(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1", fake_core(step_s=1.0))
+    await until(lambda: len(client.links()) == 1)
+    stream = client.generate(MODEL, [request("r")])
+    pending = asyncio.create_task(anext(stream))
+    await until(lambda: client.links()[0].streams != {})
+    link = client.links()[0]
+    client._on_output(link, EngineOutput("r", 0, [7, 8]))
+    client._on_output(link, EngineOutput("r", 1, [8, 9]))
+    client._on_output(link, EngineOutput("r", 0, [7]))
+    assert await pending == [EngineOutput("r", 0, [7, 8]), EngineOutput("r", 2, [9])]
+    client._on_output(link, EngineOutput("r", 5, [1]))
+    with pytest.raises(EngineError, match="Tokens 3 to 4 of request r never arrived"):
+        await anext(stream)
+    await engine.close()
+
+
+async def test_a_stalled_step_is_a_problem(directory: Directory) -> None:
+    server = EngineServer(fake_core(step_s=0.3), "e", directory.secret(), step_timeout_s=0.05)
+    await server.start("127.0.0.1")
+    assert server.problem() is None
+    server._engine.add(request("r", 2))
+    await until(lambda: server.problem() is not None)
+    assert "more than 0.05 s" in (server.problem() or "")
+    await until(lambda: server.problem() is None)
+    await server.close()
+    assert server.problem() == "the engine's step loop has ended"
+
+
+def test_the_directory_keeps_records_and_one_secret() -> None:
+    store = DictStore()
+    directory, other = Directory(store, "a"), Directory(store, "b")
+    assert directory.secret() == directory.secret() != other.secret()
+    record = EngineRecord(engine_id="e2", model="m", host="h", port=1, max_model_len=2)
+    directory.register(record)
+    directory.register(EngineRecord(engine_id="e1", model="m", host="h", port=2, max_model_len=2))
+    assert directory.engine_ids() == ["e1", "e2"]
+    assert other.engine_ids() == []
+    assert directory.get("e2") == record
+    directory.remove("e2")
+    directory.remove("e2")
+    assert directory.engine_ids() == ["e1"]
+    assert directory.get("e2") is None
+
+
+@pytest.mark.parametrize(
+    ("engines", "chosen"),
+    [
+        ([("a", 4, 0, 0, 0), ("b", 3, 0, 0, 0)], "b"),
+        ([("a", 0, 2, 0, 0), ("b", 3, 0, 0, 0)], "b"),  # a waiting request weighs two
+        ([("a", 1, 0, 2, 2), ("b", 2, 0, 0, 0)], "b"),  # what was sent since the report counts
+        ([("a", 1, 0, 0, 1), ("b", 1, 0, 0, 0)], "b"),
+        ([("b", 1, 0, 0, 0), ("a", 1, 0, 0, 0)], "a"),
+    ],
+)
+def test_the_least_loaded_engine_is_chosen(engines: list[tuple[str, int, int, int, int]], chosen: str) -> None:
+    snapshots = [
+        EngineSnapshot(name, SchedulerStats(num_running=running, num_waiting=waiting), recent, own)
+        for name, running, waiting, recent, own in engines
+    ]
+    assert LeastLoaded().choose(request("r"), snapshots) == chosen

@@ -1,0 +1,217 @@
+"""Framing, handshake and the ways in which a peer can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from quire.cluster import transport
+from quire.cluster.transport import (
+    Connection,
+    FrameReader,
+    Handshake,
+    RankServer,
+    TransportError,
+    broadcast,
+    connect_rank,
+    gather,
+)
+
+SECRET = b"s" * 32
+HOST = "127.0.0.1"
+
+
+class Peer:
+    """Collects what a connection delivers."""
+
+    def __init__(self) -> None:
+        self.frames: asyncio.Queue[bytes] = asyncio.Queue()
+        self.opened: asyncio.Queue[Connection] = asyncio.Queue()
+        self.closed: asyncio.Queue[str] = asyncio.Queue()
+
+    def on_open(self, connection: Connection) -> None:
+        self.opened.put_nowait(connection)
+
+    def on_frame(self, connection: Connection, payload: bytes) -> None:
+        self.frames.put_nowait(payload)
+
+    def on_close(self, connection: Connection, reason: str) -> None:
+        self.closed.put_nowait(reason)
+
+
+async def listen(peer: Peer) -> int:
+    server = await transport.listen(HOST, SECRET, "server", peer.on_open, peer.on_frame, peer.on_close)
+    return server.sockets[0].getsockname()[1]
+
+
+def test_frames_survive_any_cut() -> None:
+    stream = transport.frame(b"one") + transport.frame(b"") + transport.frame(b"three" * 100)
+    for size in (1, 2, 5, 7, len(stream)):
+        reader, payloads = FrameReader(), []
+        for start in range(0, len(stream), size):
+            reader.feed(stream[start : start + size])
+            while (payload := reader.next()) is not None:
+                payloads.append(payload)
+        assert payloads == [b"one", b"", b"three" * 100]
+
+
+def test_an_oversized_frame_is_refused_by_its_length_alone() -> None:
+    reader = FrameReader(max_bytes=100)
+    reader.feed(struct.pack(">I", 101))
+    with pytest.raises(TransportError, match="101 bytes; the limit is 100"):
+        reader.next()
+    with pytest.raises(TransportError, match="larger than the limit"):
+        transport.frame(bytes(transport.MAX_FRAME_BYTES + 1))
+
+
+def test_the_secret_does_not_travel_and_a_recording_is_useless() -> None:
+    def shake(server: Handshake, client: Handshake) -> list[bytes]:
+        first = server.first()
+        assert first is not None
+        answer = client.step(first)
+        assert answer is not None
+        confirm = server.step(answer)
+        assert confirm is not None
+        assert client.step(confirm) is None
+        return [first, answer, confirm]
+
+    server, client = Handshake(SECRET, "e", is_server=True), Handshake(SECRET, "g", is_server=False)
+    recorded = shake(server, client)
+    assert (server.peer, client.peer) == ("g", "e")
+    assert all(SECRET not in message for message in recorded)
+    with pytest.raises(TransportError, match="secret"):
+        Handshake(SECRET, "e", is_server=True).step(recorded[1])
+
+
+async def test_frames_travel_both_ways_in_order() -> None:
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    accepted = await there.opened.get()
+    assert (connection.peer, accepted.peer) == ("server", "client")
+    for i in range(100):
+        connection.send(b"%d" % i)
+        accepted.send(b"x" * i + b".")
+    assert [await there.frames.get() for _ in range(100)] == [b"%d" % i for i in range(100)]
+    assert [await here.frames.get() for _ in range(100)] == [b"x" * i + b"." for i in range(100)]
+    connection.close()
+    assert await there.closed.get() == "the peer closed the connection"
+    assert await here.closed.get() == "closed by this side"
+    connection.send(b"dropped")
+
+
+async def test_a_wrong_secret_is_turned_away() -> None:
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    with pytest.raises(TransportError):
+        await transport.connect(HOST, port, b"w" * 32, "client", here.on_frame, here.on_close)
+    assert there.opened.empty()
+    assert there.closed.empty()
+    assert here.closed.empty()
+
+
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", struct.pack(">I", 1 << 31), transport.frame(b"\x00" * 10)]
+)
+async def test_garbage_is_cut_off_before_it_can_cost_anything(garbage: bytes) -> None:
+    there = Peer()
+    reader, writer = await asyncio.open_connection(HOST, await listen(there))
+    writer.write(garbage)
+    received = await asyncio.wait_for(reader.read(), 5)  # until the server hangs up
+    assert received.startswith(struct.pack(">I", 38) + b"QUIRE1")
+    assert len(received) == 42
+    assert there.opened.empty()
+
+
+async def test_a_silent_peer_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 0.2)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    assert connection._timer is not None
+    connection._timer.cancel()  # it stops to give signs of life, as a stopped process does
+    assert "nothing was heard" in await asyncio.wait_for(there.closed.get(), 5)
+    await asyncio.wait_for(here.closed.get(), 5)
+
+
+async def test_heartbeats_keep_an_idle_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 0.2)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(there.closed.get(), 0.6)
+    assert connection.is_open
+
+
+async def test_a_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "MAX_BUFFERED_BYTES", 1 << 20)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    assert connection._transport is not None
+    connection._transport.pause_reading()
+    accepted = await there.opened.get()
+    for _ in range(20):
+        accepted.send(bytes(1 << 20))
+    assert "does not read" in await asyncio.wait_for(there.closed.get(), 5)
+
+
+def connect_all(server: RankServer, world_size: int) -> tuple[list, list]:
+    with ThreadPoolExecutor(world_size) as pool:
+        ranks = [pool.submit(connect_rank, HOST, server.port, SECRET, rank) for rank in reversed(range(world_size))]
+        links = server.accept(world_size, 5.0)
+        return links, [future.result() for future in reversed(ranks)]
+
+
+def test_ranks_are_in_order_and_gathered_in_order() -> None:
+    server = RankServer(HOST, SECRET)
+    links, ranks = connect_all(server, 3)
+    broadcast(links, b"step" * 100_000)
+    assert [rank.recv() for rank in ranks] == [b"step" * 100_000] * 3
+    for rank in (2, 0, 1):
+        ranks[rank].send(b"answer %d" % rank)
+    assert gather(links, 5.0) == [b"answer 0", b"answer 1", b"answer 2"]
+    ranks[1].send(b"early")
+    ranks[1].send(b"earlier than asked")
+    ranks[0].send(b"0")
+    ranks[2].send(b"2")
+    assert gather(links, 5.0) == [b"0", b"early", b"2"]
+    ranks[0].send(b"0")
+    ranks[2].send(b"2")
+    assert gather(links, 5.0) == [b"0", b"earlier than asked", b"2"]
+
+
+def test_a_dead_rank_is_noticed_while_another_one_is_silent() -> None:
+    links, ranks = connect_all(RankServer(HOST, SECRET), 2)
+    timer = threading.Timer(0.05, ranks[1].close)
+    timer.start()
+    with pytest.raises(TransportError, match="rank 1: the connection was closed"):
+        gather(links, 5.0)
+
+
+def test_silent_ranks_are_named() -> None:
+    links, ranks = connect_all(RankServer(HOST, SECRET), 3)
+    ranks[1].send(b"here")
+    with pytest.raises(TimeoutError, match=r"ranks \[0, 2\] did not answer within 0.05 s"):
+        gather(links, 0.05)
+
+
+def test_missing_ranks_are_named_and_strangers_are_turned_away() -> None:
+    server = RankServer(HOST, SECRET)
+    with ThreadPoolExecutor() as pool:
+        accepted = pool.submit(server.accept, 2, 1.0)
+        connect_rank(HOST, server.port, SECRET, 0)
+        with socket.create_connection((HOST, server.port)) as stranger:
+            stranger.sendall(b"hello")
+        with pytest.raises(TransportError):
+            connect_rank(HOST, server.port, b"w" * 32, 1)
+        with pytest.raises(TransportError, match=r"Ranks \[1\] did not connect within 1 s"):
+            accepted.result()
