@@ -1,0 +1,139 @@
+"""One streamed request to an OpenAI-compatible server, timed with as little work as possible.
+
+The client often shares its machine with the server: responses are split into events as bytes, and an event is decoded
+into the few fields that are looked at.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from quire.engine.errors import QuireError
+
+from ..cli_http import error_message
+from . import Endpoint
+from .latency import RequestTiming
+
+
+class BenchError(QuireError):
+    """The server cannot be benchmarked: the message says why in one line."""
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+class SseReader:
+    """Splits a byte stream into the data of server-sent events (one `data:` line each, as OpenAI's)."""
+
+    __slots__ = ("_rest",)
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The data of the events that `chunk` completes, in order."""
+        *events, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
+        return [event.removeprefix(b"data:").strip() for event in events if event.startswith(b"data:")]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is loaded, and how each request looks apart from its prompt."""
+
+    base_url: str  # ends in /v1
+    model: str
+    endpoint: Endpoint
+    output_len: int
+    temperature: float
+    ignore_eos: bool
+
+    @property
+    def url(self) -> str:
+        return self.base_url + ("/completions" if self.endpoint == "completions" else "/chat/completions")
+
+    def body(self, prompt: str | list[int]) -> bytes:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": self.output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        if self.endpoint == "completions":
+            body["prompt"] = prompt
+        else:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        return msgspec.json.encode(body)
+
+
+_decoder = msgspec.json.Decoder(_Event)
+
+
+async def timed_request(session: aiohttp.ClientSession, target: Target, prompt: str | list[int]) -> RequestTiming:
+    """Send one request and read its stream to the end. A failure is told in the timing's `error`."""
+    body = target.body(prompt)
+    start_s = time.perf_counter()
+    try:
+        async with session.post(target.url, data=body) as response:
+            if response.status != 200:
+                message = error_message(response.status, await response.read())
+                return RequestTiming(start_s, time.perf_counter(), error=message)
+            return await _read_stream(response.content, start_s)
+    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+        return RequestTiming(start_s, time.perf_counter(), error=f"{type(error).__name__}: {error}")
+
+
+async def _read_stream(content: aiohttp.StreamReader, start_s: float) -> RequestTiming:
+    reader = SseReader()
+    token_times_s: list[float] = []
+    usage = _Usage()
+    done = False
+    async for chunk in content.iter_any():
+        now_s = time.perf_counter()
+        for data in reader.feed(chunk):
+            if data == b"[DONE]":
+                done = True
+                continue
+            event = _decoder.decode(data)
+            if event.error is not None:
+                return RequestTiming(start_s, now_s, error=f"in the stream: {event.error}")
+            if event.usage is not None:
+                usage = event.usage
+            token_times_s += [now_s for choice in event.choices if choice.has_text]
+    return RequestTiming(
+        start_s,
+        time.perf_counter(),
+        tuple(token_times_s),
+        usage.prompt_tokens,
+        usage.completion_tokens or len(token_times_s),
+        error=None if done else "the stream ended without [DONE]",
+    )

@@ -1,0 +1,94 @@
+"""Command-line options that come from the engine's configuration: name, type, choices and help are those of the model.
+
+So an option is described once, where it is defined, and a value is judged once, by the configuration itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ValidationError
+
+from quire.engine.config import EngineConfig
+
+# The options, by section. They are few on purpose: everything else is set in a configuration file.
+ENGINE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "model": ("model", "dtype", "max_model_len", "load_format", "num_threads"),
+    "parallel": ("tensor_parallel_size",),
+    "scheduler": ("max_num_seqs", "max_num_batched_tokens"),
+    "cache": ("num_kv_blocks", "block_size", "enable_prefix_caching"),
+}
+EngineOverrides = dict[str, dict[str, Any]]
+
+
+def takes_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the engine's options to a command, which receives those that were given as `engine`: section -> key -> value.
+
+    `command` must have a keyword-only parameter `engine: EngineOverrides`.
+    """
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "engine"]
+    added = [_parameter(section, key) for section, keys in ENGINE_OPTIONS.items() for key in keys]
+
+    @functools.wraps(command)
+    def with_engine_options(**values: Any) -> None:
+        overrides: EngineOverrides = {}
+        for section, keys in ENGINE_OPTIONS.items():
+            given = {key: value for key in keys if (value := values.pop(key)) is not None}
+            if given:
+                overrides[section] = given
+        _check(overrides)
+        command(**values, engine=overrides)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*own, *added]]
+    with_engine_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    with_engine_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_engine_options
+
+
+def _check(overrides: EngineOverrides) -> None:
+    """Let the configuration judge what was given, and name the option at fault."""
+    try:
+        EngineConfig.model_validate(overrides)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise typer.BadParameter(first["msg"], param_hint=f"--{str(first['loc'][-1]).replace('_', '-')}") from error
+
+
+def help_without_command(text: str) -> Callable[[typer.Context], None]:
+    """The callback of a group: its help text, printed when no command is named."""
+
+    def group(context: typer.Context) -> None:
+        if context.invoked_subcommand is None:
+            print(context.get_help())
+
+    group.__doc__ = text
+    return group
+
+
+def flatten(overrides: EngineOverrides) -> dict[str, Any]:
+    """The same without sections, as keyword arguments of `quire.LLM`."""
+    return {key: value for section in overrides.values() for key, value in section.items()}
+
+
+def _parameter(section: str, key: str) -> inspect.Parameter:
+    """One option, None when it is not given."""
+    model = EngineConfig.model_fields[section].annotation
+    field = typing.cast(type[BaseModel], model).model_fields[key]
+    default = "" if field.default is None else f" (default: {field.default})"
+    option = typer.Option(help=f"{field.description}{default}", show_default=False)
+    annotation = typing.cast(Any, Annotated)[_without_none(field.annotation) | None, option]
+    return inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _without_none(annotation: Any) -> Any:
+    if isinstance(annotation, types.UnionType):
+        (kept,) = [part for part in typing.get_args(annotation) if part is not types.NoneType]
+        return kept
+    return annotation

@@ -1,0 +1,196 @@
+"""The import law of the four code folders, read from their imports, and the layout that makes it work.
+
+    cluster --> workers --> kernels        engine and kernels import nothing of ours
+       |           |                       only cluster knows Ray
+       '-----------'-----> engine          engine: no torch, ray or transformers at import time
+
+Inside a folder imports are relative; across folders they are absolute (`from quire.engine.x import y`), so that every
+crossing is visible. `src/quire/*.py` is the composition root: it may import any folder, and of the folders only
+cluster may import it.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAY_IMPORT = {
+    "engine": set(),
+    "kernels": set(),
+    "workers": {"engine", "kernels"},
+    "cluster": {"engine", "workers"},
+}
+HEAVY = {"torch", "ray", "transformers"}
+MAX_LINES = 500
+
+
+def imports(tree: ast.Module) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import statement, and whether it runs when the module is imported."""
+
+    def visit(node: ast.AST, at_import_time: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.Import | ast.ImportFrom):
+                yield child, at_import_time
+            elif isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                yield from visit(child, False)
+            elif isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+                for statement in child.body:
+                    yield from visit(ast.Module([statement], []), False)
+                for statement in child.orelse:
+                    yield from visit(ast.Module([statement], []), at_import_time)
+            else:
+                yield from visit(child, at_import_time)
+
+    return visit(tree, True)
+
+
+def violations(folder: str, depth: int, source: str) -> list[str]:
+    """What a file of `folder` does against the law. `depth` counts the packages it is in: 1 for `engine/x.py`."""
+    found = []
+    for node, at_import_time in imports(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level > 0:
+            if node.level > depth:
+                found.append(f"line {node.lineno}: a relative import leaves {folder}/")
+            continue
+        names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        if isinstance(node, ast.ImportFrom) and node.module == "quire":
+            # `from quire import engine` names a folder; anything else is the composition root's.
+            names = [f"quire.{a.name}" if a.name in MAY_IMPORT else "quire" for a in node.names]
+        for name in names:
+            found += [f"line {node.lineno}: {why}" for why in _judge(folder, name, at_import_time)]
+    return found
+
+
+def _judge(folder: str, name: str, at_import_time: bool) -> Iterator[str]:
+    top, _, rest = name.partition(".")
+    target = rest.partition(".")[0]
+    if top == "ray" and folder != "cluster":
+        yield f"{folder} knows Ray ({name})"
+    if top in HEAVY and folder == "engine" and at_import_time:
+        yield f"engine imports {name} at import time"
+    if top in MAY_IMPORT:
+        yield f"{name} is not the import name (it is quire.{name})"
+    if top == "quire" and target == folder:
+        yield f"{name} is imported absolutely inside {folder}"
+    elif top == "quire" and target in MAY_IMPORT and target not in MAY_IMPORT[folder]:
+        yield f"{folder} imports {name}"
+    elif top == "quire" and target not in MAY_IMPORT and folder != "cluster":
+        yield f"{folder} imports the composition root ({name})"
+
+
+def code_files() -> list[Path]:
+    return sorted(path for folder in MAY_IMPORT for path in (ROOT / folder).rglob("*.py"))
+
+
+def test_import_law() -> None:
+    found = []
+    for path in code_files():
+        parts = path.relative_to(ROOT).parts
+        found += [f"{path.relative_to(ROOT)}: {v}" for v in violations(parts[0], len(parts) - 1, path.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("engine", "import torch"),
+        ("engine", "if True:\n    from transformers import AutoTokenizer"),
+        ("engine", "try:\n    import torch.nn\nexcept ImportError:\n    pass"),
+        ("engine", "class A:\n    import torch"),
+        ("engine", "def f():\n    import ray"),
+        ("engine", "from quire.workers.worker import Worker"),
+        ("engine", "from quire import workers"),
+        ("engine", "from quire import LLM"),
+        ("engine", "from quire.engine.outputs import EngineOutput"),
+        ("engine", "from ..workers import worker"),
+        ("kernels", "from quire.engine.outputs import EngineOutput"),
+        ("workers", "import os, ray"),
+        ("workers", "from ray import serve"),
+        ("workers", "from quire.cluster import app"),
+        ("workers", "def f():\n    from quire.llm import LLM"),
+        ("cluster", "from quire.kernels import ops"),
+        ("cluster", "import engine.outputs"),
+    ],
+)
+def test_law_catches(folder: str, source: str) -> None:
+    assert len(violations(folder, 1, source)) == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "source"),
+    [
+        ("engine", "from .outputs import EngineOutput\nimport numpy as np, msgspec"),
+        ("engine", "def f():\n    import torch"),
+        ("engine", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
+        ("workers", "import torch\nfrom quire.engine.outputs import EngineOutput\nfrom quire.kernels import ops"),
+        ("cluster", "import ray\nfrom quire.workers.worker import Worker\nfrom quire import LLM, __version__"),
+    ],
+)
+def test_law_admits(folder: str, source: str) -> None:
+    assert violations(folder, 1, source) == []
+
+
+def test_relative_import_may_go_up_inside_its_folder() -> None:
+    assert violations("workers", 2, "from ..parallel import ParallelContext") == []
+    assert len(violations("workers", 2, "from ...kernels import ops")) == 1
+
+
+def _loaded_after(statements: str) -> set[str]:
+    """Those of the heavy modules that a fresh process has after `statements`."""
+    script = f"import sys\n{statements}\nprint(*sorted(m for m in {sorted(HEAVY)} if m in sys.modules))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def test_importing_the_engine_leaves_heavy_modules_out() -> None:
+    modules = [
+        "quire.engine" if path.stem == "__init__" else f"quire.engine.{path.stem}"
+        for path in code_files()
+        if path.parent == ROOT / "engine"
+    ]
+    assert "quire.engine.config" in modules
+    assert _loaded_after(f"import {', '.join(modules)}") == set()
+
+
+def test_importing_quire_leaves_heavy_modules_out() -> None:
+    assert _loaded_after("import quire; quire.__version__; from quire import SamplingParams") == set()
+
+
+def test_loaded_modules_are_seen() -> None:
+    """The two tests above can fail."""
+    assert _loaded_after("import types; sys.modules['torch'] = types.ModuleType('torch')") == {"torch"}
+
+
+def test_layout() -> None:
+    for folder in MAY_IMPORT:
+        link = ROOT / "src" / "quire" / folder
+        assert link.is_symlink(), f"{link} must be a link"
+        assert link.resolve() == ROOT / folder
+    packages = {path.parent for path in code_files()}
+    assert [str(p) for p in sorted(packages) if not (p / "__init__.py").exists()] == []
+
+
+def test_files_hold_one_idea() -> None:
+    """Kernels may be longer than other files; the style guide says why files are short."""
+    long = [
+        (str(path.relative_to(ROOT)), lines)
+        for path in code_files()
+        if path.relative_to(ROOT).parts[0] != "kernels" and (lines := len(path.read_text().splitlines())) > MAX_LINES
+    ]
+    assert long == []
+
+
+def test_test_files_have_unique_names() -> None:
+    """pytest imports test files by their base name."""
+    names = Counter(
+        path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in ("conftest.py", "__init__.py")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
