@@ -123,6 +123,8 @@ class FakeExecutor:
         # written, also when another request of the same step writes it.
         for position, row in sorted((start + i, row) for row, start, count in batch for i in range(count)):
             self._compute(row, position)
+        for row, start, _ in batch:
+            self._check_window(row, start)
         for index, (row, start, count) in enumerate(batch):
             tokens = self._tokens[row]
             assert start + count <= len(tokens), "scheduled beyond the last token"
@@ -131,11 +133,15 @@ class FakeExecutor:
                 tokens.append(int(sampled[index, 0]))
         return ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=sampled)
 
-    def _compute(self, row: int, position: int) -> None:
+    def _check_window(self, row: int, start: int) -> None:
+        """Everything before `start` that a token at `start` attends to is there."""
         for group, window in enumerate(self._windows):
-            first = 0 if window is None else max(position - window + 1, 0)
-            for earlier in range(max(first, position - 40), position):
-                self._read(row, group, earlier)
+            first = 0 if window is None else max(start - window + 1, 0)
+            for position in range(first, start):
+                self._read(row, group, position)
+
+    def _compute(self, row: int, position: int) -> None:
+        for group in range(len(self._windows)):
             before = self._read(row, group, position - 1) if position else 0
             slot = self._slot(row, group, position)
             self._cache[slot] = (position, next_state(before, self._tokens[row][position]))

@@ -1,0 +1,134 @@
+"""Exact tables, prefix hits and hashes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from engine_helpers import make_request
+
+from quire.engine.block_hash import hash_block, root_hash
+from quire.engine.kv_cache_groups import FullAttention, SlidingWindow, common_hit_length
+from quire.engine.kv_cache_manager import KVCacheManager
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
+from quire.engine.request import Request
+
+
+def manager(windows: tuple[int | None, ...] = (None,), num_blocks: int = 20) -> KVCacheManager:
+    specs = [KVCacheSpec(4, 1, 1, 1, window) for window in windows]
+    return KVCacheManager(KVCacheConfig(num_blocks, 4, group_layers(specs)), 4, True)
+
+
+def admit(kv: KVCacheManager, row: int, prompt: list[int]) -> Request:
+    request = Request(make_request(f"r{row}", prompt), row, 0, 1000)
+    request.row = row
+    hit = kv.find_prefix(request)
+    kv.admit(row, hit)
+    kv.grow(row, hit.num_blocks * 4, kv.num_blocks_for(len(prompt)))
+    kv.commit(request, len(prompt))
+    return request
+
+
+def test_a_prefix_is_shared_block_by_block() -> None:
+    kv = manager()
+    admit(kv, 0, list(range(10)))
+    admit(kv, 1, [*range(8), 99, 98])
+    assert kv.tables(0) == ([1, 2, 3],)
+    assert kv.tables(1) == ([1, 2, 4],)
+    kv.free(0)
+    kv.check_integrity()
+    # The partly filled block 3 holds nothing that could be found: it goes to the head of the free list.
+    assert kv.pool.allocate(1) == [3]
+
+
+def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
+    kv = manager()
+    admit(kv, 0, list(range(8)))
+    same = Request(make_request("s", list(range(8))), 1, 0, 1000)
+    assert kv.find_prefix(same).block_ids == ([1],)
+    longer = Request(make_request("l", list(range(9))), 1, 0, 1000)
+    assert kv.find_prefix(longer).block_ids == ([1, 2],)
+
+
+def test_a_block_is_found_only_behind_the_same_prefix() -> None:
+    kv = manager()
+    admit(kv, 0, [1, 2, 3, 4, 5, 6, 7, 8])
+    other = Request(make_request("o", [9, 2, 3, 4, 5, 6, 7, 8, 0]), 1, 0, 1000)
+    assert kv.find_prefix(other).num_blocks == 0
+
+
+def test_growth_is_all_or_nothing() -> None:
+    kv = manager((None, 6), num_blocks=8)
+    admit(kv, 0, list(range(8)))  # 2 blocks in each of 2 groups
+    assert kv.grow(0, 8, 4) is None
+    assert kv.tables(0) == ([1, 2], [3, 4])
+    updates = kv.grow(0, 8, 3)
+    assert updates is not None
+    assert [(u.group, u.offset, u.block_ids) for u in updates] == [(0, 2, [5]), (1, 2, [6])]
+
+
+def test_a_window_leaves_blocks_behind() -> None:
+    kv = manager((6,))
+    admit(kv, 0, list(range(12)))
+    kv.grow(0, 12, 4)  # position 12 attends to 7 and later: block 0 (positions 0 to 3) is not needed any more
+    assert kv.tables(0) == ([0, 2, 3, 4],)
+    kv.grow(0, 17, 5)  # position 17 attends to 12 and later
+    assert kv.tables(0) == ([0, 0, 0, 4, 5],)
+    kv.check_integrity()
+    kv.free(0)
+    assert kv.pool.num_used == 0
+
+
+def test_a_prefix_hit_for_a_window_needs_only_the_window() -> None:
+    kv = manager((6,))
+    admit(kv, 0, list(range(20)))
+    for block_id in (1, 2):
+        kv.pool._cached.pop(kv.pool._key[block_id])  # type: ignore[arg-type]
+        kv.pool._key[block_id] = None
+    longer = Request(make_request("l", list(range(18))), 1, 0, 1000)
+    hit = kv.find_prefix(longer)
+    # 4 blocks are 16 tokens; token 16 attends to 11 .. 15, which lie in blocks 2 and 3.
+    assert (hit.num_blocks, hit.block_ids) == (4, ([0, 0, 3, 4],))
+
+
+@pytest.mark.parametrize(
+    ("cached", "expected"),
+    [({0, 1, 2, 3}, 4), ({0, 1, 2}, 3), ({2, 3}, 4), ({1, 3}, 0), ({1, 2}, 3), ({3}, 0), (set(), 0), ({0}, 1)],
+)
+def test_window_hit_lengths(cached: set[int], expected: int) -> None:
+    # block_size 4, window 6: a prefix of n blocks needs blocks n - 2 and n - 1 (or block 0 alone for n = 1).
+    assert SlidingWindow(4, 6).hit_length(4, cached.__contains__) == expected
+
+
+def test_groups_agree_on_the_longest_common_hit() -> None:
+    policies = (FullAttention(4), SlidingWindow(4, 6))
+    cached = [{0, 1, 2, 3, 4}, {0, 1, 3}]
+    # Full attention allows 5; the window allows 2 below that (blocks 0 and 1), because 2 and 4 are missing.
+    assert common_hit_length(policies, 6, lambda group, index: index in cached[group]) == 2
+
+
+def test_hashes_are_the_same_in_every_process() -> None:
+    code = (
+        "from quire.engine.block_hash import *;print(hash_block(root_hash('salt'), [1, 2, 3]).hex(), root_hash().hex())"
+    )
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert printed == {f"{hash_block(root_hash('salt'), [1, 2, 3]).hex()} {root_hash().hex()}\n"}
+
+
+def test_hashes_depend_on_everything_that_matters() -> None:
+    hashes = {
+        hash_block(root_hash(), [1, 2]),
+        hash_block(root_hash(), [2, 1]),
+        hash_block(root_hash("a"), [1, 2]),
+        hash_block(root_hash(None, "a"), [1, 2]),
+        hash_block(root_hash(""), [1, 2]),
+        hash_block(root_hash(), [1, 2], b"image"),
+        hash_block(hash_block(root_hash(), [1, 2]), [1, 2]),
+    }
+    assert len(hashes) == 7
