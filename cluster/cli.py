@@ -146,7 +146,7 @@ def main() -> None:
     Status 2: the command line is wrong. 1: everything else. 130: Ctrl-C.
     """
     try:
-        status = app(standalone_mode=False)
+        status = app(prog_name="quire", standalone_mode=False)
     except typer.TyperException as error:
         status = error.exit_code
         if text := " ".join(error.format_message().split()):

@@ -66,7 +66,7 @@ async def run(load: Load, on_level: Callable[[int, int], None], on_request: Call
     ) as session:
         target, server_version = await _meet(session, load)
         levels: list[Summary] = []
-        errors: list[str] = []
+        errors: dict[str, None] = {}  # the distinct ones, in order
         for index, concurrency in enumerate(load.concurrency):
             num_requests = num_requests_of(load, concurrency)
             on_level(concurrency, num_requests)
@@ -74,8 +74,8 @@ async def run(load: Load, on_level: Callable[[int, int], None], on_request: Call
             cpu_s = time.process_time()
             timings = await _closed_loop(session, target, prompts, concurrency, on_request)
             levels.append(summarize(timings, concurrency, time.process_time() - cpu_s))
-            errors += [t.error for t in timings if t.error is not None and t.error not in errors]
-    return Result(target.model, server_version, target.ignore_eos, levels, errors[:5])
+            errors.update((t.error, None) for t in timings if t.error is not None)
+    return Result(target.model, server_version, target.ignore_eos, levels, list(errors)[:5])
 
 
 def _prompts(load: Load, num_prompts: int, seed: int) -> Sequence[Prompt]:

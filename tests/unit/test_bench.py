@@ -1,0 +1,194 @@
+"""`quire bench`: the arithmetic of its numbers, the reading of streams, and a run against a small server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from quire.cluster.bench import serve as bench
+from quire.cluster.bench.client import BenchError, SseReader
+from quire.cluster.bench.latency import Distribution, RequestTiming, summarize
+from quire.cluster.bench.workload import random_token_prompts, random_word_prompts
+from quire.cluster.cli_http import base_url_of, error_message
+
+
+def test_summary_is_exact() -> None:
+    timings = [
+        RequestTiming(10.0, 12.0, (11.0, 11.5, 12.0), num_prompt_tokens=5, num_output_tokens=3),
+        RequestTiming(10.5, 14.0, (11.0, 14.0), num_prompt_tokens=7, num_output_tokens=2),
+        RequestTiming(10.0, 11.0, error="HTTP 500: no"),
+    ]
+    summary = summarize(timings, concurrency=2, client_cpu_s=1.0)
+    assert (summary.num_requests, summary.num_failed, summary.duration_s) == (3, 1, 4.0)
+    assert (summary.num_prompt_tokens, summary.num_output_tokens) == (12, 5)
+    assert (summary.requests_per_s, summary.output_tokens_per_s, summary.total_tokens_per_s) == (0.5, 1.25, 4.25)
+    assert summary.ttft_ms == Distribution(mean=750.0, p50=750.0, p90=950.0, p99=995.0)
+    assert (summary.itl_ms.mean, summary.itl_ms.p50) == (pytest.approx(4000 / 3), 500.0)
+    assert (summary.e2e_ms.mean, summary.client_cpu_share) == (2750.0, 0.25)
+
+
+def test_summary_of_failures_only() -> None:
+    summary = summarize([RequestTiming(0.0, 2.0, error="no")], concurrency=1)
+    assert (summary.num_failed, summary.output_tokens_per_s, summary.ttft_ms) == (1, 0.0, Distribution())
+
+
+@pytest.mark.parametrize("separator", [b"\n\n", b"\r\n\r\n"])
+@pytest.mark.parametrize("chunk_size", [1, 2, 7, 1000])
+def test_sse_reader_does_not_depend_on_chunks(separator: bytes, chunk_size: int) -> None:
+    stream = b'data: {"a": 1}' + separator + b": a comment" + separator + b"data: [DONE]" + separator + b"data: cut"
+    reader = SseReader()
+    events = []
+    for start in range(0, len(stream), chunk_size):
+        events += reader.feed(stream[start : start + chunk_size])
+    assert events == [b'{"a": 1}', b"[DONE]"]
+
+
+def test_prompts_have_exact_lengths_and_differ() -> None:
+    prompts = random_token_prompts(3, 50, vocab_size=1000, seed=1)
+    assert [len(p) for p in prompts] == [50, 50, 50]
+    assert len({tuple(p) for p in prompts}) == 3
+    assert all(256 <= token_id < 1000 for p in prompts for token_id in p)
+    assert prompts == random_token_prompts(3, 50, vocab_size=1000, seed=1)
+    assert max(max(p) for p in random_token_prompts(3, 50, vocab_size=8, seed=1)) < 8
+    assert [len(text.split()) for text in random_word_prompts(2, 30, seed=1)] == [30, 30]
+
+
+@pytest.mark.parametrize(
+    ("given", "used"),
+    [
+        ("localhost:8000", "http://localhost:8000/v1"),
+        ("http://h/", "http://h/v1"),
+        ("https://h/v1/", "https://h/v1"),
+        ("http://h/prefix", "http://h/prefix/v1"),
+    ],
+)
+def test_base_url(given: str, used: str) -> None:
+    assert base_url_of(given) == used
+
+
+def test_error_message() -> None:
+    assert error_message(400, b'{"error": {"message": "top_p:\\n too big"}}') == "HTTP 400: top_p: too big"
+    assert error_message(502, b"<html>bad</html>") == "HTTP 502: <html>bad</html>"
+
+
+class FakeServer:
+    """Streams `max_tokens` pieces of text. Knows how many requests it ever had at once."""
+
+    def __init__(self, *, takes_ignore_eos: bool = True, fail: bool = False) -> None:
+        self.takes_ignore_eos = takes_ignore_eos
+        self.fail = fail
+        self.bodies: list[dict[str, Any]] = []
+        self.open = 0
+        self.most_open = 0
+        self.url = ""
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "tiny"}]})
+
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if "ignore_eos" in body and not self.takes_ignore_eos:
+            return web.json_response({"error": {"message": "ignore_eos: unknown field"}}, status=400)
+        self.bodies.append(body)
+        if self.fail and len(self.bodies) > 1:
+            return web.json_response({"error": {"message": "queue is full"}}, status=503)
+        self.open += 1
+        self.most_open = max(self.most_open, self.open)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        for text in ["", *["x"] * body["max_tokens"], ""]:
+            choice = {"text": text} if "prompt" in body else {"delta": {"content": text}}
+            await response.write(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+        usage = {
+            "prompt_tokens": len(body["prompt"]) if "prompt" in body else 9,
+            "completion_tokens": body["max_tokens"],
+        }
+        await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
+        self.open -= 1
+        return response
+
+
+async def start(server: FakeServer) -> web.AppRunner:
+    app = web.Application()
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/v1/completions", server.answer)
+    app.router.add_post("/v1/chat/completions", server.answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    return runner
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    fake = FakeServer()
+    runner = await start(fake)
+    yield fake
+    await runner.cleanup()
+
+
+def load(server: FakeServer, **changes: Any) -> bench.Load:
+    settings: dict[str, Any] = {
+        "url": server.url,
+        "model": None,
+        "endpoint": "completions",
+        "concurrency": (1, 3),
+        "num_requests": 6,
+        "input_len": 11,
+        "output_len": 4,
+        "temperature": 0.0,
+        "vocab_size": 1000,
+        "seed": 0,
+        "api_key": None,
+        "timeout_s": 10.0,
+    }
+    return bench.Load(**{**settings, **changes})
+
+
+async def run(load: bench.Load) -> tuple[bench.Result, list[str]]:
+    seen: list[str] = []
+    result = await bench.run(load, lambda c, n: seen.append(f"{c} streams, {n} requests"), lambda: seen.append("."))
+    return result, seen
+
+
+async def test_levels_lengths_and_progress(server: FakeServer) -> None:
+    result, seen = await run(load(server))
+    assert (result.model, result.exact_output_len, result.errors, result.server_version) == ("tiny", True, [], None)
+    assert seen == ["1 streams, 6 requests", *"......", "3 streams, 6 requests", *"......"]
+    assert [(s.num_failed, s.num_prompt_tokens, s.num_output_tokens) for s in result.levels] == [(0, 66, 24)] * 2
+    assert server.most_open <= 3
+    assert len(server.bodies) == 13  # one to warm up
+    assert len({tuple(body["prompt"]) for body in server.bodies}) == 13
+    assert all(body["max_tokens"] == 4 and body["ignore_eos"] and body["stream"] for body in server.bodies)
+
+
+async def test_chat_endpoint(server: FakeServer) -> None:
+    result, _ = await run(load(server, endpoint="chat", concurrency=(2,)))
+    assert result.levels[0].num_output_tokens == 24
+    assert server.bodies[0]["messages"][0]["role"] == "user"
+
+
+async def test_a_server_that_does_not_take_ignore_eos(server: FakeServer) -> None:
+    server.takes_ignore_eos = False
+    result, _ = await run(load(server, concurrency=(1,)))
+    assert not result.exact_output_len
+    assert result.levels[0].num_failed == 0
+    assert "ignore_eos" not in server.bodies[0]
+
+
+async def test_failures_are_counted_and_told(server: FakeServer) -> None:
+    server.fail = True
+    result, _ = await run(load(server, concurrency=(2,)))
+    assert result.levels[0].num_failed == 6
+    assert result.errors == ["HTTP 503: queue is full"]
+
+
+async def test_no_server() -> None:
+    with pytest.raises(BenchError, match=r"No server answers at 127\.0\.0\.1:1\."):
+        await run(load(FakeServer(), url="127.0.0.1:1"))
