@@ -1,0 +1,53 @@
+"""Allocates the paged KV cache of one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
+
+from .layers.attention import LayerCache
+
+
+def allocate_kv_cache(
+    config: KVCacheConfig, specs: list[KVCacheSpec], dtype: torch.dtype, device: torch.device
+) -> list[LayerCache]:
+    """The caches of all layers, in layer order, filled with zeros.
+
+    `specs` are this rank's own, since ranks may hold different numbers of KV heads; `config` (rank 0's) says how many
+    blocks there are and which layers share a block table. Groups draw block ids from one pool: a block belongs to one
+    group at a time, so the n-th layers of all groups share memory.
+
+        two groups, layers 0 2 4 and 1 3 5:   memory 0: layers 0, 1   memory 1: layers 2, 3   memory 2: layers 4, 5
+    """
+    caches: dict[int, LayerCache] = {}
+    for sharing in zip_longest_layers(config):
+        num_bytes = config.num_blocks * max(specs[layer].block_bytes for layer in sharing)
+        memory = _zeros(num_bytes, device)
+        for layer in sharing:
+            caches[layer] = _view(memory, specs[layer], config.num_blocks, dtype)
+    return [caches[layer] for layer in range(len(specs))]
+
+
+def zip_longest_layers(config: KVCacheConfig) -> list[list[int]]:
+    """The layers that share memory: the first of every group, the second of every group, and so on."""
+    longest = max(len(group.layer_indices) for group in config.groups)
+    return [[g.layer_indices[i] for g in config.groups if i < len(g.layer_indices)] for i in range(longest)]
+
+
+def _zeros(num_bytes: int, device: torch.device) -> Tensor:
+    """Zeros, since a masked position of a block that was never written would still spread a NaN.
+
+    On the host they come from the kernel page by page as the cache fills: `torch.zeros` would touch all of it now.
+    """
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+    return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _view(memory: Tensor, spec: KVCacheSpec, num_blocks: int, dtype: torch.dtype) -> LayerCache:
+    shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
+    key, value = memory[: num_blocks * spec.block_bytes].view(dtype).view(shape)
+    return LayerCache(key, value)

@@ -1,0 +1,43 @@
+"""The token embedding and the head that turns hidden states into logits, both split by vocabulary rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..parallel import ParallelContext
+from .parameter import WHOLE, Piece, ShardedParameter, rows
+
+
+class VocabParallelEmbedding(nn.Module):
+    """One rank's rows of the vocabulary, which is padded with zeros to a multiple of the ranks.
+
+        50 tokens, 4 ranks, 13 rows each:   0-12 | 13-25 | 26-38 | 39-49 and 2 rows of padding
+
+    It serves as embedding (`forward`), as head (`logits`), or as both where the model ties them.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelContext) -> None:
+        super().__init__()
+        self._vocab_size = vocab_size
+        self._parallel = parallel
+        num_rows = -(-vocab_size // parallel.world_size)
+        self._start = parallel.rank * num_rows
+        own = range(min(self._start, vocab_size), min(self._start + num_rows, vocab_size))
+        shape = (vocab_size, hidden_size)
+        piece = Piece(shape, rows(own, shape), rows(range(len(own)), shape))
+        self.weight = ShardedParameter(torch.zeros(num_rows, hidden_size), {WHOLE: piece})
+
+    def forward(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size]."""
+        if self._parallel.world_size == 1:
+            return F.embedding(token_ids, self.weight)
+        local = token_ids - self._start
+        foreign = (local < 0) | (local >= self.weight.shape[0])
+        found = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        return self._parallel.all_reduce(found.masked_fill(foreign[:, None], 0.0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows, vocab_size] float32, whole on every rank."""
+        return self._parallel.all_gather(F.linear(hidden, self.weight))[:, : self._vocab_size].float()

@@ -1,0 +1,103 @@
+"""Tensors of a GGUF file under the names, and in the row order, of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.engine.errors import ConfigError
+from quire.engine.gguf_file import GGUFTensor, read_gguf
+
+from ..layers.parameter import Index, TensorSource
+
+_LLAMA_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_INTERLEAVED_IN_FILE = ("attn_q", "attn_k")
+
+
+@dataclass(frozen=True, slots=True)
+class _GGUFSource:
+    """A tensor in a memory map. Rows (dimension 0) are cut before they are dequantized, columns after.
+
+    llama.cpp rotates neighbouring channels and stores the rows of Q and K to match: per head, row 2i is ours i and row
+    2i + 1 is ours i + head_dim / 2. `head_dim` is set where that has to be undone; slices are then whole heads.
+    """
+
+    data: npt.NDArray[np.uint8]  # the whole file
+    tensor: GGUFTensor
+    head_dim: int | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    def read(self, index: Index) -> Tensor:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        kind = GGMLQuantizationType(self.tensor.type_id)
+        block_size, block_bytes = GGML_QUANT_SIZES[kind]
+        *_, row_length = self.shape
+        row_bytes = row_length // block_size * block_bytes
+        first, last = (index[0].start, index[0].stop) if len(index) > 1 else (0, 1)
+        start, stop = self.tensor.offset + first * row_bytes, self.tensor.offset + last * row_bytes
+        raw = self.data[start:stop].reshape(last - first, row_bytes)
+        values: npt.NDArray[Any] = dequantize(raw, kind)
+        if self.head_dim is not None:
+            pairs = values.reshape(-1, self.head_dim // 2, 2, row_length)
+            values = pairs.swapaxes(1, 2).reshape(last - first, row_length)
+        values = values[:, index[-1]] if len(index) > 1 else values[0, index[0]]
+        # F32 is not dequantized: `values` is then a window on the file, which torch may not hold.
+        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+
+
+@contextmanager
+def open_gguf(path: Path, head_dim: int) -> Iterator[dict[str, TensorSource]]:
+    """The tensors of a GGUF file of the Llama architecture. Raises `ConfigError` when the file is cut short."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    file = read_gguf(path)
+    data = np.memmap(path, dtype=np.uint8, mode="r")
+    sources: dict[str, TensorSource] = {}
+    for tensor in file.tensors.values():
+        try:
+            block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_id)]
+        except ValueError as error:
+            raise ConfigError(f"model: {path} holds {tensor.name} in an unknown type ({tensor.type_id}).") from error
+        end = tensor.offset + int(np.prod(tensor.shape)) // block_size * block_bytes
+        if end > len(data):
+            raise ConfigError(f"model: {path} is cut short: it has {len(data)} bytes, {tensor.name} needs {end}.")
+        name, interleaved = _checkpoint_name(tensor.name)
+        sources[name] = _GGUFSource(data, tensor, head_dim if interleaved else None)
+    yield sources
+
+
+def _checkpoint_name(name: str) -> tuple[str, bool]:
+    """`blk.3.attn_q.weight` -> (`model.layers.3.self_attn.q_proj.weight`, interleaved). Unknown names stay."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _LLAMA_NAMES:
+        return name, False
+    layer, module, kind = match.groups()
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    return f"{prefix}{_LLAMA_NAMES[module]}.{kind}", module in _INTERLEAVED_IN_FILE

@@ -1,0 +1,105 @@
+"""Fills a model from a checkpoint: every piece of every parameter exactly once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+
+import torch
+from rich.progress import track
+from torch import nn
+
+from quire.engine.errors import ConfigError
+from quire.engine.model_source import ModelInfo
+
+from ..layers.parameter import ShardedParameter, TensorSource
+from ..models.decoder import Decoder
+from ..models.families import Family
+from .gguf import open_gguf
+from .safetensors import open_safetensors
+
+logger = logging.getLogger(__name__)
+
+_NAMES_SHOWN = 5
+_DUMMY_STD = 0.02
+
+
+def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: bool) -> None:
+    """Read this rank's share of a checkpoint into `model`.
+
+    Raises `ConfigError` naming every tensor that is missing, unexpected or wrongly shaped, before anything is read.
+    """
+    started = time.monotonic()
+    with _open(model, info) as sources:
+        plan = _plan(model, family, sources, info)
+
+        def load(item: tuple[tuple[str, str], TensorSource]) -> None:
+            (parameter, piece), source = item
+            parameter_of(model, parameter).weight_loader(source, piece)
+
+        # Reading and dequantizing leave the interpreter's lock for most of their time.
+        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+            loaded = pool.map(load, plan.items())
+            for _ in track(loaded, "Loading weights", total=len(plan), transient=True, disable=not progress):
+                pass
+    logger.info("loaded %d tensors of %s in %.1f s", len(plan), info.name, time.monotonic() - started)
+
+
+def load_dummy(model: nn.Module, seed: int = 0) -> None:
+    """Random weights of the right shapes, for benchmarks: small enough that activations stay finite."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name.rsplit(".", 2)[-2].endswith("norm"):
+            parameter.data.fill_(1.0)
+        else:
+            values = torch.empty(parameter.shape).normal_(0.0, _DUMMY_STD, generator=generator)
+            parameter.data.copy_(values)
+
+
+def parameter_of(model: nn.Module, name: str) -> ShardedParameter:
+    parameter = model.get_parameter(name)
+    assert isinstance(parameter, ShardedParameter), name
+    return parameter
+
+
+def _open(model: Decoder, info: ModelInfo) -> AbstractContextManager[dict[str, TensorSource]]:
+    if info.format == "gguf":
+        return open_gguf(info.path, model.spec.layers[0].attention.head_dim)
+    return open_safetensors(info.path)
+
+
+def _plan(
+    model: nn.Module, family: Family, sources: Mapping[str, TensorSource], info: ModelInfo
+) -> dict[tuple[str, str], TensorSource]:
+    """Which tensor fills which (parameter, piece). Raises `ConfigError` unless they match one to one."""
+    # Tied weights appear once among the named parameters; a head that a checkpoint stores all the same has no place.
+    parameters = dict(model.named_parameters())
+    tied_head = "head.weight" not in parameters
+    wanted = {(name, piece) for name in parameters for piece in parameter_of(model, name).pieces}
+    plan: dict[tuple[str, str], TensorSource] = {}
+    unexpected, misshapen = [], []
+    for name, source in sources.items():
+        target = family.target(name)
+        if family.ignores(name) or (tied_head and target is not None and target[0] == "head.weight"):
+            continue
+        if target not in wanted or target in plan:
+            unexpected.append(name)
+            continue
+        plan[target] = source
+        expected = parameter_of(model, target[0]).pieces[target[1]].shape
+        if source.shape != expected:
+            misshapen.append(f"{name} {list(source.shape)} instead of {list(expected)}")
+    missing = [f"{name} ({piece})" if piece else name for name, piece in sorted(wanted - plan.keys())]
+    faults = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
+    if any(faults.values()):
+        listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in faults.items() if names)
+        raise ConfigError(f"model: the weights in {info.path} do not fit its configuration. {listed}.")
+    return plan
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,200 @@
+"""One rank of a model: its life from loading to steps. Knows no Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
+from quire.engine.model_source import ModelInfo
+from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
+from quire.engine.sampling_params import SamplingParams
+
+from .kv_cache import allocate_kv_cache
+from .loader.load import load_dummy, load_weights
+from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
+from .model_runner import ModelRunner
+from .models.decoder import Decoder
+from .models.families import family_of
+from .parallel import ParallelContext
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Worker:
+    """Call `load_model`, `initialize_kv_cache`, then `execute_model` once per step, all from one thread.
+
+    `initialize_kv_cache` may be called again: all rows are then empty. `device_index` chooses among the GPUs that this
+    process sees.
+    """
+
+    def __init__(
+        self, config: EngineConfig, info: ModelInfo, parallel: ParallelContext, *, device_index: int = 0
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._parallel = parallel
+        self.device = resolve_device(config.model.device, device_index)
+        self.dtype = resolve_dtype(config.model.dtype, self.device, info)
+        self._model: Decoder | None = None
+        self._runner: ModelRunner | None = None
+
+    def load_model(self) -> None:
+        """Build and fill this rank's share of the model. Raises `ConfigError` when it cannot work or does not fit."""
+        if self.device.type == "cpu":
+            # Explicit, because Ray sets OMP_NUM_THREADS to 1 in actors.
+            torch.set_num_threads(self._config.model.num_threads or default_num_threads(self._parallel.world_size))
+        else:
+            torch.cuda.set_device(self.device)
+        family = family_of(self._info.hf_config)
+        spec = family.spec(self._info.hf_config)
+        with _building(torch.device("meta"), self.dtype):
+            weight_bytes = sum(p.nbytes for p in Decoder(spec, self._parallel).parameters())
+        check_weights_fit(weight_bytes, self.device, self._info.name)
+        with _building(self.device, self.dtype):
+            model = Decoder(spec, self._parallel)
+        if self._config.model.load_format == "dummy":
+            load_dummy(model)
+        else:
+            load_weights(model, family, self._info, progress=self._parallel.rank == 0)
+        self._model = model.to(self.device).eval()  # the weights are there already; this moves the buffers
+        logger.info(
+            "rank %d of %d: %s, %d bytes of weights as %s on %s, %d threads",
+            self._parallel.rank,
+            self._parallel.world_size,
+            self._info.name,
+            weight_bytes,
+            self.dtype,
+            self.device,
+            torch.get_num_threads(),
+        )
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        """What each layer of this rank caches. Rank 0's are the largest."""
+        return self.model.kv_cache_specs(self._config.cache.block_size, self.dtype)
+
+    def available_kv_cache_bytes(self) -> int:
+        """Bytes that this rank can give to its KV cache. On GPU this runs the largest step once, to measure it.
+
+        Raises `ConfigError` when a size that the user asked for is not there.
+        """
+        specs = self.kv_cache_specs()
+        activation_bytes = self._measure_activations() if self.device.type == "cuda" else 0
+        return kv_cache_bytes(self._config, specs, self._info.max_model_len, self.device, activation_bytes)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache, with this rank's own number of KV heads, and an empty request table."""
+        self._runner = None  # frees the old cache first
+        self._runner = ModelRunner(
+            self.model,
+            allocate_kv_cache(config, self.kv_cache_specs(), self.dtype, self.device),
+            config,
+            max_num_seqs=self._config.scheduler.max_num_seqs,
+            max_model_len=self._info.max_model_len,
+            device=self.device,
+        )
+
+    def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step; with several ranks, all must be given the same steps in the same order."""
+        if self._runner is None:
+            raise RuntimeError("initialize_kv_cache was not called")
+        return self._runner.execute(step)
+
+    @property
+    def model(self) -> Decoder:
+        if self._model is None:
+            raise RuntimeError("load_model was not called")
+        return self._model
+
+    def _measure_activations(self) -> int:
+        """Peak bytes of the largest step beside weights and cache, on a GPU."""
+        step, config = self._largest_step()
+        self.initialize_kv_cache(config)
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.execute_model(step)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        self._runner = None
+        torch.cuda.empty_cache()
+        logger.info("largest step: %d bytes of activations, %d bytes free", peak, free_bytes(self.device))
+        return peak
+
+    def _largest_step(self) -> tuple[SchedulerOutput, KVCacheConfig]:
+        """A step with as many tokens and rows as the scheduler may give, and the cache that it needs."""
+        limits, block_size = self._config.scheduler, self._config.cache.block_size
+        num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        lengths = np.full(num_rows, limits.max_num_batched_tokens // num_rows, np.int32)
+        lengths[: limits.max_num_batched_tokens % num_rows] += 1
+        lengths = np.minimum(lengths, self._info.max_model_len)
+        groups = group_layers(self.kv_cache_specs())
+        new_rows, next_block = [], 1
+        for row, length in enumerate(lengths.tolist()):
+            num_blocks = -(-length // block_size)
+            block_ids = list(range(next_block, next_block + num_blocks))
+            next_block += num_blocks
+            new_rows.append(
+                NewRow(
+                    row=row,
+                    request_id=str(row),
+                    token_ids=[0] * length,
+                    num_prompt_tokens=length,
+                    sampling_params=SamplingParams(temperature=1.0, top_p=0.9),
+                    seed=0,
+                    choice_index=0,
+                    eos_token_ids=(),
+                    block_ids=tuple(block_ids for _ in groups),
+                )
+            )
+        rows = np.arange(num_rows, dtype=np.int32)
+        step = SchedulerOutput(
+            step_id=0,
+            rows=rows,
+            num_scheduled_tokens=lengths,
+            num_computed_tokens=np.zeros_like(rows),
+            new_rows=new_rows,
+        )
+        return step, KVCacheConfig(next_block, block_size, groups)
+
+
+def resolve_device(device: str, index: int = 0) -> torch.device:
+    """auto: cuda where torch sees a GPU. Raises `ConfigError` when a GPU is asked for and there is none."""
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise ConfigError("model.device: 'cuda' was given, but torch sees no GPU.")
+    return torch.device("cuda", index) if has_cuda and device != "cpu" else torch.device("cpu")
+
+
+def resolve_dtype(dtype: str, device: torch.device, info: ModelInfo) -> torch.dtype:
+    """auto: float32 on CPU (bfloat16 is slow there without its instructions), the checkpoint's own type on GPU."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    if device.type == "cpu":
+        return torch.float32
+    stored = info.hf_config.get("dtype") or info.hf_config.get("torch_dtype") or "bfloat16"
+    return _DTYPES.get(stored, torch.bfloat16)
+
+
+def default_num_threads(world_size: int) -> int:
+    """The cores that this process may use, shared by the ranks."""
+    return max(1, len(os.sched_getaffinity(0)) // world_size)
+
+
+@contextmanager
+def _building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made inside are of `dtype` on `device`. The default type is torch's own global, so it is put back."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
