@@ -1,0 +1,210 @@
+"""The sampler draws from exactly the distribution that the parameters define, row by row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from quire.engine.outputs import NewRow
+from quire.engine.sampling_params import SamplingParams
+from quire.workers.sampler import SamplerOutput, SamplingRows, sample
+
+VOCAB = 40
+NUM_DRAWS = 10_000
+NO_TOKENS = np.zeros((1, 1), np.int32)
+
+
+def new_row(row: int, params: SamplingParams, **changes: object) -> NewRow:
+    fields = {
+        "row": row,
+        "request_id": f"request-{row}",
+        "token_ids": [0],
+        "num_prompt_tokens": 1,
+        "sampling_params": params,
+        "seed": 1000 + row,
+        "choice_index": 0,
+        "eos_token_ids": (),
+        "block_ids": ([],),
+    }
+    return NewRow(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def rows_of(*params: SamplingParams, vocab_size: int = VOCAB, **changes: object) -> SamplingRows:
+    rows = SamplingRows(len(params), vocab_size)
+    for row, one in enumerate(params):
+        rows.set_row(new_row(row, one, **changes))
+    return rows
+
+
+def draw(logits: torch.Tensor, params: SamplingParams, num_draws: int = 2000) -> np.ndarray:
+    """Tokens sampled for one request at `num_draws` positions."""
+    rows = rows_of(params, vocab_size=len(logits))
+    positions = np.arange(num_draws, dtype=np.int32)
+    batch = rows.gather(np.zeros(num_draws, np.int32), positions, NO_TOKENS)
+    return sample(logits.expand(num_draws, -1), batch).token_ids.numpy()
+
+
+def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+    """What the parameters say in words, in float64, one token at a time."""
+    scores = logits.double().numpy() / params.temperature
+    probs = np.exp(scores - scores.max())
+    probs /= probs.sum()
+    order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
+    if params.top_k:
+        probs[probs < probs[order[min(params.top_k, len(order)) - 1]]] = 0
+        probs /= probs.sum()
+    mass = 0.0
+    for token in order:
+        before, mass = mass, mass + probs[token]
+        if before >= params.top_p:
+            probs[token] = 0
+    probs[probs < params.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+def assert_drawn_from(tokens: np.ndarray, probs: np.ndarray) -> None:
+    counts = np.bincount(tokens, minlength=len(probs))
+    assert counts[probs == 0].sum() == 0, "a token was drawn that the filters exclude"
+    expected = probs * len(tokens)
+    common = expected >= 5
+    rare_count, rare_expected = counts[~common].sum(), expected[~common].sum()
+    chi_square = (((counts - expected) ** 2)[common] / expected[common]).sum()
+    if rare_expected > 0:
+        chi_square += (rare_count - rare_expected) ** 2 / max(rare_expected, 1.0)
+    freedom = max(int(common.sum()) - 1, 1)
+    # Four standard deviations above the mean of the chi-square distribution: one seed in some ten thousand would fail.
+    assert chi_square < freedom + 4 * np.sqrt(2 * freedom) + 4
+
+
+@pytest.fixture
+def logits() -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 2
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=2.0),
+        SamplingParams(top_k=1),
+        SamplingParams(top_k=5),
+        SamplingParams(top_k=VOCAB + 7),
+        SamplingParams(top_p=0.8),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(top_p=0.999),
+        SamplingParams(min_p=0.1),
+        SamplingParams(min_p=1.0),
+        SamplingParams(top_k=12, top_p=0.7),
+        SamplingParams(temperature=1.5, top_k=20, top_p=0.9, min_p=0.05),
+    ],
+    ids=lambda params: f"T{params.temperature}-k{params.top_k}-p{params.top_p}-min_p{params.min_p}",
+)
+def test_draws_follow_the_distribution(logits: torch.Tensor, params: SamplingParams) -> None:
+    assert_drawn_from(draw(logits, params, NUM_DRAWS), distribution(logits, params))
+
+
+def test_draws_over_a_vocabulary_of_several_blocks() -> None:
+    """The running sum is taken in blocks of 256 tokens; every token of every block must keep its share."""
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(5))
+    params = SamplingParams()
+    assert_drawn_from(draw(logits, params, 20_000), distribution(logits, params))
+
+
+def test_pick_is_the_inverse_cdf_in_vocabulary_order() -> None:
+    from quire.workers.sampler.sampler import _pick
+
+    weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0, 0.0]]).expand(7, -1)
+    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999, 1.0 - 2.0**-53], dtype=torch.float64)
+    assert _pick(weights, numbers).tolist() == [1, 1, 3, 3, 4, 4, 4]
+
+
+def test_top_k_keeps_ties_and_top_p_breaks_them_by_token_id() -> None:
+    logits = torch.tensor([1.0, 3.0, 1.0, 3.0, 3.0, 0.0])
+    assert set(draw(logits, SamplingParams(top_k=2))) == {1, 3, 4}
+    # Three tokens of about 0.30 each; 0.5 is crossed by the second of them.
+    assert set(draw(logits, SamplingParams(top_p=0.5))) == {1, 3}
+    uniform = torch.zeros(10)
+    assert set(draw(uniform, SamplingParams(top_p=0.45))) == {0, 1, 2, 3, 4}
+
+
+def test_tiny_temperature_is_the_likeliest_token(logits: torch.Tensor) -> None:
+    assert set(draw(logits * 100, SamplingParams(temperature=1e-42), 100)) == {int(logits.argmax())}
+
+
+def test_excluded_logits_are_never_drawn(logits: torch.Tensor) -> None:
+    logits[::2] = -torch.inf
+    for params in (SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=30), SamplingParams(min_p=0.001)):
+        assert (draw(logits, params) % 2 == 1).all()
+
+
+MIXED = [
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(top_k=3),
+    SamplingParams(temperature=0.7, top_p=0.8, logprobs=4),
+    SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=0),
+    SamplingParams(min_p=0.2, frequency_penalty=0.5),
+    SamplingParams(temperature=0, logit_bias={7: 100.0}),
+    SamplingParams(temperature=1.3, top_k=9, top_p=0.95, min_p=0.01, presence_penalty=-1.0),
+]
+
+
+def sample_rows(order: list[int], logits: torch.Tensor, tokens: np.ndarray, position: int) -> SamplerOutput:
+    rows = rows_of(*MIXED)
+    batch = rows.gather(np.array(order, np.int32), np.full(len(order), position, np.int32), tokens)
+    return sample(logits[order], batch)
+
+
+def test_a_row_does_not_depend_on_its_batch() -> None:
+    generator = torch.Generator().manual_seed(11)
+    tokens = np.random.default_rng(2).integers(0, VOCAB, (len(MIXED), 64)).astype(np.int32)
+    for position in range(5, 60, 6):
+        logits = torch.randn(len(MIXED), VOCAB, generator=generator) * 3
+        alone = [int(sample_rows([row], logits, tokens, position).token_ids[0]) for row in range(len(MIXED))]
+        for order in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 5], [1, 4, 7, 2]):
+            assert sample_rows(order, logits, tokens, position).token_ids.tolist() == [alone[row] for row in order]
+
+
+def test_sampling_modifies_nothing() -> None:
+    tokens = np.random.default_rng(2).integers(0, VOCAB, (len(MIXED), 64)).astype(np.int32)
+    logits = torch.randn(len(MIXED), VOCAB, generator=torch.Generator().manual_seed(1))
+    before, tokens_before = logits.clone(), tokens.copy()
+    sample_rows(list(range(len(MIXED))), logits, tokens, 30)
+    assert torch.equal(logits, before)
+    assert (tokens == tokens_before).all()
+
+
+def test_seed_choice_and_position_each_change_the_draws(logits: torch.Tensor) -> None:
+    rows = SamplingRows(3, VOCAB)
+    rows.set_row(new_row(0, SamplingParams(), seed=5))
+    rows.set_row(new_row(1, SamplingParams(), seed=6))
+    rows.set_row(new_row(2, SamplingParams(), seed=5, choice_index=1))
+
+    def tokens(row: int, first: int) -> list[int]:
+        positions = np.arange(first, first + 50, dtype=np.int32)
+        batch = rows.gather(np.full(50, row, np.int32), positions, NO_TOKENS)
+        return sample(logits.expand(50, -1), batch).token_ids.tolist()
+
+    assert tokens(0, 0) == tokens(0, 0)
+    assert tokens(0, 0)[10:] == tokens(0, 10)[:40]
+    assert tokens(0, 0) != tokens(1, 0)
+    assert tokens(0, 0) != tokens(2, 0)
+
+
+def test_negative_and_largest_seeds_are_seeds(logits: torch.Tensor) -> None:
+    rows = SamplingRows(2, VOCAB)
+    rows.set_row(new_row(0, SamplingParams(), seed=-(2**63)))
+    rows.set_row(new_row(1, SamplingParams(), seed=2**63 - 1))
+    batch = rows.gather(np.array([0, 1], np.int32), np.array([4, 4], np.int32), NO_TOKENS)
+    assert batch.seeds.tolist() == [2**63, 2**63 - 1]
+    assert sample(logits.expand(2, -1), batch).token_ids.shape == (2,)
+
+
+def test_wrong_logits_are_refused(logits: torch.Tensor) -> None:
+    batch = rows_of(SamplingParams()).gather(np.array([0], np.int32), np.array([1], np.int32), NO_TOKENS)
+    with pytest.raises(ValueError, match=r"must be \[1, vocab\] float32, got \[2, 40\]"):
+        sample(logits.expand(2, -1), batch)
+    with pytest.raises(ValueError, match="float32"):
+        sample(logits[None].double(), batch)
