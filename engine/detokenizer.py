@@ -2,7 +2,7 @@
 
 For the tokenizers of today's models a token is a fixed string of bytes, whatever stands around it: byte-level BPE
 (GPT-2, Llama 3, Qwen) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). Their text is the UTF-8 of the
-joined bytes, so that a table and an incremental UTF-8 decoder give the whole decode exactly, in constant time per token.
+joined bytes: a table and an incremental UTF-8 decoder give the whole decode exactly, in constant time per token.
 (`tokenizers.DecodeStream` decodes a window of tokens again for each, keeps the bytes of an unfinished character to
 itself at the end, and raises on ill-formed ones.) Any other decoder is asked for a window of text that moves on.
 """

@@ -50,7 +50,7 @@ class InputProcessor:
         gave the prompt. Raises `InvalidRequestError` naming the field.
         """
         prompt_token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
-        room = self._room_after(prompt_token_ids, param)
+        room = self.room_after(prompt_token_ids, param)
         resolved = self._resolve(params, room)
         seed = params.seed if params.seed is not None else self._random.randint(0, MAX_SEED)
         return [
@@ -67,8 +67,8 @@ class InputProcessor:
             for choice in range(params.n)
         ]
 
-    def _room_after(self, prompt_token_ids: list[int], param: str) -> int:
-        """Tokens that the context leaves for the answer, at least 1."""
+    def room_after(self, prompt_token_ids: Sequence[int], param: str = "prompt") -> int:
+        """Tokens that the context leaves for the answer, at least 1. Raises `InvalidRequestError`."""
         if not prompt_token_ids:
             raise InvalidRequestError(f"{param}: must hold at least one token, got none.", param)
         vocab_size = self.info.vocab_size

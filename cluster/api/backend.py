@@ -5,36 +5,38 @@ The API owns text (chat template, tokenization, detokenization, stop strings, sh
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quire.engine.detokenizer import TokenDecoder
 from quire.engine.input_processor import InputProcessor
-from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats
+from quire.engine.model_source import ModelInfo
+from quire.engine.outputs import EngineOutput, EngineRequest
+
+from ..metrics import EngineStats
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """A model under its name in the API, with what turns its text into tokens and back."""
 
-    name: str
-    input_processor: InputProcessor
+    info: ModelInfo
     tokenizer: Any  # a fast tokenizer of transformers
+    input_processor: InputProcessor
+    token_decoder: TokenDecoder
     created: int  # seconds since the epoch, for /v1/models
 
+    @classmethod
+    def create(cls, info: ModelInfo, tokenizer: Any, *, created: int | None = None) -> ServedModel:
+        """A model served from now on, or from `created`."""
+        when = int(time.time()) if created is None else created
+        return cls(info, tokenizer, InputProcessor(info, tokenizer), TokenDecoder(tokenizer), when)
+
     @property
-    def max_model_len(self) -> int:
-        """Longest prompt + answer, in tokens."""
-        return self.input_processor.max_model_len
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """The latest numbers of one engine."""
-
-    engine_id: str
-    model: str
-    stats: SchedulerStats
+    def name(self) -> str:
+        return self.info.name
 
 
 class Backend(Protocol):

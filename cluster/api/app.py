@@ -1,0 +1,108 @@
+"""The HTTP API as a FastAPI application over a backend."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from fastapi import FastAPI, Request
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import quire
+from quire.engine.errors import EngineError, OverloadedError
+
+from ..metrics import CONTENT_TYPE, GatewayMetrics
+from .backend import Backend, ServedModel
+from .chat import chat_completions
+from .completions import completions
+from .context import ApiContext, ApiLimits, json_response
+from .errors import error_response, install_error_handlers
+from .generation import find_model
+from .responses import ModelCard, ModelList
+from .sse import ClientGoneError
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_CLIENT_CLOSED_REQUEST = 499  # nginx's status for logs; nobody receives it
+
+
+def create_app(backend: Backend, *, metrics: GatewayMetrics | None = None, limits: ApiLimits | None = None) -> FastAPI:
+    """The API of one gateway. `metrics` is its own, for it to name itself when there are several."""
+    context = ApiContext(backend, metrics or GatewayMetrics(), limits or ApiLimits())
+    app = FastAPI(title="Quire", version=quire.__version__)
+    app.add_middleware(RequestIdMiddleware)
+    install_error_handlers(app)
+    _add_generation_routes(app, context)
+    _add_service_routes(app, context)
+    return app
+
+
+def _add_generation_routes(app: FastAPI, context: ApiContext) -> None:
+    @app.post("/v1/completions")
+    async def create_completion(request: Request) -> Response:
+        return await completions(request, context)
+
+    @app.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        return await chat_completions(request, context)
+
+    async def client_gone(_request: Request, _error: Exception) -> Response:
+        return Response(status_code=_CLIENT_CLOSED_REQUEST)
+
+    app.add_exception_handler(ClientGoneError, client_gone)
+    app.add_exception_handler(ClientDisconnect, client_gone)
+
+
+def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
+    backend = context.backend
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response(ModelList([_card(served) for served in backend.models()]))
+
+    @app.get("/v1/models/{model:path}")
+    async def retrieve_model(model: str) -> Response:
+        return json_response(_card(find_model(backend, model)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        try:
+            await backend.check_health()
+        except EngineError as error:
+            return error_response(OverloadedError(error.message))
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/version")
+    async def version() -> Response:
+        return JSONResponse({"version": quire.__version__})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(context.metrics.render(await backend.stats()), media_type=CONTENT_TYPE)
+
+
+def _card(served: ServedModel) -> ModelCard:
+    return ModelCard(served.name, served.created, served.info.max_model_len)
+
+
+class RequestIdMiddleware:
+    """Every response carries `x-request-id`: the client's own, where it is printable and short, else a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)

@@ -1,0 +1,100 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.outputs import CompletionOutput, EngineRequest
+
+from .backend import ServedModel
+from .context import ApiContext, check_choices, json_response, new_id, read_request, stream_response
+from .generation import Generation, find_model, tokenize
+from .logprobs import completion_logprobs
+from .protocol import CompletionRequest
+from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from .sse import DONE, event, unless_client_leaves
+
+
+async def completions(http: Request, context: ApiContext) -> Response:
+    """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
+    request = await read_request(http, CompletionRequest, context.limits)
+    served = find_model(context.backend, request.model)
+    prompts = request.prompts()
+    check_choices(len(prompts), request.n, context.limits)
+    metrics = context.metrics.start(served.name, len(prompts) * (request.n or 1))
+    answer_id = new_id("cmpl")
+    engine_requests = []
+    for i, prompt in enumerate(prompts):
+        request_id = answer_id if len(prompts) == 1 else f"{answer_id}-p{i}"
+        engine_requests.append(await _engine_requests(served, request, request_id, prompt))
+    generation = Generation(context.backend, served, engine_requests, metrics)
+    echoed = _echoed_texts(served, prompts, request.n or 1) if request.echo else []
+    answer = _CompletionAnswer(answer_id, served, generation, echoed)
+    if request.stream:
+        return await stream_response(http, answer.events(include_usage=request.include_usage))
+    await unless_client_leaves(http.receive, generation.run())
+    return json_response(answer.whole())
+
+
+async def _engine_requests(
+    served: ServedModel, request: CompletionRequest, request_id: str, prompt: str | list[int]
+) -> list[EngineRequest]:
+    token_ids = await tokenize(served, prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+    room = served.input_processor.room_after(token_ids)
+    params = request.sampling_params(served.info.generation_defaults, room)
+    return served.input_processor.process(request_id, token_ids, params)
+
+
+def _echoed_texts(served: ServedModel, prompts: list[str | list[int]], n: int) -> list[str]:
+    """The prompt's text for each choice."""
+    decode = served.token_decoder.decode
+    texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+    return [text for text in texts for _ in range(n)]
+
+
+class _CompletionAnswer:
+    """Shapes what a generation yields. `echoed` has a text to put before each choice, or nothing."""
+
+    def __init__(self, answer_id: str, served: ServedModel, generation: Generation, echoed: list[str]) -> None:
+        self._id = answer_id
+        self._created = int(time.time())
+        self._model = served.name
+        self._decoder = served.token_decoder
+        self._generation = generation
+        self._echoed = echoed
+        self._offsets = [0] * len(generation.states)  # characters of each choice's tokens so far, for logprobs
+
+    def whole(self) -> Completion:
+        choices = [self._choice(state.completion()) for state in self._generation.states]
+        return Completion(self._id, self._created, self._model, choices, self._generation.usage())
+
+    async def events(self, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
+        """Deltas, the end of each choice in its last one, usage when asked for, [DONE]."""
+        no_usage: UnsetType | None = None if include_usage else UNSET
+        async with aclosing(self._generation.deltas()) as batches:
+            async for deltas in batches:
+                yield b"".join([self._event([self._choice(delta)], no_usage) for delta in deltas])
+        yield (self._event([], self._generation.usage()) if include_usage else b"") + DONE
+
+    def _choice(self, output: CompletionOutput) -> CompletionChoice:
+        text, index = output.text, output.index
+        if self._echoed:
+            text, self._echoed[index] = self._echoed[index] + text, ""
+        return CompletionChoice(index, text, self._logprobs(output), output.finish_reason, output.stop_reason)
+
+    def _logprobs(self, output: CompletionOutput) -> CompletionLogprobs | None:
+        if output.logprobs is None:
+            return None
+        logprobs, self._offsets[output.index] = completion_logprobs(
+            output.logprobs, self._decoder, self._offsets[output.index]
+        )
+        return logprobs
+
+    def _event(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
+        return event(Completion(self._id, self._created, self._model, choices, usage))

@@ -1,0 +1,96 @@
+"""The one place where errors become HTTP statuses and OpenAI error bodies.
+
+400 a request that cannot work (never 422), 404 an unknown model or path, 405, 413 a body that is too large, 503 no room
+or no engine (with Retry-After), 500 anything that is the service's own fault.
+"""
+
+from __future__ import annotations
+
+import math
+from http import HTTPStatus
+
+import msgspec
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, QuireError
+
+from .responses import ErrorBody, ErrorDetail
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """The body has more bytes than the service reads."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"The body is too large: at most {limit_bytes} bytes are allowed.", code="body_too_large")
+
+
+def status_of(error: Exception) -> int:
+    match error:
+        case ModelNotFoundError():
+            return 404
+        case BodyTooLargeError():
+            return 413
+        case InvalidRequestError():
+            return 400
+        case OverloadedError():
+            return 503
+        case HTTPException():
+            return error.status_code
+        case _:
+            return 500
+
+
+def body_of(error: Exception) -> ErrorBody:
+    """What the client is told. Nothing about an error that is not one of ours, except that it happened."""
+    match error:
+        case InvalidRequestError():
+            detail = ErrorDetail(error.message, "invalid_request_error", error.param, error.code)
+        case OverloadedError():
+            detail = ErrorDetail(error.message, "server_error", None, "overloaded")
+        case QuireError():
+            detail = ErrorDetail(error.message, "server_error", None, None)
+        case HTTPException():
+            kind = "invalid_request_error" if error.status_code < 500 else "server_error"
+            detail = ErrorDetail(str(error.detail), kind, None, None)
+        case _:
+            detail = ErrorDetail("The service failed while it worked on this request.", "server_error", None, None)
+    return ErrorBody(detail)
+
+
+def error_response(error: Exception) -> Response:
+    headers = dict(getattr(error, "headers", None) or {})
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    return Response(msgspec.json.encode(body_of(error)), status_of(error), headers, "application/json")
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error of a route leaves in OpenAI's shape."""
+
+    async def known(_request: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        where = f"{request.method} {request.url.path}"
+        detail = f"{HTTPStatus(error.status_code).phrase}: {where} does not exist."
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            detail = f"{HTTPStatus(error.status_code).phrase}: {where}."
+        told = HTTPException(error.status_code, detail if error.status_code in (404, 405) else error.detail)
+        told.headers = error.headers
+        return error_response(told)
+
+    async def invalid(_request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        found = error.errors()[0]
+        param = ".".join(map(str, found["loc"][1:]))
+        return error_response(InvalidRequestError(f"{param}: {found['msg']}.", param))
+
+    app.add_exception_handler(QuireError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(Exception, known)  # the server raises it again, and logs it

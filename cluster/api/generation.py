@@ -1,0 +1,129 @@
+"""One HTTP request at work: its choices run on the backend, their tokens become text, batch by batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Literal
+
+from quire.engine.errors import EngineError, ModelNotFoundError, QuireError
+from quire.engine.output_processor import RequestState
+from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest
+
+from ..metrics import RequestMetrics
+from .backend import Backend, ServedModel
+from .responses import PromptTokensDetails, Usage
+
+_LONG_TEXT = 20_000  # characters: some milliseconds of tokenizing, during which no stream would move
+
+
+def find_model(backend: Backend, name: str) -> ServedModel:
+    """Raises `ModelNotFoundError`."""
+    models = backend.models()
+    for served in models:
+        if served.name == name:
+            return served
+    raise ModelNotFoundError(name, [served.name for served in models])
+
+
+async def tokenize(served: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text; in a thread when it takes long enough to be felt by others."""
+    encode = served.input_processor.tokenize
+    if len(text) < _LONG_TEXT:
+        return encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
+
+
+class Generation:
+    """Runs the choices of all prompts of one HTTP request; `states[i]` is the answer with index i.
+
+    `prompts` has the engine requests of each prompt, one per choice.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        served: ServedModel,
+        prompts: Sequence[Sequence[EngineRequest]],
+        metrics: RequestMetrics,
+    ) -> None:
+        self._backend = backend
+        self._model = served.name
+        self._requests = [request for choices in prompts for request in choices]
+        self._metrics = metrics
+        self._num_choices = len(prompts[0])
+        self.states = [RequestState(request, served.token_decoder, index=i) for i, request in enumerate(self._requests)]
+        self._state_of = {state.request_id: state for state in self.states}
+        self._num_unfinished = len(self.states)
+
+    async def deltas(self) -> AsyncGenerator[list[CompletionOutput], None]:
+        """What is new, each time that something is. Iterated once; closing it early aborts what still runs.
+
+        Raises what the backend raises, and `EngineError` when an answer ends with an error.
+        """
+        try:
+            async with aclosing(self._backend.generate(self._model, self._requests)) as batches:
+                async for outputs in batches:
+                    deltas = self._take(outputs)
+                    if deltas:
+                        yield deltas
+                    if not self._num_unfinished:
+                        return
+            raise EngineError("The engine ended its work on this request without an answer.")
+        except QuireError:
+            self._end_unfinished("error")
+            raise
+        finally:
+            self._end_unfinished("abort")
+
+    async def run(self) -> None:
+        """Wait until every answer is complete."""
+        async with aclosing(self.deltas()) as batches:
+            async for _ in batches:
+                pass
+
+    def usage(self) -> Usage:
+        """Tokens so far. A prompt counts once, however many choices it has."""
+        firsts = self.states[:: self._num_choices]
+        prompt_tokens = sum(state.num_prompt_tokens for state in firsts)
+        completion_tokens = sum(len(state.token_ids) for state in self.states)
+        cached = PromptTokensDetails(sum(state.num_cached_tokens for state in firsts))
+        return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
+
+    def _take(self, outputs: list[EngineOutput]) -> list[CompletionOutput]:
+        deltas, stopped = [], []
+        for output in outputs:
+            state = self._state_of.get(output.request_id)
+            if state is None or state.finished:
+                continue
+            num_known = len(state.token_ids)
+            delta = state.push(output)
+            num_new = len(state.token_ids) - num_known
+            if num_new:
+                self._metrics.tokens(state.index, num_new)
+            if delta is not None:
+                deltas.append(delta)
+            if state.finish_reason is not None:
+                self._ended(state)
+                if state.stopped_here:
+                    stopped.append(state.request_id)
+        if stopped:
+            self._backend.abort(stopped)
+        return deltas
+
+    def _ended(self, state: RequestState) -> None:
+        """Raises `EngineError` unless the answer is one."""
+        assert state.finish_reason is not None
+        self._num_unfinished -= 1
+        self._metrics.ended(state.finish_reason)
+        if state.finish_reason == "error":
+            raise EngineError(state.error or "The engine failed while it worked on this request.")
+        if state.finish_reason == "abort":
+            raise EngineError("The service stopped working on this request.")
+
+    def _end_unfinished(self, reason: Literal["abort", "error"]) -> None:
+        for state in self.states:
+            if state.finish_reason is None:
+                state.finish_reason = reason
+                self._metrics.ended(reason)

@@ -1,0 +1,92 @@
+"""Server-sent events: built once as bytes, sent in batches, watched for the client's leaving."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.engine.errors import QuireError
+
+from .errors import body_of
+
+logger = logging.getLogger(__name__)
+
+DONE = b"data: [DONE]\n\n"
+T = TypeVar("T")
+_encode = msgspec.json.Encoder().encode
+
+
+def event(payload: msgspec.Struct) -> bytes:
+    return b"data: %b\n\n" % _encode(payload)
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was ready: there is nobody to answer."""
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Run `work`, and cancel it when the client closes the connection. The body must have been read before.
+
+    Raises `ClientGoneError`. When the caller is cancelled, so is `work`; both have ended on return.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_client_left(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        task.cancel()
+        watcher.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _client_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends `first` and then what `events` yields (bytes of one or more events each), until it ends.
+
+    `first` was awaited before the response began, so that a request that is refused gets an HTTP status. An error
+    afterwards is the last event. When the client leaves, `events` is closed at once.
+    """
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+        try:
+            await unless_client_leaves(receive, self._send_all(send))
+        except (ClientGoneError, OSError):  # some servers tell so only when one sends
+            logger.debug("A client left its stream")
+        finally:
+            await self._events.aclose()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": self._first, "more_body": True})
+        async for data in self._with_error():
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _with_error(self) -> AsyncGenerator[bytes, None]:
+        try:
+            async for data in self._events:
+                yield data
+        except QuireError as error:
+            yield event(body_of(error))
+        except Exception as error:
+            logger.exception("A stream failed")
+            yield event(body_of(error))
