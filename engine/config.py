@@ -44,6 +44,12 @@ class ParallelConfig(Section):
     """How one engine is spread over ranks."""
 
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share every layer.")
+    startup_timeout_s: float = Field(
+        300.0, gt=0, description="Seconds in which all ranks must be placed and loaded, else the engine gives up."
+    )
+    step_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds after which a step that is not done counts as hung, and its ranks as lost."
+    )
 
 
 class CacheConfig(Section):
