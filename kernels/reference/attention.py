@@ -1,4 +1,4 @@
-"""Reference of the KV cache operations: one request, one query token and one head at a time would be clearer only."""
+"""Reference of the operations on the KV cache: the definitions, request by request."""
 
 from __future__ import annotations
 
@@ -35,27 +35,26 @@ def paged_attention(
         if start == end:
             continue
         seq_len = int(metadata.seq_lens[request])
-        key = _gather(key_cache, metadata.block_table[request], seq_len)
-        value = _gather(value_cache, metadata.block_table[request], seq_len)
+        query_position = torch.arange(seq_len - (end - start), seq_len, device=query.device)
+        # Blocks before the window of the first query may have been freed: they are not read at all.
+        first = 0 if sliding_window is None else max(0, int(query_position[0]) - sliding_window + 1)
+        key_position = torch.arange(first, seq_len, device=query.device)
+        key = _gather(key_cache, metadata.block_table[request], key_position)
+        value = _gather(value_cache, metadata.block_table[request], key_position)
         group = query.shape[1] // key.shape[1]
+
         scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), key.repeat_interleave(group, dim=1)) * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-
-        query_position = torch.arange(seq_len - (end - start), seq_len, device=query.device)[:, None]
-        key_position = torch.arange(seq_len, device=query.device)[None, :]
-        visible = key_position <= query_position
+        visible = key_position[None, :] <= query_position[:, None]
         if sliding_window is not None:
-            visible &= key_position > query_position - sliding_window
-        # Keys outside the window may be garbage (their blocks may have been freed), so neither a score nor a value of
-        # theirs may enter a product: masking alone would leave 0 * NaN.
+            visible &= key_position[None, :] > query_position[:, None] - sliding_window
         weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
-        value = value.masked_fill(~visible.any(dim=0)[:, None, None], 0.0).repeat_interleave(group, dim=1)
-        out[start:end] = torch.einsum("hqk,khd->qhd", weights, value).to(query.dtype)
+        out[start:end] = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(group, dim=1)).to(query.dtype)
     return out
 
 
-def _gather(cache: Tensor, block_ids: Tensor, seq_len: int) -> Tensor:
-    """The first `seq_len` tokens of a request: [seq_len, num_kv_heads, head_dim] float32."""
-    num_blocks = -(-seq_len // cache.shape[1])
-    return cache[block_ids[:num_blocks].long()].flatten(0, 1)[:seq_len].float()
+def _gather(cache: Tensor, block_ids: Tensor, positions: Tensor) -> Tensor:
+    """The cached tokens of one request at the given positions: [num_positions, num_kv_heads, head_dim] float32."""
+    block_size = cache.shape[1]
+    return cache[block_ids[positions // block_size].long(), positions % block_size].float()

@@ -1,1 +1,6 @@
-"""Triton kernels for GPUs. Importing this package imports triton; nothing else of `quire.kernels` does."""
+"""GPU backend. Importing this package imports triton; nothing else of `quire.kernels` does."""
+
+from .attention import paged_attention
+from .cache import write_kv
+
+__all__ = ["paged_attention", "write_kv"]

@@ -1,0 +1,56 @@
+"""Writing to the cache: one program per token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _write_kv_kernel(
+    key,  # [num_tokens, num_kv_heads, head_dim]
+    value,  # likewise
+    key_cache,  # [num_slots, num_kv_heads * head_dim], contiguous
+    value_cache,  # likewise
+    slot_mapping,  # [num_tokens] int64
+    key_token_stride,
+    key_head_stride,
+    value_token_stride,
+    value_head_stride,
+    HEAD_DIM: tl.constexpr,
+    TOKEN_SIZE: tl.constexpr,  # num_kv_heads * head_dim
+    BLOCK: tl.constexpr,  # TOKEN_SIZE rounded up to a power of two
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot < 0:
+        return
+    element = tl.arange(0, BLOCK)
+    inside = element < TOKEN_SIZE
+    head = element // HEAD_DIM
+    dim = element % HEAD_DIM
+    k = tl.load(key + token * key_token_stride + head * key_head_stride + dim, mask=inside)
+    v = tl.load(value + token * value_token_stride + head * value_head_stride + dim, mask=inside)
+    tl.store(key_cache + slot * TOKEN_SIZE + element, k, mask=inside)
+    tl.store(value_cache + slot * TOKEN_SIZE + element, v, mask=inside)
+
+
+def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens == 0:
+        return
+    _write_kv_kernel[(num_tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slot_mapping,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        HEAD_DIM=head_dim,
+        TOKEN_SIZE=num_kv_heads * head_dim,
+        BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
+    )

@@ -1,0 +1,126 @@
+"""Batches for the kernel tests, shared by the CPU tests, the interpreted Triton tests and `python -m tests.gpu`.
+
+Everything that an operation must not read is poison: slots that hold no visible token are NaN, and block table entries
+that belong to no visible block are far out of range.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels.ops import AttentionMetadata
+
+POISON_BLOCK_ID = 2**30
+
+# Against a reference in float32 on the same inputs. An output is an average of values of order 1, with weights that sum
+# to 1, so its error is about the rounding of the weights and of the result: a few units of 2**-24 in float32 (scores of
+# some tens of products add some more), 2**-9 in bfloat16 and 2**-12 in float16, relative to values that reach 4.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch: `lens` are (query_len, seq_len) of the requests."""
+
+    lens: tuple[tuple[int, int], ...]
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    sliding_window: int | None = None
+    softcap: float | None = None
+    padding: int = 0  # tokens, and requests, that belong to nobody, at the end
+
+    @property
+    def name(self) -> str:
+        lens = "_".join(f"{query_len}of{seq_len}" for query_len, seq_len in self.lens)
+        heads = f"{self.num_heads}:{self.num_kv_heads}x{self.head_dim}"
+        parts = [lens, heads, f"block{self.block_size}", str(self.dtype).removeprefix("torch.")]
+        parts += [f"window{self.sliding_window}"] if self.sliding_window else []
+        parts += [f"softcap{self.softcap:g}"] if self.softcap else []
+        parts += [f"padding{self.padding}"] if self.padding else []
+        return "-".join(parts)
+
+    @property
+    def options(self) -> dict[str, float | int | None]:
+        return {"scale": self.head_dim**-0.5, "sliding_window": self.sliding_window, "softcap": self.softcap}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    metadata: AttentionMetadata
+
+    def to_float32(self) -> Inputs:
+        return Inputs(self.query.float(), self.key_cache.float(), self.value_cache.float(), self.metadata)
+
+
+def build(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
+    """Random queries and keys, in shuffled blocks surrounded by poison."""
+    generator = torch.Generator().manual_seed(seed)
+    query_lens = np.array([query_len for query_len, _ in case.lens] + [0] * case.padding)
+    seq_lens = np.array([seq_len for _, seq_len in case.lens] + [0] * case.padding, np.int32)
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    blocks_per_request = -(-seq_lens // case.block_size)
+    num_blocks = int(blocks_per_request.sum()) + 3
+    shuffled = iter((torch.randperm(num_blocks - 1, generator=generator) + 1).tolist())
+
+    cache_shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_dim)
+    key_cache = torch.full(cache_shape, torch.nan, dtype=case.dtype)
+    value_cache = torch.full(cache_shape, torch.nan, dtype=case.dtype)
+    block_table = torch.full((len(seq_lens), int(blocks_per_request.max()) + 2), POISON_BLOCK_ID, dtype=torch.int32)
+    for request, (query_len, seq_len) in enumerate(case.lens):
+        first = max(0, seq_len - query_len - case.sliding_window + 1) if case.sliding_window else 0
+        for index in range(first // case.block_size, int(blocks_per_request[request])):
+            block_table[request, index] = next(shuffled)
+        for position in range(first, seq_len):
+            place = int(block_table[request, position // case.block_size]), position % case.block_size
+            key_cache[place] = torch.randn(cache_shape[2:], generator=generator).to(case.dtype)
+            value_cache[place] = torch.randn(cache_shape[2:], generator=generator).to(case.dtype)
+
+    num_tokens = int(starts[-1]) + case.padding
+    # Queries come out of a fused projection: neighbouring tokens are further apart than one row.
+    fused = torch.randn(num_tokens, case.num_heads + 3, case.head_dim, generator=generator).to(case.dtype)
+    metadata = AttentionMetadata(
+        query_start_loc=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        block_table=block_table.to(device),
+        slot_mapping=torch.full((num_tokens,), -1, dtype=torch.int64, device=device),
+        query_start_loc_np=starts,
+        seq_lens_np=seq_lens,
+    )
+    return Inputs(fused.to(device)[:, : case.num_heads], key_cache.to(device), value_cache.to(device), metadata)
+
+
+MIXED = ((1, 1), (1, 37), (5, 5), (1, 16), (20, 50), (3, 17), (1, 64))
+
+CASES = [
+    Case(((1, 1),)),
+    Case(((1, 33),), num_heads=9, num_kv_heads=3),
+    Case(((17, 17),), num_heads=9, num_kv_heads=3),
+    Case(MIXED),
+    Case(MIXED, num_heads=9, num_kv_heads=3, padding=3),
+    Case(MIXED, num_heads=7, num_kv_heads=1, head_dim=32),
+    Case(MIXED, num_heads=3, num_kv_heads=3, head_dim=80),
+    Case(MIXED, num_heads=8, num_kv_heads=1, head_dim=96, block_size=5),
+    Case(MIXED, num_heads=4, num_kv_heads=4, head_dim=128, block_size=1),
+    Case(MIXED, num_heads=32, num_kv_heads=1, head_dim=16, block_size=128),
+    Case(MIXED, sliding_window=1),
+    Case(MIXED, sliding_window=10, block_size=4),
+    Case(MIXED, sliding_window=16, num_heads=6, num_kv_heads=2, head_dim=80),
+    Case(MIXED, sliding_window=1000),
+    Case(MIXED, softcap=3.0),
+    Case(MIXED, softcap=50.0, sliding_window=7, num_heads=6, num_kv_heads=2, padding=1),
+    Case(MIXED, dtype=torch.bfloat16),
+    Case(MIXED, dtype=torch.bfloat16, num_heads=9, num_kv_heads=3, sliding_window=12, head_dim=96),
+    Case(MIXED, dtype=torch.bfloat16, softcap=3.0, head_dim=128),
+    Case(MIXED, dtype=torch.float16),
+    Case(MIXED, dtype=torch.float16, num_heads=8, num_kv_heads=1, head_dim=80, block_size=32, softcap=3.0),
+]

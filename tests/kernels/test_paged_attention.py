@@ -1,0 +1,178 @@
+"""The CPU operations against the float32 reference, and what they promise beyond the numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from kernel_cases import CASES, MIXED, TOLERANCE, Case, Inputs, build
+from torch import Tensor
+
+from quire.kernels import ops
+from quire.kernels.dispatch import forced_backend
+
+
+@pytest.fixture(autouse=True)
+def poisoned_allocations() -> Iterator[None]:
+    """`torch.empty` gives NaN: an output element that is not written shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def attend(inputs: Inputs, case: Case) -> Tensor:
+    out = ops.paged_attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.metadata, **case.options)
+    return out[: int(inputs.metadata.query_start_loc_np[-1])]
+
+
+def bits(*tensors: Tensor) -> list[Tensor]:
+    """Copies that compare equal where NaN stands in both."""
+    return [tensor.contiguous().view(torch.uint8).clone() for tensor in tensors]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_reference_and_reads_nothing_else(case: Case) -> None:
+    inputs = build(case)
+    tensors = (inputs.query, inputs.key_cache, inputs.value_cache, inputs.metadata.block_table)
+    before = bits(*tensors)
+    out = attend(inputs, case)
+    with forced_backend("reference"):
+        expected = attend(inputs.to_float32(), case)
+    assert not expected.isnan().any()
+    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[case.dtype], rtol=0)
+    assert all(torch.equal(a, b) for a, b in zip(bits(*tensors), before, strict=True))
+
+
+def alone(inputs: Inputs, request: int) -> Inputs:
+    metadata = inputs.metadata
+    start, end = metadata.query_start_loc_np[request : request + 2]
+    starts = np.array([0, end - start], np.int32)
+    only = replace(
+        metadata,
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=metadata.seq_lens[request : request + 1],
+        block_table=metadata.block_table[request : request + 1],
+        slot_mapping=metadata.slot_mapping[start:end],
+        query_start_loc_np=starts,
+        seq_lens_np=metadata.seq_lens_np[request : request + 1],
+        plans={},
+    )
+    return Inputs(inputs.query[start:end].clone(), inputs.key_cache, inputs.value_cache, only)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((1, 700), *MIXED, (40, 300)), num_heads=9, num_kv_heads=3),
+        Case(((1, 700), *MIXED), sliding_window=9),
+        Case(MIXED, softcap=5.0),
+        Case(MIXED, dtype=torch.bfloat16, head_dim=80),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_request_gets_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
+    inputs = build(case)
+    together = attend(inputs, case)
+    starts = inputs.metadata.query_start_loc_np
+    for request in range(len(case.lens)):
+        assert torch.equal(attend(alone(inputs, request), case), together[starts[request] : starts[request + 1]])
+
+
+def test_one_query_by_hand() -> None:
+    """Two keys with scores 0 and log 3: weights 1/4 and 3/4."""
+    case = Case(((1, 2),), num_heads=1, num_kv_heads=1, head_dim=2, block_size=1)
+    inputs = build(case)
+    first, second = inputs.metadata.block_table[0, :2].tolist()
+    inputs.key_cache[first, 0, 0], inputs.key_cache[second, 0, 0] = torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0])
+    inputs.value_cache[first, 0, 0], inputs.value_cache[second, 0, 0] = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 8])
+    inputs.query[0, 0] = torch.tensor([5.0, float(np.log(3))])
+    out = ops.paged_attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.metadata, scale=1.0)
+    torch.testing.assert_close(out, torch.tensor([[[1.0, 6.0]]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_write_kv_stores_exactly_the_named_slots(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    fused = torch.randn(5, 6, 8, generator=generator).to(dtype)
+    key, value = fused[:, 2:4], fused[:, 4:]  # views into a fused projection: rows are strided
+    slots = torch.tensor([7, -1, 0, 11, -1])
+    caches = torch.full((2, 3, 4, 2, 8), torch.nan, dtype=dtype)
+    expected = caches.clone()
+    for token, slot in ((0, 7), (2, 0), (3, 11)):
+        expected[0, slot // 4, slot % 4], expected[1, slot // 4, slot % 4] = key[token], value[token]
+    for backend in ("cpu", "reference"):
+        written, fused_before = caches.clone(), fused.clone()
+        with forced_backend(backend):
+            ops.write_kv(key, value, written[0], written[1], slots)
+        assert torch.equal(*bits(written, expected))
+        assert torch.equal(fused, fused_before)
+
+
+def test_write_kv_of_nothing() -> None:
+    caches = torch.zeros(2, 3, 4, 2, 8)
+    nothing = torch.zeros(0, 2, 8)
+    ops.write_kv(nothing, nothing, caches[0], caches[1], torch.zeros(0, dtype=torch.int64))
+    ops.write_kv(torch.ones(1, 2, 8), torch.ones(1, 2, 8), caches[0], caches[1], torch.tensor([-1]))
+    assert not caches.any()
+
+
+def test_wrong_arguments_are_refused_before_anything_runs() -> None:
+    case = Case(MIXED)
+    inputs = build(case)
+    query, key_cache, value_cache, metadata = inputs.query, inputs.key_cache, inputs.value_cache, inputs.metadata
+
+    def refused(error: type[Exception], match: str, *args: object, **options: object) -> None:
+        with pytest.raises(error, match=match):
+            ops.paged_attention(*args, **{"scale": 1.0, **options})  # type: ignore[arg-type]
+
+    refused(ValueError, r"must both be \[num_blocks", query, key_cache, value_cache[1:], metadata)
+    refused(ValueError, "must be contiguous", query, key_cache.transpose(1, 2), value_cache.transpose(1, 2), metadata)
+    refused(
+        TypeError,
+        "query is torch.float64, the cache is torch.float32",
+        query.double(),
+        key_cache,
+        value_cache,
+        metadata,
+    )
+    refused(ValueError, "3 query heads cannot share 2 KV heads", query[:, :3], key_cache, value_cache, metadata)
+    refused(ValueError, r"must be \[num_tokens, heads, 64\]", query[..., :32], key_cache, value_cache, metadata)
+    refused(ValueError, "its stride is 2", torch.zeros(9, 4, 128)[..., ::2], key_cache, value_cache, metadata)
+    refused(ValueError, "sliding_window must be at least 1", query, key_cache, value_cache, metadata, sliding_window=0)
+    refused(ValueError, "softcap must be positive", query, key_cache, value_cache, metadata, softcap=-1.0)
+    refused(ValueError, "at most 31", query[:31], key_cache, value_cache, metadata)
+    long_table = replace(metadata, block_table=metadata.block_table.long(), plans={})
+    refused(TypeError, "block_table must be torch.int32", query, key_cache, value_cache, long_table)
+    short = replace(metadata, block_table=metadata.block_table[:, :3].contiguous(), plans={})
+    refused(ValueError, "seq_len 64 does not fit in 3 blocks of 16", query, key_cache, value_cache, short)
+    too_many = replace(metadata, seq_lens_np=np.zeros(len(MIXED), np.int32), plans={})
+    refused(ValueError, "query_len <= seq_len", query, key_cache, value_cache, too_many)
+
+    row = torch.zeros(1, 2, 64)
+    with pytest.raises(ValueError, match="key has 1 KV heads, the cache has 2"):
+        ops.write_kv(row[:, :1], row[:, :1], key_cache, value_cache, torch.tensor([0]))
+    with pytest.raises(TypeError, match=r"slot_mapping must be torch\.int64"):
+        ops.write_kv(row, row, key_cache, value_cache, torch.tensor([0], dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"slot_mapping must have shape \(1,\)"):
+        ops.write_kv(row, row, key_cache, value_cache, torch.tensor([0, 1]))
+
+
+def test_an_unknown_backend_is_named() -> None:
+    with pytest.raises(ValueError, match="no backend 'cuda'; there are reference, cpu, triton"), forced_backend("cuda"):
+        pass
+
+
+def test_works_without_triton() -> None:
+    code = (
+        "import sys; sys.modules['triton'] = None\n"
+        "import torch, quire.kernels.ops as ops\n"
+        "caches = torch.zeros(2, 1, 1, 1, 8)\n"
+        "ops.write_kv(torch.ones(1, 1, 8), torch.ones(1, 1, 8), caches[0], caches[1], torch.tensor([0]))\n"
+        "assert caches.sum() == 16\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
