@@ -34,7 +34,8 @@ class TokenDecoder:
     """What the tokens of one tokenizer stand for; shared by all of its streams. Belongs to one thread.
 
     `tokenizer` is a fast tokenizer of transformers. The text is that of its `backend_tokenizer.decode`, with one
-    difference in SentencePiece: a character that is complete is text, even when ill-formed bytes follow it directly.
+    difference in SentencePiece: a character that is complete is text, even when ill-formed bytes follow it directly
+    (SentencePiece would take it back; a stream cannot, without holding every character until the next whole token).
     """
 
     def __init__(self, tokenizer: Any) -> None:
