@@ -1,3 +1,5 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (what a Triton kernel takes has no Python type)
 """Paged attention for mixed batches: one kernel for prefill chunks and decodes.
 
 A program works for one KV head and a few consecutive query tokens of one request. The query heads that share the KV
@@ -43,6 +45,14 @@ def _find_request(query_start_loc, num_reqs, q_block, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
 def _paged_attention_kernel(
     out,  # [num_tokens, num_heads, head_dim], contiguous
     query,  # [num_tokens, num_heads, head_dim]
@@ -67,6 +77,7 @@ def _paged_attention_kernel(
     BLOCK_M: tl.constexpr,  # rows of the tile
     BLOCK_N: tl.constexpr,  # keys per iteration
     PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     q_block = tl.program_id(0)
@@ -110,7 +121,7 @@ def _paged_attention_kernel(
         cache_offset = cache_row[:, None] * HEAD_DIM + dim[None, :]
         cache_mask = loaded[:, None] & dim_used[None, :]
         k = tl.load(key_cache + cache_offset, mask=cache_mask, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        scores = _dot(q, tl.trans(k), PRECISION, UPCAST) * scale
         if USE_SOFTCAP:
             # tanh(x) = 2 sigmoid(2 x) - 1
             scores = softcap * (2.0 * tl.sigmoid(2.0 * scores / softcap) - 1.0)
@@ -126,7 +137,7 @@ def _paged_attention_kernel(
         decay = tl.exp2(highest - base)
         v = tl.load(value_cache + cache_offset, mask=cache_mask, other=0.0)
         total = total * decay + tl.sum(weights, axis=1)
-        acc = acc * decay[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        acc = acc * decay[:, None] + _dot(weights.to(v.dtype), v, PRECISION, UPCAST)
         highest = new_highest
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
@@ -178,6 +189,8 @@ def paged_attention(
         BLOCK_N=64 if head_dim <= 128 else 32,
         # float32 models are run for exactness: TF32 would leave 10 bits of mantissa.
         PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        # Triton's interpreter keeps bfloat16 as integers and would multiply the bit patterns.
+        UPCAST=query.dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
         num_warps=4,
     )
     return out
