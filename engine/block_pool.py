@@ -18,17 +18,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+from .cache_history import CacheHistory
+
 NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Owner of all block state. Mutated only by the KV cache manager, between steps."""
+    """Owner of all block state. Mutated only by the KV cache manager, between steps.
 
-    def __init__(self, num_blocks: int) -> None:
+    `history` is told of every key that becomes findable or stops being so.
+    """
+
+    def __init__(self, num_blocks: int, history: CacheHistory) -> None:
         if num_blocks < 2:
             raise ValueError(f"num_blocks: must be >= 2 (block 0 is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.history = history
         self.ref_count = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
         self._cached: dict[bytes, int] = {}  # key -> the block that holds it
@@ -61,6 +67,7 @@ class BlockPool:
                 del self._cached[old]
                 key[block_id] = None
                 self.num_evictions += 1
+                self.history.removed(old)
             block_id = next_free[block_id]
         next_free[NULL_BLOCK] = block_id
         self._prev[block_id] = NULL_BLOCK
@@ -98,6 +105,7 @@ class BlockPool:
             return False
         self._key[block_id] = key
         self._cached[key] = block_id
+        self.history.stored(key)
         return True
 
     def reset(self) -> None:
@@ -105,6 +113,7 @@ class BlockPool:
         for block_id in self._cached.values():
             self._key[block_id] = None
         self._cached.clear()
+        self.history.cleared()
 
     def check_integrity(self, tables: Iterable[list[int]]) -> None:
         """Raise AssertionError unless the pool agrees with itself and with the block tables in use. For tests."""

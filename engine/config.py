@@ -83,6 +83,9 @@ class SchedulerConfig(Section):
     max_queued_requests: int | None = Field(
         1024, ge=1, description="Waiting requests beyond which new ones are refused (503)."
     )
+    max_queued_tokens: int | None = Field(
+        None, ge=1, description="Tokens of waiting requests beyond which new ones are refused (503)."
+    )
 
 
 class EngineConfig(Section):

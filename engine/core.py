@@ -7,19 +7,26 @@ engine; there is no other code path for it.
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
+from .cache_history import KVEvent
 from .config import EngineConfig
 from .errors import ConfigError, EngineError, ExecutorError
 from .executor import Executor
+from .gates import Gate
 from .kv_cache_manager import KVCacheManager
 from .kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
-from .outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerStats
-from .scheduler import ScheduledStep, Scheduler
+from .outputs import EngineOutput, EngineRequest, ModelRunnerOutput, RequestReport, SchedulerStats
+from .scheduler import Scheduler
+from .step_plan import ScheduledStep
 
 logger = logging.getLogger(__name__)
 
+MAX_IDLE_S = 0.05  # how late a deadline may be noticed, or a new request, while all others stand aside for a gate
 MAX_FAILURES = 3  # executor failures in a row after which a request that ran in all of them is given up
 
 
@@ -27,20 +34,29 @@ class EngineCore:
     """Scheduler, KV cache and executor of one engine. Not thread-safe: one thread calls it.
 
     `config` is resolved against the model (`resolve`). `max_model_len` is what the engine really serves: less than
-    the model's own limit where the cache cannot hold that much and the user did not insist. Raises `ConfigError`.
+    the model's own limit where the cache cannot hold that much and the user did not insist. `gates` are asked in their
+    order; a gate that changes its mind calls `wake`. `clock` is any steady clock, in seconds. Raises `ConfigError`.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        max_model_len: int,
+        gates: tuple[Gate, ...] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._executor = executor
+        self._clock = clock
+        self._woken = threading.Event()
         self._kv_cache_config = plan_kv_cache(config, executor.kv_cache_specs(), executor.available_kv_cache_bytes())
         kv_cache = KVCacheManager(
             self._kv_cache_config, config.scheduler.max_num_seqs, config.cache.enable_prefix_caching
         )
         self.max_model_len = fit_model_len(config, kv_cache, max_model_len)
-        self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len)
+        self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates)
         self._max_inflight_steps = config.scheduler.max_inflight_steps or 1
         self._inflight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
-        self._ended: list[EngineOutput] = []  # outputs of requests that ended outside a step
         executor.initialize_kv_cache(self._kv_cache_config)
         logger.info(
             "KV cache: %d blocks of %d tokens in %d group(s); context up to %d tokens",
@@ -52,18 +68,17 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request. Raises `InvalidRequestError` or `OverloadedError`; then nothing is queued."""
-        ended = self.scheduler.add(request)
-        if ended is not None:
-            self._ended.append(ended)
+        self.scheduler.add(request, self._clock())
 
     def abort(self, request_ids: list[str]) -> list[EngineOutput]:
         """End requests in any state and free what they hold. Unknown ids (already finished) are no error."""
-        outputs = (self.scheduler.abort(request_id) for request_id in request_ids)
+        now = self._clock()
+        outputs = (self.scheduler.abort(request_id, now) for request_id in request_ids)
         return [output for output in outputs if output is not None]
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._inflight) or bool(self._ended)
+        return self.scheduler.has_unfinished or bool(self._inflight)
 
     def step(self) -> list[EngineOutput]:
         """Advance by one step: keep the executor busy, then wait for the oldest step in flight.
@@ -72,16 +87,16 @@ class EngineCore:
         running request starts again from its known tokens, so a failure costs time and no token. Raises
         `ExecutorError` if the ranks cannot be rebuilt.
         """
-        outputs, self._ended = self._ended, []
+        self._woken.clear()
         while len(self._inflight) < self._max_inflight_steps:
-            step = self.scheduler.schedule()
+            step = self.scheduler.schedule(self._clock())
             if step is None:
                 break
             self._inflight.append((step, self._executor.execute(step.output)))
+        outputs = self.scheduler.take_ended()
         if not self._inflight:
-            if not outputs and self.scheduler.has_unfinished:
-                stats = self.scheduler.stats()
-                raise EngineError(f"nothing can be scheduled although requests are unfinished: {stats}")
+            if not outputs:
+                self._wait()
             return outputs
         step, future = self._inflight.popleft()
         try:
@@ -89,7 +104,23 @@ class EngineCore:
         except ExecutorError as error:
             logger.warning("A step failed; its requests start again: %s", error.message)
             return outputs + self._recover(error)
-        return outputs + self.scheduler.update(step, result)
+        return outputs + self.scheduler.update(step, result, self._clock())
+
+    def wake(self) -> None:
+        """A gate may let in what it refused. From any thread."""
+        self._woken.set()
+
+    def explain(self, request_id: str) -> RequestReport | None:
+        """How an unfinished request spent its time so far; None if it is not here."""
+        return self.scheduler.explain(request_id, self._clock())
+
+    def subscribe_kv_events(self) -> None:
+        """Keep what happens to cached blocks from now on for `take_kv_events`."""
+        self.scheduler.kv_cache.history.subscribe()
+
+    def take_kv_events(self) -> list[KVEvent]:
+        """What happened to cached blocks since the last call, in order."""
+        return self.scheduler.kv_cache.history.take_events()
 
     def reset_prefix_cache(self) -> None:
         self.scheduler.kv_cache.reset_prefix_cache()
@@ -100,17 +131,26 @@ class EngineCore:
     def shutdown(self) -> None:
         self._executor.shutdown()
 
+    def _wait(self) -> None:
+        """Nothing can be computed. That is right only if every request stands aside for a gate: wait for one."""
+        scheduler = self.scheduler
+        if len(scheduler.requests) > scheduler.waiting.num_aside:
+            raise EngineError(f"nothing can be scheduled although requests are ready: {scheduler.stats()}")
+        if scheduler.requests:
+            self._woken.wait(MAX_IDLE_S)
+
     def _recover(self, error: ExecutorError) -> list[EngineOutput]:
         """Rebuild the ranks and rewind. Returns the ends of requests that failed too often."""
         self._inflight.clear()
+        now = self._clock()
         running = [request for request in self.scheduler.running.requests if request is not None]
-        self.scheduler.rewind()
+        self.scheduler.rewind(now)
         outputs = []
         for request in running:
             request.num_failures += 1
             if request.num_failures >= MAX_FAILURES:
                 message = f"The engine failed {request.num_failures} times while it ran this request: {error.message}"
-                ended = self.scheduler.abort(request.request_id, "error", message)
+                ended = self.scheduler.abort(request.request_id, now, "error", message)
                 assert ended is not None
                 outputs.append(ended)
         self._executor.restart()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from .block_hash import group_scope
 from .block_pool import NULL_BLOCK, BlockPool
+from .cache_history import CacheHistory
 from .kv_cache_groups import common_hit_length, policy_for
 from .kv_cache_spec import KVCacheConfig
 from .outputs import BlockUpdate
@@ -17,6 +20,14 @@ class PrefixHit:
 
     num_blocks: int
     block_ids: tuple[list[int], ...]  # per group, null blocks where its window does not reach
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMiss:
+    """Why the first block after a prefix hit was not there."""
+
+    reason: Literal["never_seen", "evicted", "salt_differs", "too_short"]
+    evicted_at: float | None = None
 
 
 class KVCacheManager:
@@ -37,12 +48,14 @@ class KVCacheManager:
     def __init__(self, config: KVCacheConfig, max_num_seqs: int, enable_prefix_caching: bool) -> None:
         self.config = config
         self.block_size = config.block_size
-        self.pool = BlockPool(config.num_blocks)
+        self.history = CacheHistory(config.num_blocks - 1)
+        self.pool = BlockPool(config.num_blocks, self.history)
         self.num_queried_tokens = 0
         self.num_hit_tokens = 0
+        self.num_ghost_hit_tokens = 0
         self._enable_prefix_caching = enable_prefix_caching
         self._policies = tuple(policy_for(group.spec) for group in config.groups)
-        self._suffixes = tuple(bytes([group]) for group in range(len(config.groups)))
+        self._num_groups = len(config.groups)
         self._tables: list[list[list[int]]] = [[[] for _ in range(max_num_seqs)] for _ in config.groups]
         self._num_committed = [0] * max_num_seqs
 
@@ -63,7 +76,7 @@ class KVCacheManager:
             return PrefixHit(0, tuple([] for _ in self._policies))
         limit = (request.num_tokens - 1) // self.block_size
         hashes = request.hash_blocks(limit, self.block_size)
-        lookup, suffixes = self.pool.lookup, self._suffixes
+        lookup, suffixes = self.pool.lookup, self._suffixes(request)
         length = common_hit_length(
             self._policies, limit, lambda group, index: lookup(hashes[index] + suffixes[group]) is not None
         )
@@ -95,10 +108,29 @@ class KVCacheManager:
             table[row] = list(block_ids)
         self._num_committed[row] = hit.num_blocks
 
-    def count_query(self, request: Request, hit: PrefixHit) -> None:
-        """Book a first admission in the hit counters."""
+    def first_admission(self, request: Request, hit: PrefixHit) -> PrefixMiss | None:
+        """Book a request's first hit in the counters, and say why it was not longer. None without a cache."""
+        if not self._enable_prefix_caching:
+            return None
         self.num_queried_tokens += request.num_prompt_tokens
-        self.num_hit_tokens += min(hit.num_blocks * self.block_size, request.num_prompt_tokens)
+        self.num_hit_tokens += hit.num_blocks * self.block_size
+        limit = (request.num_tokens - 1) // self.block_size
+        if hit.num_blocks == limit:
+            return PrefixMiss("too_short")
+        suffixes = self._suffixes(request)
+        hashes, history = request.block_hashes, self.history
+
+        def in_double_cache(group: int, index: int) -> bool:
+            key = hashes[index] + suffixes[group]
+            return self.pool.lookup(key) is not None or history.evicted_at(key) is not None
+
+        doubled = common_hit_length(self._policies, limit, in_double_cache)
+        self.num_ghost_hit_tokens += (doubled - hit.num_blocks) * self.block_size
+        missed = [hashes[hit.num_blocks] + suffix for suffix in suffixes]
+        evicted = [when for key in missed if (when := history.evicted_at(key)) is not None]
+        if evicted:
+            return PrefixMiss("evicted", max(evicted))
+        return PrefixMiss("salt_differs" if any(map(history.is_elsewhere, missed)) else "never_seen")
 
     def grow(self, row: int, num_computed_tokens: int, num_blocks: int) -> list[BlockUpdate] | None:
         """Let the row's tables reach `num_blocks` blocks. None, and nothing allocated, if the pool has too few.
@@ -126,7 +158,7 @@ class KVCacheManager:
         if stop <= start:
             return
         hashes = request.hash_blocks(stop, self.block_size)
-        for table, suffix in zip(self._tables, self._suffixes, strict=True):
+        for table, suffix in zip(self._tables, self._suffixes(request), strict=True):
             block_ids = table[row]
             for index in range(start, stop):
                 if block_ids[index] != NULL_BLOCK:
@@ -147,6 +179,9 @@ class KVCacheManager:
     def check_integrity(self) -> None:
         """Raise AssertionError if the pool and the tables disagree. Valid at any step boundary."""
         self.pool.check_integrity(blocks for table in self._tables for blocks in table)
+
+    def _suffixes(self, request: Request) -> list[bytes]:
+        return [group_scope(request.scope, group) for group in range(self._num_groups)]
 
     def _leave_behind(self, row: int, num_computed_tokens: int) -> None:
         for policy, table in zip(self._policies, self._tables, strict=True):

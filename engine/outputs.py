@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from .sampling_params import SamplingParams
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 T = TypeVar("T")
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -27,7 +27,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     `seed` is the user's or one drawn at intake, so that any engine continues with the same tokens. `choice_index` tells
     the `n` choices of one prompt apart. `resume_token_ids` are output tokens that the client side already has: the
     engine computes them again and goes on after them (its first output has `first_index == len(resume_token_ids)`).
-    `max_tokens` in `sampling_params` is already resolved against the context length.
+    `max_tokens` in `sampling_params` is already resolved against the context length. `deadline_ms` counts from the
+    arrival at the engine. `tenant` is who the request is for (an API key): tenants share the engine by `tenant_weight`.
+    `grammar` is compiled before the request gets its turn.
     """
 
     request_id: str
@@ -39,6 +41,10 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     resume_token_ids: list[int] = []
     priority: int = 0
     cache_salt: str | None = None
+    deadline_ms: int | None = None
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    grammar: str | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +54,20 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     rank: int  # 1 is the likeliest token of the vocabulary
     top: list[tuple[int, float]]  # (token_id, logprob)
+
+
+class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where the time of a request went, and what the cache did for it. `compute_s` and `wait_s` sum to `wall_s`."""
+
+    wall_s: float
+    compute_s: float
+    wait_s: dict[str, float]  # by `WaitCause`, those that are not 0
+    num_cached_tokens: int = 0  # at first admission
+    num_recomputed_tokens: int = 0  # computed again after preemption or a failure
+    num_preemptions: int = 0
+    preempted_by: list[str] = []  # request ids, the last few
+    first_miss: Literal["never_seen", "evicted", "salt_differs", "too_short"] | None = None  # None: not admitted yet
+    first_miss_evicted_s: float | None = None  # how long before admission the missed block was evicted
 
 
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -61,6 +81,7 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: list[TokenLogprobs] | None = None  # one per new token
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     error: str | None = None
+    report: RequestReport | None = None  # with the finish reason
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,6 +159,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # tokens asked for
     prefix_cache_hits: int = 0  # tokens found
+    prefix_cache_ghost_hits: int = 0  # further tokens that a cache of twice the size would have found
+    num_evictions: int = 0  # cached blocks lost
+    num_waiting_tokens: int = 0
+    num_deadlines_missed: int = 0
 
     @property
     def kv_cache_usage(self) -> float:

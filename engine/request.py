@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from .block_hash import BlockHash, hash_block, root_hash
+from .block_hash import ROOT, BlockHash, hash_block, hash_scope
+from .outputs import RequestReport
+from .wait_ledger import WaitCause, WaitLedger
 
 if TYPE_CHECKING:
+    from .kv_cache_manager import PrefixMiss
     from .outputs import EngineRequest
 
 
@@ -28,24 +31,34 @@ class Request:
     """
 
     __slots__ = (
+        "admitted_at",
         "arrival_index",
         "block_hashes",
+        "deadline",
+        "first_miss",
+        "ledger",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_computed_before",
         "num_failures",
         "num_preemptions",
+        "num_recomputed_tokens",
         "output_token_ids",
+        "preempted_by",
         "priority",
         "prompt_token_ids",
         "request_id",
-        "root",
         "row",
+        "scope",
         "source",
         "status",
         "stop_token_ids",
+        "tenant",
     )
 
-    def __init__(self, source: EngineRequest, arrival_index: int, priority: int, max_model_len: int) -> None:
+    def __init__(
+        self, source: EngineRequest, arrival_index: int, priority: int, max_model_len: int, now: float = 0.0
+    ) -> None:
         params = source.sampling_params
         self.source = source
         self.request_id = source.request_id
@@ -59,10 +72,18 @@ class Request:
         self.stop_token_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self.status = RequestStatus.WAITING
         self.row = -1
-        self.root = root_hash(source.cache_salt)
+        self.tenant = source.tenant
+        self.deadline = None if source.deadline_ms is None else now + source.deadline_ms / 1000
+        self.scope = hash_scope(source.cache_salt)
         self.block_hashes: list[BlockHash] = []
+        self.ledger = WaitLedger(now)
+        self.admitted_at: float | None = None  # when it first got a row
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
+        self.first_miss: PrefixMiss | None = None
+        self.num_computed_before = 0  # when it last lost its row
+        self.num_recomputed_tokens = 0
         self.num_preemptions = 0
+        self.preempted_by: list[str] = []
         self.num_failures = 0  # executor failures since its last new token
 
     @property
@@ -87,7 +108,7 @@ class Request:
     def hash_blocks(self, num_blocks: int, block_size: int) -> list[BlockHash]:
         """The hashes of at least the first `num_blocks` blocks, which must be full. Computed once each."""
         hashes = self.block_hashes
-        parent = hashes[-1] if hashes else self.root
+        parent = hashes[-1] if hashes else ROOT
         for index in range(len(hashes), num_blocks):
             parent = hash_block(parent, self.token_slice(index * block_size, (index + 1) * block_size))
             hashes.append(parent)
@@ -108,3 +129,22 @@ class Request:
         if self.num_tokens >= self.max_total_tokens:
             return ("length", None)
         return None
+
+    def report(self, now: float) -> RequestReport:
+        """Where its time went, up to now."""
+        wait_s, compute_s = self.ledger.read(now)
+        miss, admitted_at = self.first_miss, self.admitted_at
+        evicted_s = None
+        if miss is not None and miss.evicted_at is not None and admitted_at is not None:
+            evicted_s = admitted_at - miss.evicted_at
+        return RequestReport(
+            wall_s=now - self.ledger.arrived,
+            compute_s=compute_s,
+            wait_s={cause.name: wait_s[cause] for cause in WaitCause if wait_s[cause]},
+            num_cached_tokens=self.num_cached_tokens or 0,
+            num_recomputed_tokens=self.num_recomputed_tokens,
+            num_preemptions=self.num_preemptions,
+            preempted_by=list(self.preempted_by),
+            first_miss=None if miss is None else miss.reason,
+            first_miss_evicted_s=evicted_s,
+        )

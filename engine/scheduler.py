@@ -1,130 +1,133 @@
 """Who computes which tokens in the next step.
 
-There is no prefill phase and no decode phase. A running request has `num_tokens` known tokens, perhaps some that
-steps in flight will sample (`num_pending`), and `num_computed` tokens whose keys and values are in the cache. Each
-step gives every request some tokens so that the last number catches up with the first two, within one budget for the
-batch. Chunked prefill, prefix hits, decode, recompute after preemption and resume after a crash are all this one
-rule.
+There is no prefill phase and no decode phase. A running request has `num_tokens` known tokens, perhaps some that steps
+in flight will sample (`num_pending`), and `num_computed` tokens whose keys and values are in the cache. Each step gives
+every request some tokens so that the last number catches up with the first two, within one budget for the batch.
+Chunked prefill, prefix hits, decode, recompute after preemption and resume after a crash are all this one rule.
 
-`schedule()` first serves the running requests in order (priority, then arrival), then admits waiting ones. Where the
-cache is full, the running request that would be served last gives way: it loses its row and its blocks, and returns
-to its old place in the queue. What it had cached often still is when it comes back.
+`schedule()` first serves the running requests in order (priority, then arrival), then admits waiting ones in the order
+of `RequestQueue`. Where the cache is full, the running request that would be served last gives way: it loses its row
+and its blocks, and waits at the front of its class. What it had cached often still is when it comes back.
+
+Cost of one step (schedule + update), every request decoding one token, context about 500, block size 16, prefix caching
+on: see `quire bench scheduler`. In steady decode only array operations run over all rows; Python walks over the rows
+that reach a block boundary, and over the new tokens.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import heapq
 from typing import cast
 
 import numpy as np
-import numpy.typing as npt
 
 from .config import SchedulerConfig
-from .errors import InvalidRequestError, OverloadedError
+from .errors import InvalidRequestError, QuireError
+from .gates import Gate
 from .kv_cache_manager import KVCacheManager
 from .outputs import (
     BatchLogprobs,
-    BlockUpdate,
     EngineOutput,
     EngineRequest,
     FinishReason,
-    IntArray,
     ModelRunnerOutput,
     NewRow,
+    RequestReport,
     SchedulerOutput,
     SchedulerStats,
     TokenLogprobs,
 )
 from .request import Request, RequestStatus
-from .request_queue import RequestQueue
+from .request_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from .running_table import RunningTable
+from .step_plan import ScheduledStep, StepPlan
+from .wait_ledger import WaitCause
+from .waiting_room import WaitingRoom
 
-
-@dataclass(slots=True)
-class StepPlan:
-    """A step while it is being planned. `budget` is what is left of `max_num_batched_tokens`."""
-
-    budget: int
-    rows: IntArray
-    grants: IntArray
-    new_rows: list[NewRow] = field(default_factory=list)
-    new_grants: list[int] = field(default_factory=list)
-    block_updates: list[BlockUpdate] = field(default_factory=list)
-    preempted: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """A step as it was given to the workers, with what is needed to recognise whose its results are."""
-
-    output: SchedulerOutput
-    requests: list[Request | None]  # in batch order
-    epochs: IntArray  # [num_reqs] of the rows, when the step was planned
-    samples: npt.NDArray[np.bool_]  # [num_reqs] whether the row samples a token
+_MAX_PREEMPTERS = 8  # names kept of the requests that preempted one
 
 
 class Scheduler:
-    """Owner of all request state (DESIGN 4.2). Pure: no clock, no thread, no device."""
+    """Owner of all request state (DESIGN 4.2). No thread, no device, no clock: `now` is seconds on any steady clock."""
 
-    def __init__(self, config: SchedulerConfig, kv_cache: KVCacheManager, max_model_len: int) -> None:
+    def __init__(
+        self, config: SchedulerConfig, kv_cache: KVCacheManager, max_model_len: int, gates: tuple[Gate, ...] = ()
+    ) -> None:
         self.config = config
         self.kv_cache = kv_cache
         self.max_model_len = max_model_len
         self.running = RunningTable(config.max_num_seqs)
-        self.waiting = RequestQueue()
+        self.waiting = WaitingRoom(config, gates)
         self.requests: dict[str, Request] = {}  # unfinished
+        self._ended: list[EngineOutput] = []  # ends that no step brought
+        self._deadlines: list[tuple[float, int, Request]] = []  # heap; finished requests are skipped at its top
         self._released_rows: list[int] = []
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_preemptions = 0
+        self._num_deadlines_missed = 0
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
-    def add(self, source: EngineRequest) -> EngineOutput | None:
-        """Queue a request. Returns its last output at once if its resume tokens already end it.
-
-        Raises `InvalidRequestError` or `OverloadedError`, and then nothing is queued.
-        """
+    def add(self, source: EngineRequest, now: float) -> None:
+        """Queue a request. Raises `InvalidRequestError` or `OverloadedError`, and then nothing is queued."""
         self._check(source)
+        self.waiting.check_room(len(source.prompt_token_ids) + len(source.resume_token_ids))
         priority = source.priority if self.config.policy == "priority" else 0
-        request = Request(source, self._num_arrivals, priority, self.max_model_len)
-        ended = request.finish_reason()
-        if ended is not None:
-            return EngineOutput(
-                request.request_id, len(source.resume_token_ids), [], cast(FinishReason, ended[0]), ended[1]
-            )
+        request = Request(source, self._num_arrivals, priority, self.max_model_len, now)
         self._num_arrivals += 1
+        ended = request.finish_reason()
+        if ended is not None:  # a resumed request of which only the end was lost
+            reason = cast(FinishReason, ended[0])
+            self._ended.append(EngineOutput(request.request_id, len(source.resume_token_ids), [], reason, ended[1]))
+            return
         self.requests[request.request_id] = request
-        self.waiting.push(request)
+        self.waiting.tenants.arrive(request.tenant, source.tenant_weight, now)
+        self.waiting.push(request, now)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
         self._num_prompt_tokens += request.num_prompt_tokens
-        return None
 
-    def abort(self, request_id: str, reason: FinishReason = "abort", error: str | None = None) -> EngineOutput | None:
+    def abort(
+        self, request_id: str, now: float, reason: FinishReason = "abort", error: str | None = None
+    ) -> EngineOutput | None:
         """End a request in whatever state it is. None if it is not here (any more)."""
         request = self.requests.get(request_id)
         if request is None:
             return None
-        self._finish(request)
-        return EngineOutput(request_id, len(request.output_token_ids), [], reason, error=error)
+        self._finish(request, now)
+        first_index = len(request.output_token_ids)
+        return EngineOutput(request_id, first_index, [], reason, error=error, report=request.report(now))
+
+    def take_ended(self) -> list[EngineOutput]:
+        """Ends of requests since the last call that no step brought: deadlines, gates, requests that had ended."""
+        ended = self._ended
+        if ended:
+            self._ended = []
+        return ended
+
+    def explain(self, request_id: str, now: float) -> RequestReport | None:
+        """How an unfinished request spent its time so far."""
+        request = self.requests.get(request_id)
+        return None if request is None else request.report(now)
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self.requests)
+        return bool(self.requests) or bool(self._ended)
 
     # ---- planning a step ------------------------------------------------------------------------------------------
 
-    def schedule(self) -> ScheduledStep | None:
+    def schedule(self, now: float) -> ScheduledStep | None:
         """Plan the next step, or None if no request can compute anything now."""
-        plan = self._serve_running()
-        if not plan.preempted:
-            self._admit_waiting(plan)
-        if not plan.rows.size and not plan.new_rows:
-            return None
+        self.kv_cache.history.now = now
+        self._expire(now)
+        plan = self._serve_running(now)
+        self._admit_waiting(plan)
         return self._give_out(plan)
 
-    def _serve_running(self) -> StepPlan:
+    def _serve_running(self, now: float) -> StepPlan:
         """Give running requests what they lack, in order, until the budget is spent."""
         table, config = self.running, self.config
         rows = table.rows()
@@ -132,18 +135,16 @@ class Scheduler:
         # The last token that a request may have is never computed: nothing is sampled after it.
         end = np.minimum(table.num_tokens[rows] + table.num_pending[rows], table.max_total[rows] - 1)
         wants = end - computed
-        if config.long_prefill_token_threshold:
-            wants = np.minimum(wants, config.long_prefill_token_threshold)
-        served_before = np.cumsum(wants) - wants
-        grants = np.clip(config.max_num_batched_tokens - served_before, 0, wants).astype(np.int32)
-        plan = StepPlan(config.max_num_batched_tokens - int(grants.sum()), rows, grants)
+        most = config.long_prefill_token_threshold
+        limited = np.minimum(wants, most) if most else wants
+        served_before = np.cumsum(limited) - limited
+        grants = np.clip(config.max_num_batched_tokens - served_before, 0, limited).astype(np.int32)
+        plan = StepPlan(now, config.max_num_batched_tokens - int(grants.sum()), rows, grants)
 
         num_blocks = -(-(computed + grants) // self.kv_cache.block_size)
         for index in np.flatnonzero(num_blocks > table.num_blocks[rows]).tolist():
             self._grow(plan, index, int(num_blocks[index]))
-        granted = plan.grants > 0
-        if not granted.all():
-            plan.rows, plan.grants = rows[granted], plan.grants[granted]
+        self._bill_running(plan, grants < wants)
         return plan
 
     def _grow(self, plan: StepPlan, index: int, num_blocks: int) -> None:
@@ -155,47 +156,82 @@ class Scheduler:
         while (updates := self.kv_cache.grow(row, int(self.running.num_computed[row]), num_blocks)) is None:
             victim = self.running.last()
             assert victim is not None
-            plan.grants[np.flatnonzero(plan.rows == victim.row)] = 0
-            plan.preempted = True
-            self._preempt(victim)
+            plan.revoke(victim.row)
+            self._preempt(victim, request, plan.now)
             if victim is request:
                 return
         plan.block_updates.extend(updates)
         self.running.num_blocks[row] = num_blocks
         # What earlier steps filled is final now; an output token is only known here once its step is back.
         self.kv_cache.commit(request, self._num_final_tokens(row))
+        if request.output_token_ids:
+            self.waiting.tenants[request.tenant].charge(OUTPUT_TOKEN_COST * self.kv_cache.block_size)
+
+    def _bill_running(self, plan: StepPlan, is_short: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
+        """Note in the ledgers whom the budget begins, or ceases, to keep waiting."""
+        table, rows = self.running, plan.rows
+        for index in np.flatnonzero(is_short != table.is_short[rows]).tolist():
+            request = table.requests[rows[index]]
+            if request is not None:
+                request.ledger.bill(WaitCause.TOKEN_BUDGET if is_short[index] else None, plan.now)
+                table.is_short[rows[index]] = is_short[index]
 
     def _admit_waiting(self, plan: StepPlan) -> None:
-        """Give rows to waiting requests, in order, while rows, budget and blocks last."""
-        while plan.budget > 0 and self.running.has_free_row:
-            request = self.waiting.peek()
-            if request is None or not self._admit(request, plan):
-                return
+        """Give rows to waiting requests, in order, while rows, blocks and budget last."""
+        waiting = self.waiting
+        waiting.ask_gates_again(plan.now)
+        cause = WaitCause.KV_BLOCKS if plan.preempted else None
+        while cause is None and (request := waiting.queue.peek()) is not None:
+            if not self.running.has_free_row:
+                cause = WaitCause.MAX_NUM_SEQS
+            elif plan.budget == 0:
+                cause = WaitCause.TOKEN_BUDGET
+            else:
+                cause = self._admit(request, plan)
+        waiting.queue.stand_still(cause or WaitCause.TOKEN_BUDGET, plan.now)
 
-    def _admit(self, request: Request, plan: StepPlan) -> bool:
-        kv_cache, config = self.kv_cache, self.config
+    def _admit(self, request: Request, plan: StepPlan) -> WaitCause | None:
+        """Admit the whole of the next request, or nothing of it; then say what it and those behind it wait for.
+
+        None: go on with the next one. This request has its row, stands aside for a gate, or has ended.
+        """
+        waiting, kv_cache, now = self.waiting, self.kv_cache, plan.now
+        try:
+            if not waiting.pass_gates(request, now):
+                return None
+        except QuireError as error:
+            ended = self.abort(request.request_id, now, "error", error.message)
+            assert ended is not None
+            self._ended.append(ended)
+            return None
         hit = kv_cache.find_prefix(request)
         num_computed = hit.num_blocks * kv_cache.block_size
-        chunk = min(request.num_tokens - num_computed, plan.budget)
-        if config.long_prefill_token_threshold:
-            chunk = min(chunk, config.long_prefill_token_threshold)
+        wants = request.num_tokens - num_computed
+        chunk = min(wants, plan.budget, self.config.long_prefill_token_threshold or wants)
         # One block for each running request, so that the newcomer is not preempted by their next tokens.
         if not kv_cache.can_admit(request.num_tokens, chunk, hit, reserve=len(self.running)):
-            return False
-        self.waiting.remove(request)
+            waiting.leave_gates(request)
+            return WaitCause.KV_BLOCKS
+
+        waiting.remove(request)
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)
-            kv_cache.count_query(request, hit)
+            request.num_cached_tokens = num_computed
+            request.first_miss = kv_cache.first_admission(request, hit)
+            request.admitted_at = now
+            waiting.tenants[request.tenant].charge(PROMPT_TOKEN_COST * wants)
+        request.num_recomputed_tokens += max(request.num_computed_before - num_computed, 0)
+        request.status = RequestStatus.RUNNING
         num_blocks = kv_cache.num_blocks_for(num_computed + chunk)
         row = self.running.take_row(request, num_computed, num_blocks)
-        request.status = RequestStatus.RUNNING
         kv_cache.admit(row, hit)
         kv_cache.grow(row, num_computed, num_blocks)
         kv_cache.commit(request, num_computed + chunk)
+        self.running.is_short[row] = chunk < wants
+        request.ledger.bill(WaitCause.TOKEN_BUDGET if chunk < wants else None, now)
         plan.budget -= chunk
         plan.new_rows.append(self._new_row(request))
         plan.new_grants.append(chunk)
-        return True
+        return None
 
     def _new_row(self, request: Request) -> NewRow:
         source = request.source
@@ -211,11 +247,13 @@ class Scheduler:
             block_ids=self.kv_cache.tables(request.row),
         )
 
-    def _give_out(self, plan: StepPlan) -> ScheduledStep:
+    def _give_out(self, plan: StepPlan) -> ScheduledStep | None:
         """Fix the plan, and book its tokens as computed: the next step goes on from there."""
+        rows, grants = plan.batch()
+        if not rows.size:
+            self.waiting.drain_rate.pause()
+            return None
         table = self.running
-        rows = np.concatenate((plan.rows, np.array([new.row for new in plan.new_rows], dtype=np.int32)))
-        grants = np.concatenate((plan.grants, np.array(plan.new_grants, dtype=np.int32)))
         computed = table.num_computed[rows]
         samples = computed + grants == table.num_tokens[rows] + table.num_pending[rows]
         table.num_computed[rows] += grants
@@ -231,17 +269,19 @@ class Scheduler:
         )
         self._num_steps += 1
         self._released_rows = []
+        self.waiting.drain_rate.record(int(grants.sum()), plan.now)
         requests = table.requests
         return ScheduledStep(output, [requests[row] for row in rows.tolist()], table.epoch[rows], samples)
 
     # ---- taking in the results of a step --------------------------------------------------------------------------
 
-    def update(self, step: ScheduledStep, result: ModelRunnerOutput) -> list[EngineOutput]:
-        """Book the tokens that a step sampled, and end the requests that they end."""
+    def update(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> list[EngineOutput]:
+        """Book the tokens that a step sampled, and end the requests that they end. In batch order."""
         table, rows = self.running, step.output.rows
         taken = step.samples & (table.epoch[rows] == step.epochs)  # a row released meanwhile belongs to somebody else
-        table.num_pending[rows[taken]] -= 1
-        table.num_tokens[rows[taken]] += 1
+        taken_rows = rows[taken]
+        table.num_pending[taken_rows] -= 1
+        table.num_tokens[taken_rows] += 1
         tokens = result.sampled_token_ids[:, 0].tolist()
         logprobs = _split_logprobs(result.logprobs) if result.logprobs is not None else {}
         outputs = []
@@ -249,56 +289,101 @@ class Scheduler:
         for index in np.flatnonzero(taken).tolist():
             request = requests[index]
             assert request is not None
-            outputs.append(self._append(request, tokens[index], logprobs.get(index)))
+            token_id = tokens[index]
+            output_token_ids = request.output_token_ids
+            first_index = len(output_token_ids)
+            output_token_ids.append(token_id)
+            request.num_failures = 0
+            if token_id in request.stop_token_ids or request.num_tokens >= request.max_total_tokens:
+                outputs.append(self._last_output(request, first_index, logprobs.get(index), now))
+            else:
+                outputs.append(
+                    EngineOutput(
+                        request.request_id,
+                        first_index,
+                        [token_id],
+                        logprobs=logprobs.get(index),
+                        num_cached_tokens=request.num_cached_tokens or 0,
+                    )
+                )
         self._num_generation_tokens += len(outputs)
         return outputs
 
-    def _append(self, request: Request, token_id: int, logprobs: list[TokenLogprobs] | None) -> EngineOutput:
-        output_token_ids = request.output_token_ids
-        first_index = len(output_token_ids)
-        output_token_ids.append(token_id)
-        request.num_failures = 0
+    def _last_output(
+        self, request: Request, first_index: int, logprobs: list[TokenLogprobs] | None, now: float
+    ) -> EngineOutput:
+        """The output of a token that ends the request, unless `min_tokens` says that it does not."""
+        new_token_ids = request.output_token_ids[first_index:]
         num_cached = request.num_cached_tokens or 0
-        ended = None
-        if token_id in request.stop_token_ids or request.num_tokens >= request.max_total_tokens:
-            ended = request.finish_reason()
+        ended = request.finish_reason()
         if ended is None:
-            return EngineOutput(request.request_id, first_index, [token_id], None, None, logprobs, num_cached)
-        self._finish(request)
-        reason = cast(FinishReason, ended[0])
-        return EngineOutput(request.request_id, first_index, [token_id], reason, ended[1], logprobs, num_cached)
+            return EngineOutput(request.request_id, first_index, new_token_ids, None, None, logprobs, num_cached)
+        self._finish(request, now)
+        return EngineOutput(
+            request.request_id,
+            first_index,
+            new_token_ids,
+            cast(FinishReason, ended[0]),
+            ended[1],
+            logprobs,
+            num_cached,
+            report=request.report(now),
+        )
 
     # ---- rows and blocks return -----------------------------------------------------------------------------------
 
-    def rewind(self) -> None:
-        """Take every running request back to the queue, with nothing computed: the workers' state is lost."""
+    def rewind(self, now: float) -> None:
+        """Take every running request back to the queue, with nothing computed: the workers' state is lost.
+
+        Until the next `schedule`, whoever waits is billed to the recovery.
+        """
         while (request := self.running.last()) is not None:
             self._leave_row(request)
             request.status = RequestStatus.PREEMPTED
-            self.waiting.push(request)
+            self.waiting.push(request, now)
         self.kv_cache.reset_prefix_cache()
         self._released_rows = []
+        self.waiting.queue.all_stand_still(WaitCause.RECOVERY, now)
 
-    def _preempt(self, request: Request) -> None:
-        self._leave_row(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
+    def _preempt(self, victim: Request, by: Request, now: float) -> None:
+        self._leave_row(victim)
+        victim.status = RequestStatus.PREEMPTED
+        victim.num_preemptions += 1
+        victim.preempted_by = [*victim.preempted_by, by.request_id][-_MAX_PREEMPTERS:]
         self._num_preemptions += 1
-        self.waiting.push(request)
+        self.waiting.push(victim, now)
 
-    def _finish(self, request: Request) -> None:
+    def _expire(self, now: float) -> None:
+        """End what is past its deadline."""
+        while self._deadlines and (self._deadlines[0][0] <= now or not self._is_here(self._deadlines[0][2])):
+            request = heapq.heappop(self._deadlines)[2]
+            if self._is_here(request):
+                deadline_ms = request.source.deadline_ms
+                ended = self.abort(request.request_id, now, "deadline", f"deadline_ms: {deadline_ms} ms have passed.")
+                assert ended is not None
+                self._ended.append(ended)
+                self._num_deadlines_missed += 1
+
+    def _is_here(self, request: Request) -> bool:
+        return self.requests.get(request.request_id) is request
+
+    def _finish(self, request: Request, now: float) -> None:
         if request.status is RequestStatus.RUNNING:
             self._leave_row(request)
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        request.ledger.bill(None, now)
+        self.waiting.tenants.leave(request.tenant)
         del self.requests[request.request_id]
 
     def _leave_row(self, request: Request) -> None:
         """Release row and blocks. Steps in flight may still write there: they run before any step that reuses them."""
         row = request.row
+        request.num_computed_before = int(self.running.num_computed[row])
         self.kv_cache.commit(request, self._num_final_tokens(row))
         self.kv_cache.free(row)
+        self.waiting.leave_gates(request)
         self.running.release_row(request)
         self._released_rows.append(row)
 
@@ -322,25 +407,28 @@ class Scheduler:
                 "prompt",
                 "context_length_exceeded",
             )
-        limit = self.config.max_queued_requests
-        if limit is not None and len(self.waiting) >= limit:
-            raise OverloadedError(
-                f"{len(self.waiting)} requests are waiting, which is the most allowed. Try again later."
-            )
+        if source.deadline_ms is not None and source.deadline_ms <= 0:
+            raise InvalidRequestError(f"deadline_ms: must be > 0, got {source.deadline_ms}.", "deadline_ms")
+        if not 0 < source.tenant_weight < float("inf"):
+            raise InvalidRequestError(f"tenant_weight: must be > 0, got {source.tenant_weight}.", "tenant_weight")
 
     def stats(self) -> SchedulerStats:
         pool = self.kv_cache.pool
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
+            num_waiting_tokens=self.waiting.num_tokens,
             num_blocks=pool.num_usable,
             num_used_blocks=pool.num_used,
             num_steps=self._num_steps,
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             num_preemptions=self._num_preemptions,
+            num_deadlines_missed=self._num_deadlines_missed,
+            num_evictions=pool.num_evictions,
             prefix_cache_queries=self.kv_cache.num_queried_tokens,
             prefix_cache_hits=self.kv_cache.num_hit_tokens,
+            prefix_cache_ghost_hits=self.kv_cache.num_ghost_hit_tokens,
         )
 
 

@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 
 from quire.engine.block_pool import BlockPool
+from quire.engine.cache_history import CacheHistory
+
+
+def make_pool(num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, CacheHistory(num_blocks - 1))
 
 
 def free_list(pool: BlockPool) -> list[int]:
@@ -17,7 +22,7 @@ def free_list(pool: BlockPool) -> list[int]:
 
 
 def test_blocks_are_handed_out_in_order_and_never_the_null_block() -> None:
-    pool = BlockPool(6)
+    pool = make_pool(6)
     assert pool.allocate(3) == [1, 2, 3]
     assert pool.allocate(2) == [4, 5]
     assert (pool.num_free, pool.num_used) == (0, 5)
@@ -26,7 +31,7 @@ def test_blocks_are_handed_out_in_order_and_never_the_null_block() -> None:
 
 
 def test_empty_blocks_are_reused_before_cached_ones() -> None:
-    pool = BlockPool(6)
+    pool = make_pool(6)
     blocks = pool.allocate(4)
     for block_id in blocks[:3]:
         pool.cache(block_id, bytes([block_id]))
@@ -37,7 +42,7 @@ def test_empty_blocks_are_reused_before_cached_ones() -> None:
 
 
 def test_eviction_is_least_recently_used_and_forgets_the_content() -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     first = pool.allocate(2)
     pool.cache(first[0], b"a")
     pool.cache(first[1], b"b")
@@ -50,7 +55,7 @@ def test_eviction_is_least_recently_used_and_forgets_the_content() -> None:
 
 
 def test_a_cached_block_is_shared_and_freed_with_its_last_reference() -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     (block_id,) = pool.allocate(1)
     pool.cache(block_id, b"a")
     pool.acquire([block_id])
@@ -64,7 +69,7 @@ def test_a_cached_block_is_shared_and_freed_with_its_last_reference() -> None:
 
 
 def test_equal_content_is_cached_once() -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     first, second = pool.allocate(2)
     assert pool.cache(first, b"a")
     assert not pool.cache(second, b"a")
@@ -75,7 +80,7 @@ def test_equal_content_is_cached_once() -> None:
 
 
 def test_reset_forgets_the_content_but_not_the_references() -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     held, freed = pool.allocate(2)
     pool.cache(held, b"a")
     pool.cache(freed, b"b")
@@ -87,7 +92,7 @@ def test_reset_forgets_the_content_but_not_the_references() -> None:
 
 @pytest.mark.parametrize("break_it", ["leak", "count", "key"])
 def test_the_integrity_check_finds_faults(break_it: str) -> None:
-    pool = BlockPool(4)
+    pool = make_pool(4)
     (block_id,) = pool.allocate(1)
     pool.cache(block_id, b"a")
     if break_it == "leak":

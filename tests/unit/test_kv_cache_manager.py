@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 from engine_helpers import make_request
 
-from quire.engine.block_hash import hash_block, root_hash
+from quire.engine.block_hash import ROOT, group_scope, hash_block, hash_scope
 from quire.engine.kv_cache_groups import FullAttention, SlidingWindow, common_hit_length
 from quire.engine.kv_cache_manager import KVCacheManager
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
@@ -114,21 +115,21 @@ def test_hashes_are_the_same_in_every_process() -> None:
     )
     printed = {
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
         ).stdout
         for seed in ("1", "2")
     }
-    assert printed == {f"{hash_block(root_hash('salt'), [1, 2, 3]).hex()} {root_hash().hex()}\n"}
+    assert printed == {f"{hash_block(ROOT, [1, 2, 3]).hex()} {group_scope(hash_scope('salt'), 3).hex()}\n"}
 
 
 def test_hashes_depend_on_everything_that_matters() -> None:
     hashes = {
-        hash_block(root_hash(), [1, 2]),
-        hash_block(root_hash(), [2, 1]),
-        hash_block(root_hash("a"), [1, 2]),
-        hash_block(root_hash(None, "a"), [1, 2]),
-        hash_block(root_hash(""), [1, 2]),
-        hash_block(root_hash(), [1, 2], b"image"),
-        hash_block(hash_block(root_hash(), [1, 2]), [1, 2]),
+        hash_block(ROOT, [1, 2]),
+        hash_block(ROOT, [2, 1]),
+        hash_block(ROOT, [1, 2], b"image"),
+        hash_block(hash_block(ROOT, [1, 2]), [1, 2]),
     }
-    assert len(hashes) == 7
+    assert len(hashes) == 4
+    scopes = {hash_scope(), hash_scope("a"), hash_scope(None, "a"), hash_scope(""), hash_scope("a", "a")}
+    assert len(scopes) == 5
+    assert {len(group_scope(scope, 1)) for scope in scopes} == {17}

@@ -1,0 +1,89 @@
+"""What a feature may say about a request's turn.
+
+A feature that needs something before a request can run (a compiled grammar, a LoRA slot, keys and values from
+elsewhere, room for an image) is a gate. The scheduler asks its gates in a fixed order when it is a request's turn,
+and knows nothing else of them. Either every gate lets the request in and it gets its row and blocks, or whatever the
+gates before had set aside is given back, and the request stands aside for the gate that refused it, without holding
+up those behind it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
+
+from .request import Request
+from .wait_ledger import WaitCause
+
+
+class Gate(Protocol):
+    """All calls come from the engine's thread, between two steps, and must not block."""
+
+    cause: WaitCause
+
+    @property
+    def version(self) -> int:
+        """Changes whenever a request that was refused might be let in; refused ones are not asked again before."""
+        ...
+
+    def enter(self, request: Request) -> bool:
+        """Set aside what the request needs. False: not now, and nothing is set aside.
+
+        Raises `QuireError` if it never will be: the request ends with that error.
+        """
+        ...
+
+    def leave(self, request: Request) -> None:
+        """Give back what `enter` set aside: the request is not admitted after all, or has left its row."""
+        ...
+
+
+class GrammarCompiler(Protocol):
+    def compile(self, grammar: str) -> object:
+        """May take long; called from another thread. Raises `InvalidRequestError`."""
+        ...
+
+
+class GrammarGate:
+    """Holds a request back until its grammar is compiled, off the hot path. Equal grammars are compiled once.
+
+    `on_ready` is called from the compiling thread whenever a grammar is done.
+    """
+
+    cause = WaitCause.GRAMMAR
+
+    def __init__(self, compiler: GrammarCompiler, on_ready: Callable[[], None], max_cached: int = 256) -> None:
+        self.version = 0
+        self._compiler = compiler
+        self._on_ready = on_ready
+        self._max_cached = max_cached
+        self._compiled: OrderedDict[str, Future[object]] = OrderedDict()
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+
+    def enter(self, request: Request) -> bool:
+        grammar = request.source.grammar
+        if grammar is None:
+            return True
+        future = self._compiled.get(grammar)
+        if future is None:
+            future = self._compiled[grammar] = self._threads.submit(self._compiler.compile, grammar)
+            future.add_done_callback(self._done)
+            if len(self._compiled) > self._max_cached:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        if not future.done():
+            return False
+        future.result()  # a grammar that cannot be compiled ends the request
+        return True
+
+    def leave(self, request: Request) -> None:
+        """A compiled grammar is shared and holds nothing of one request."""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _done(self, _: Future[object]) -> None:
+        self.version += 1
+        self._on_ready()

@@ -1,0 +1,53 @@
+"""A step, from its first plan to the record of what was given to the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from .outputs import BlockUpdate, IntArray, NewRow, SchedulerOutput
+from .request import Request
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """A step while it is being planned.
+
+    `rows` and `grants` are the running requests and the tokens that each gets; a request that gives way gets 0 and is
+    left out. `new_rows` and `new_grants` are those admitted in this step.
+    """
+
+    now: float
+    budget: int  # tokens that nobody has got yet
+    rows: IntArray
+    grants: IntArray
+    new_rows: list[NewRow] = field(default_factory=list)
+    new_grants: list[int] = field(default_factory=list)
+    block_updates: list[BlockUpdate] = field(default_factory=list)
+    preempted: bool = False
+
+    def revoke(self, row: int) -> None:
+        """The request in this row computes nothing after all."""
+        self.grants[np.flatnonzero(self.rows == row)] = 0
+        self.preempted = True
+
+    def batch(self) -> tuple[IntArray, IntArray]:
+        """(rows, tokens of each) that really compute something, in order: running ones, then new ones."""
+        granted = self.grants > 0
+        rows, grants = (self.rows, self.grants) if granted.all() else (self.rows[granted], self.grants[granted])
+        if not self.new_rows:
+            return rows, grants
+        new_rows = np.array([new.row for new in self.new_rows], dtype=np.int32)
+        return np.concatenate((rows, new_rows)), np.concatenate((grants, np.array(self.new_grants, dtype=np.int32)))
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    """A step as it was given to the workers, with what is needed to recognise whose its results are."""
+
+    output: SchedulerOutput
+    requests: list[Request | None]  # in batch order
+    epochs: IntArray  # [num_reqs] of the rows, when the step was planned
+    samples: npt.NDArray[np.bool_]  # [num_reqs] whether the row samples a token
