@@ -25,13 +25,13 @@ class Workload:
         rng = self.rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 16])
         windows = rng.choice([(None,), (None,), (None, 5), (3, 8), (None, 4, 9)])
-        model_len = rng.choice([20, 60])
-        budget = rng.choice([1, 3, 16, 64])
+        model_len = rng.choice([20, 50])
+        budget = rng.choice([2, 5, 16, 64])
         longest = len(windows) * (model_len // block_size + 2)
         self.executor = FakeExecutor(
             windows,
             block_size,
-            num_blocks=longest + rng.choice([2, 10, 100]),
+            num_blocks=longest + rng.choice([2, 6, 30]),
             fail_steps=tuple(rng.sample(range(200), rng.choice([0, 0, 1, 3]))),
         )
         self.core: EngineCore = make_core(
