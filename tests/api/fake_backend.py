@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from quire.cluster.api.backend import EngineStats, ServedModel
+from quire.cluster.api.backend import ServedModel
+from quire.cluster.metrics import EngineStats
 from quire.engine.errors import EngineError
 from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats, TokenLogprobs
 
@@ -57,7 +58,8 @@ class FakeBackend:
                 await asyncio.sleep(0)
                 await self.gate.wait()
         finally:
-            if any([self.running.pop(request_id, None) for request_id in mine]):
+            unfinished = [request_id for request_id in mine if self.running.pop(request_id, None)]
+            if unfinished:
                 self.closed_early.set()
 
     def _step(self, request: EngineRequest, num_sent: dict[str, int]) -> list[EngineOutput]:

@@ -50,13 +50,13 @@ async def test_every_answer_carries_a_request_id(client: httpx.AsyncClient, path
     assert len(refused.headers["x-request-id"]) == 32
 
 
-async def scrape(client: httpx.AsyncClient) -> dict[str, Any]:
+async def scrape(client: httpx.AsyncClient) -> dict[Any, Any]:
     response = await client.get("/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     return samples(response.text)
 
 
-def samples(text: str) -> dict[str, Any]:
+def samples(text: str) -> dict[Any, Any]:
     """Value by name, or by (name, finish reason)."""
     values: dict[Any, Any] = {}
     for family in text_string_to_metric_families(text):
