@@ -48,14 +48,19 @@ Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this
 def serve(
     config: Annotated[Path | None, typer.Argument(help="A Ray Serve config file, as those in configs/.")] = None,
     *,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is every one.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 8000,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on; 0.0.0.0 is every one. (default: CONFIG's, or 127.0.0.1)")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port to listen on. (default: CONFIG's, or 8000)")
+    ] = None,
+    dashboard: Annotated[bool, typer.Option("--dashboard", help="Start Ray's dashboard as well.")] = False,
     engine: EngineOverrides,
 ) -> None:
     """Serve a model on this machine until Ctrl-C. Options override what CONFIG says."""
     from .service import serve as serve_until_interrupted
 
-    serve_until_interrupted(config, overrides=engine, host=host, port=port)
+    serve_until_interrupted(config, overrides=engine, host=host, port=port, dashboard=dashboard)
 
 
 @app.command(

@@ -25,7 +25,7 @@ class InputProcessor:
 
     def __init__(self, info: ModelInfo, tokenizer: Any, *, seed: int | None = None) -> None:
         self.info = info
-        self.max_model_len: int = info.max_model_len  # prompt + answer, in tokens
+        self.max_model_len: int = info.max_model_len  # prompt + answer, in tokens; lowered where an engine holds less
         self._backend = tokenizer.backend_tokenizer
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 

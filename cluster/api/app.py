@@ -84,7 +84,7 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
 
 
 def _card(served: ServedModel) -> ModelCard:
-    return ModelCard(served.name, served.created, served.info.max_model_len)
+    return ModelCard(served.name, served.created, served.input_processor.max_model_len)
 
 
 class RequestIdMiddleware:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,23 @@ def show_facts(console: Console, facts: dict[str, str]) -> None:
 
 
 def show_levels(console: Console, levels: Sequence[Summary]) -> None:
-    """One row per load level."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("streams", "requests", "time", "output tok/s", "total tok/s"):
-        table.add_column(title, justify="right")
-    for title in ("TTFT ms", "ITL ms", "E2E ms"):
-        table.add_column(f"{title}\np50 / p90 / p99", justify="right")
-    table.add_column("client CPU", justify="right")
+    """One column per load level."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column("concurrency")
     for level in levels:
-        failed = f" ({level.num_failed} failed)" if level.num_failed else ""
-        table.add_row(
-            str(level.concurrency),
-            f"{level.num_requests}{failed}",
-            f"{level.duration_s:.1f} s",
-            f"{level.output_tokens_per_s:.1f}",
-            f"{level.total_tokens_per_s:.1f}",
-            _percentiles(level.ttft_ms),
-            _percentiles(level.itl_ms),
-            _percentiles(level.e2e_ms),
-            f"{level.client_cpu_share:.0%}",
-        )
+        table.add_column(str(level.concurrency), justify="right", no_wrap=True)
+    rows: dict[str, Callable[[Summary], str]] = {
+        "requests": lambda s: f"{s.num_requests} ({s.num_failed} failed)" if s.num_failed else str(s.num_requests),
+        "seconds": lambda s: f"{s.duration_s:.1f}",
+        "output tokens/s": lambda s: f"{s.output_tokens_per_s:.1f}",
+        "total tokens/s": lambda s: f"{s.total_tokens_per_s:.1f}",
+        "TTFT ms p50 / p90 / p99": lambda s: _percentiles(s.ttft_ms),
+        "ITL ms p50 / p90 / p99": lambda s: _percentiles(s.itl_ms),
+        "E2E ms p50 / p90 / p99": lambda s: _percentiles(s.e2e_ms),
+        "client CPU, of one core": lambda s: f"{s.client_cpu_share:.0%}",
+    }
+    for title, cell in rows.items():
+        table.add_row(title, *(cell(level) for level in levels))
     console.print(table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -72,10 +73,13 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The calls of the service, which is not started."""
+    from quire.cluster.service import serve as real_serve
+
     calls: list[dict[str, Any]] = []
 
-    def serve(config: Path | None, *, overrides: dict[str, Any], host: str, port: int) -> None:
-        calls.append({"config": config, "overrides": overrides, "host": host, "port": port})
+    def serve(config: Path | None, **options: Any) -> None:
+        inspect.signature(real_serve).bind(config, **options)
+        calls.append({"config": config, **options})
 
     monkeypatch.setitem(sys.modules, "quire.cluster.service", SimpleNamespace(serve=serve))
     return calls
@@ -113,7 +117,7 @@ def test_every_command_has_examples_and_the_engine_options(run: Any, command: st
 
 def test_serve_without_options(run: Any, served: list[dict[str, Any]]) -> None:
     assert run("serve") == (0, "", "")
-    assert served == [{"config": None, "overrides": {}, "host": "127.0.0.1", "port": 8000}]
+    assert served == [{"config": None, "overrides": {}, "host": None, "port": None, "dashboard": False}]
 
 
 def test_serve_passes_only_what_was_given(run: Any, served: list[dict[str, Any]]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import sys
 import tomllib
-from importlib.metadata import PackageNotFoundError, distribution
+from importlib.metadata import PackageNotFoundError, distribution, packages_distributions
 from pathlib import Path
 
 from packaging.requirements import Requirement
@@ -60,6 +62,34 @@ def test_lock_is_complete() -> None:
     """What torch's CUDA build brings along is pinned by torch."""
     missing = required_names() - read_lock().keys()
     assert {name for name in missing if not name.startswith(("nvidia-", "cuda-"))} == set()
+
+
+def test_every_import_is_a_declared_dependency() -> None:
+    """Not only one that some dependency happens to bring along."""
+    comes_with = {"starlette": "fastapi", "pydantic-core": "pydantic", "llvmlite": "numba", "triton": "torch"}
+    declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]} | {"quire"}
+    homes = packages_distributions()
+    undeclared = set()
+    for folder in ("cluster", "engine", "workers", "kernels", "src"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in imported_names(path):
+                if name in sys.stdlib_module_names:
+                    continue
+                distributions = {canonicalize_name(d) for d in homes.get(name, [name])}
+                if not declared & (distributions | {comes_with.get(d, d) for d in distributions}):
+                    undeclared.add(f"{path.relative_to(ROOT)}: {name}")
+    assert undeclared == set()
+
+
+def imported_names(path: Path) -> set[str]:
+    """First parts of the absolute imports of a file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 def test_version_is_stated_once_for_people_and_once_for_pip() -> None:

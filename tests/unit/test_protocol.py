@@ -135,8 +135,8 @@ def test_messages() -> None:
         ({"model": 5}, "model", "model: must be a string, got 5."),
         ({"logit_bias": []}, "logit_bias", "logit_bias: must be an object from token ids to numbers, got []."),
         ({"logit_bias": {"a": 1}}, "logit_bias", "logit_bias: keys must be token ids, got {'a': 1}."),
-        ({"logit_bias": {"1": "x"}}, "logit_bias.1", "logit_bias.1: must be a number, got 'x'."),
-        ({"temperature": 3}, "temperature", "temperature: must be a number >= 0 and <= 2, got 3."),
+        ({"logit_bias": {"1": "x"}}, "logit_bias[1]", "logit_bias[1]: must be a number, got 'x'."),
+        ({"temperature": 3}, "temperature", "temperature: must be a number >= 0 and <= 2, got 3.0."),
         ({"n": 0}, "n", "n: must be an integer from 1 to 128, got 0."),
         (
             {"max_tokens": 0},
@@ -209,7 +209,8 @@ def test_refused_by_name(make: Any, fields: dict[str, Any], param: str, message:
         (
             {"max_completion_tokens": 101},
             "max_completion_tokens",
-            "max_completion_tokens: must be an integer from 1 to 100, what the context leaves after the prompt; got 101.",
+            "max_completion_tokens: must be an integer from 1 to 100, what the context leaves after the prompt; "
+            "got 101.",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "top_logprobs: is allowed only when logprobs is true."),
         (
@@ -221,10 +222,13 @@ def test_refused_by_name(make: Any, fields: dict[str, Any], param: str, message:
     ],
 )
 def test_refused_by_name_in_chat(fields: dict[str, Any], param: str, message: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
+    def read() -> None:
         request = chat(**fields)
         request.template_messages()
         request.sampling_params({}, 100)
+
+    with pytest.raises(InvalidRequestError) as caught:
+        read()
     assert (caught.value.param, caught.value.message) == (param, message)
 
 

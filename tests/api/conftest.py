@@ -1,0 +1,101 @@
+"""The default model's tokenizer, a fake backend behind the real API, and a real HTTP server for the official SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from fake_backend import FakeBackend
+
+from quire.cluster.api.app import create_app
+from quire.cluster.api.backend import ServedModel
+from quire.cluster.api.context import ApiLimits
+from quire.engine.config import ModelConfig
+from quire.engine.model_source import load_model_info
+from quire.engine.tokenizer import load_tokenizer
+
+
+@pytest.fixture(scope="session")
+def served() -> ServedModel:
+    info = load_model_info(ModelConfig(max_model_len=1024))
+    return ServedModel.create(info, load_tokenizer(info), created=1_700_000_000)
+
+
+@pytest.fixture
+def backend(served: ServedModel) -> FakeBackend:
+    return FakeBackend(served)
+
+
+@pytest.fixture
+async def client(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
+    """Speaks to the application directly, without a socket."""
+    app = create_app(backend, limits=ApiLimits(max_body_bytes=200_000, max_choices=32))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+        yield http
+
+
+@dataclass
+class LiveServer:
+    """uvicorn on a free port of the loopback, in a thread; `backend` lives on its loop."""
+
+    url: str
+    backend: FakeBackend
+    loop: asyncio.AbstractEventLoop
+
+    def wait_for(self, event: Callable[[FakeBackend], asyncio.Event]) -> None:
+        """Block until an event of the backend is set."""
+
+        async def wait() -> None:
+            await asyncio.wait_for(event(self.backend).wait(), 10)
+
+        asyncio.run_coroutine_threadsafe(wait(), self.loop).result(15)
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Run something on the server's loop, and wait for it."""
+
+        async def run() -> None:
+            function()
+
+        asyncio.run_coroutine_threadsafe(run(), self.loop).result(15)
+
+
+@contextmanager
+def run_server(served: ServedModel) -> Iterator[LiveServer]:
+    started = threading.Event()
+    live: list[LiveServer] = []
+    servers: list[uvicorn.Server] = []
+
+    async def serve() -> None:
+        backend = FakeBackend(served)
+        server = uvicorn.Server(uvicorn.Config(create_app(backend), port=0, log_level="warning", lifespan="off"))
+        servers.append(server)
+        serving = asyncio.create_task(server.serve())
+        while not server.started:
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        live.append(LiveServer(f"http://127.0.0.1:{port}", backend, asyncio.get_running_loop()))
+        started.set()
+        await serving
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    assert started.wait(15)
+    try:
+        yield live[0]
+    finally:
+        servers[0].should_exit = True
+        thread.join(15)
+
+
+@pytest.fixture(scope="module")
+def live_server(served: ServedModel) -> Iterator[LiveServer]:
+    with run_server(served) as server:
+        yield server

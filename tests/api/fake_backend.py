@@ -1,0 +1,126 @@
+"""A backend without engines, for tests of the API: it answers every prompt with a text that it was given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+
+from quire.cluster.api.backend import ServedModel
+from quire.cluster.metrics import EngineStats
+from quire.engine.errors import EngineError
+from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats, TokenLogprobs
+
+DEFAULT_ANSWER = " The year 2024: 你好 🎉 and more."
+
+
+class FakeBackend:
+    """Answers choice `i` with the tokens of `answer` from token `i` on, then EOS; `tokens_per_step` in each item.
+
+    `refusal` is raised instead of any output; `failure` ends every answer after `failure_after` tokens: a string as an
+    error of the request, an exception by raising it. `gate` (when cleared) holds every answer after the first token.
+    With `repeat` every token is sent twice, as after a change of engines.
+    """
+
+    def __init__(self, served: ServedModel, answer: str = DEFAULT_ANSWER) -> None:
+        self.served = served
+        self.answer_ids: list[int] = served.input_processor.tokenize(answer, add_special_tokens=False)
+        self.tokens_per_step = 1
+        self.num_cached_tokens = 0
+        self.repeat = False
+        self.refusal: Exception | None = None
+        self.failure: str | Exception | None = None
+        self.failure_after = 3
+        self.unhealthy: str | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.requests: list[EngineRequest] = []
+        self.aborted: list[str] = []  # by `abort`
+        self.running: dict[str, EngineRequest] = {}
+        self.started = asyncio.Event()
+        self.closed_early = asyncio.Event()
+
+    def models(self) -> Sequence[ServedModel]:
+        return [self.served]
+
+    async def generate(self, model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        assert model == self.served.name
+        if self.refusal is not None:
+            raise self.refusal
+        self.requests += requests
+        mine = {request.request_id: request for request in requests}
+        self.running |= mine
+        self.started.set()
+        num_sent = dict.fromkeys(mine, 0)
+        try:
+            while any(request_id in self.running for request_id in mine):
+                batch = [self._step(self.running[i], num_sent) for i in mine if i in self.running]
+                yield [output for outputs in batch for output in outputs]
+                await asyncio.sleep(0)
+                await self.gate.wait()
+        finally:
+            unfinished = [request_id for request_id in mine if self.running.pop(request_id, None)]
+            if unfinished:
+                self.closed_early.set()
+
+    def _step(self, request: EngineRequest, num_sent: dict[str, int]) -> list[EngineOutput]:
+        request_id, params = request.request_id, request.sampling_params
+        first = num_sent[request_id]
+        answer = [*self.answer_ids[request.choice_index :], request.eos_token_ids[0]]
+        end = min(first + self.tokens_per_step, len(answer), params.max_tokens or len(answer))
+        num_sent[request_id] = end
+        reason, error = None, None
+        if self.failure is not None and end >= self.failure_after:
+            if isinstance(self.failure, Exception):
+                raise self.failure
+            reason, error = "error", self.failure
+        elif end == len(answer):
+            reason = "stop"
+        elif end == params.max_tokens:
+            reason = "length"
+        if reason is not None:
+            del self.running[request_id]
+        begin = max(0, first - 1) if self.repeat else first
+        token_ids = answer[begin:end]
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = [self.logprobs_of(token_id, params.logprobs) for token_id in token_ids]
+        return [
+            EngineOutput(
+                request_id,
+                begin,
+                token_ids,
+                reason,  # type: ignore[arg-type]
+                logprobs=logprobs,
+                num_cached_tokens=self.num_cached_tokens,
+                error=error,
+            )
+        ]
+
+    @staticmethod
+    def logprobs_of(token_id: int, num_top: int) -> TokenLogprobs:
+        """The sampled token first, then the ids after it."""
+        top = [(token_id + i, float("-inf") if i == 3 else -0.5 - i) for i in range(num_top)]
+        return TokenLogprobs(token_id, -0.5, 1, top)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        self.aborted += request_ids
+        for request_id in request_ids:
+            self.running.pop(request_id, None)
+
+    async def check_health(self) -> None:
+        if self.unhealthy is not None:
+            raise EngineError(self.unhealthy)
+
+    async def stats(self) -> Sequence[EngineStats]:
+        stats = SchedulerStats(
+            num_running=len(self.running),
+            num_waiting=2,
+            num_blocks=8,
+            num_used_blocks=2,
+            num_prompt_tokens=11,
+            num_generation_tokens=12,
+            num_preemptions=1,
+            prefix_cache_queries=20,
+            prefix_cache_hits=5,
+        )
+        return [EngineStats("engine-0", self.served.name, stats)]

@@ -1,0 +1,225 @@
+"""Every way in which a request can fail, by its exact body; the server answers the next request each time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from fake_backend import DEFAULT_ANSWER, FakeBackend
+
+from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
+
+MODEL = "smollm2-135m-instruct"
+COMPLETION = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 50}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+ENDPOINTS = [("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)]
+
+
+def error(message: str, param: str | None = None, code: str | None = None, kind: str = "invalid_request_error") -> Any:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+async def still_answers(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/completions", json=COMPLETION)
+    assert (response.status_code, response.json()["choices"][0]["text"]) == (200, DEFAULT_ANSWER)
+
+
+# Fields, the field at fault, its code, the message.
+CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
+    ({"temperature": "hot"}, "temperature", None, "temperature: must be a number, got 'hot'."),
+    ({"temperature": 2.5}, "temperature", None, "temperature: must be a number >= 0 and <= 2, got 2.5."),
+    ({"top_p": 0}, "top_p", None, "top_p: must be a number > 0 and <= 1, got 0.0."),
+    ({"top_k": -2}, "top_k", None, "top_k: must be an integer >= 0, got -2."),
+    ({"min_p": 1.5}, "min_p", None, "min_p: must be a number >= 0 and <= 1, got 1.5."),
+    ({"presence_penalty": 3}, "presence_penalty", None, "presence_penalty: must be a number >= -2 and <= 2, got 3.0."),
+    ({"repetition_penalty": 0}, "repetition_penalty", None, "repetition_penalty: must be a number > 0, got 0.0."),
+    ({"n": 0}, "n", None, "n: must be an integer from 1 to 128, got 0."),
+    ({"n": 33}, "n", None, "n: 33 answers in one request (prompts x n), at most 32 are allowed."),
+    ({"seed": 2**63}, "seed", None, f"seed: must be an integer from {-(2**63)} to {2**63 - 1}, got {2**63}."),
+    ({"stop": ["a"] * 17}, "stop", None, "stop: 17 strings given, at most 16."),
+    ({"stop": ""}, "stop", None, "stop: must be non-empty strings, got ''."),
+    (
+        {"stop_token_ids": [49152]},
+        "stop_token_ids",
+        None,
+        "stop_token_ids: token ids must be from 0 to 49151, got 49152.",
+    ),
+    ({"logit_bias": {"49152": 1}}, "logit_bias", None, "logit_bias: token ids must be from 0 to 49151, got 49152."),
+    ({"logit_bias": {"1": 101}}, "logit_bias", None, "logit_bias: must be a number >= -100 and <= 100, got 101.0."),
+    ({"model": "gpt-5"}, "model", "model_not_found", f"The model 'gpt-5' does not exist. Served here: {MODEL}."),
+    (
+        {"tools": [{"type": "function"}]},
+        "tools",
+        "unsupported",
+        "tools: is not supported yet, got [{'type': 'function'}].",
+    ),
+    ({"max_token": 5}, "max_token", "unknown_field", "max_token: is not a known field. Did you mean 'max_tokens'?"),
+]
+COMPLETION_CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
+    ({"prompt": ""}, "prompt", None, "prompt: must not be empty."),
+    ({"prompt": [1, 49152]}, "prompt", None, "prompt: token ids must be from 0 to 49151, got 49152."),
+    (
+        {"prompt": [1] * 1024},
+        "prompt",
+        "context_length_exceeded",
+        "prompt: 1024 tokens given, at most 1023 are allowed: the model's context is 1024 tokens, and one is needed "
+        "for the answer.",
+    ),
+    (
+        {"max_tokens": 1021},
+        "max_tokens",
+        "context_length_exceeded",
+        "max_tokens: must be an integer from 1 to 1020, what the context leaves after the prompt; got 1021.",
+    ),
+    (
+        {"prompt": ["a"] * 33},
+        "prompt",
+        None,
+        "prompt: 33 answers in one request (prompts x n), at most 32 are allowed.",
+    ),
+    ({"logprobs": 21}, "logprobs", None, "logprobs: must be an integer from 0 to 20, got 21."),
+    ({"suffix": "x"}, "suffix", "unsupported", "suffix: is not supported yet, got 'x'."),
+]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "case"),
+    [
+        *(((path, body, case)) for path, body in ENDPOINTS for case in CASES),
+        *((*ENDPOINTS[0], case) for case in COMPLETION_CASES),
+    ],
+)
+async def test_a_request_that_cannot_work(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any], case: Any, streamed: bool
+) -> None:
+    """The same status and body with `stream: true`, never a stream."""
+    fields, param, code, message = case
+    response = await client.post(path, json={**body, **fields, "stream": streamed})
+    assert response.status_code == (404 if code == "model_not_found" else 400)
+    assert response.headers["content-type"] == "application/json"
+    assert response.json() == error(message, param, code)
+    assert backend.requests == []
+    await still_answers(client)
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "The body is not valid JSON: Input data was truncated."),
+        (b'{"model": ', "The body is not valid JSON: Input data was truncated."),
+        (b"hello", "The body is not valid JSON: JSON is malformed: invalid character (byte 0)."),
+        (b"[1, 2]", "The body must be a JSON object, got [1, 2]."),
+    ],
+)
+async def test_bodies_that_are_not_json(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any], content: bytes, message: str
+) -> None:
+    response = await client.post(path, content=content)
+    assert response.status_code == 400
+    assert response.json() == error(message, None, None if content.startswith(b"[") else "invalid_json")
+    await still_answers(client)
+
+
+@pytest.mark.parametrize("field", ["model", "messages"])
+async def test_a_missing_field(client: httpx.AsyncClient, field: str) -> None:
+    response = await client.post("/v1/chat/completions", json={key: CHAT[key] for key in CHAT if key != field})
+    assert (response.status_code, response.json()) == (400, error(f"{field}: is required.", field, "missing_field"))
+
+
+async def test_a_chat_longer_than_the_context(client: httpx.AsyncClient) -> None:
+    messages = [{"role": "user", "content": "word " * 2000}]
+    response = await client.post("/v1/chat/completions", json={**CHAT, "messages": messages})
+    detail = response.json()["error"]
+    assert (response.status_code, detail["param"], detail["code"]) == (400, "messages", "context_length_exceeded")
+    await still_answers(client)
+
+
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_body_that_is_too_large(client: httpx.AsyncClient, declared: bool) -> None:
+    content = json.dumps({**COMPLETION, "prompt": "x" * 200_000}).encode()
+
+    async def in_pieces() -> Any:
+        for start in range(0, len(content), 50_000):
+            yield content[start : start + 50_000]
+
+    response = await client.post("/v1/completions", content=content if declared else in_pieces())
+    assert response.status_code == 413
+    assert response.json() == error("The body is too large: at most 200000 bytes are allowed.", None, "body_too_large")
+    await still_answers(client)
+
+
+async def test_unknown_paths_and_methods(client: httpx.AsyncClient) -> None:
+    response = await client.get("/v2/models")
+    assert (response.status_code, response.json()) == (404, error("Not Found: GET /v2/models does not exist."))
+    response = await client.get("/v1/completions")
+    assert (response.status_code, response.json()) == (405, error("Method Not Allowed: GET /v1/completions."))
+    assert response.headers["allow"] == "POST"
+    response = await client.get("/v1/models/gpt-5")
+    message = f"The model 'gpt-5' does not exist. Served here: {MODEL}."
+    assert (response.status_code, response.json()) == (404, error(message, "model", "model_not_found"))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+@pytest.mark.parametrize(
+    ("refusal", "status", "expected"),
+    [
+        (
+            OverloadedError("The queue is full.", 2.5),
+            503,
+            error("The queue is full.", None, "overloaded", "server_error"),
+        ),
+        (InvalidRequestError("prompt: no.", "prompt"), 400, error("prompt: no.", "prompt")),
+        (EngineError("No engine is left."), 500, error("No engine is left.", kind="server_error")),
+        (
+            ZeroDivisionError("secret"),
+            500,
+            error("The service failed while it worked on this request.", kind="server_error"),
+        ),
+    ],
+)
+async def test_a_refusal_before_the_first_token_is_an_http_error(
+    client: httpx.AsyncClient,
+    backend: FakeBackend,
+    path: str,
+    body: dict[str, Any],
+    refusal: Exception,
+    status: int,
+    expected: Any,
+    streamed: bool,
+) -> None:
+    backend.refusal = refusal
+    response = await client.post(path, json={**body, "stream": streamed})
+    assert (response.status_code, response.json()) == (status, expected)
+    assert response.headers.get("retry-after") == ("3" if status == 503 else None)
+    backend.refusal = None
+    await still_answers(client)
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+@pytest.mark.parametrize(
+    ("failure", "message"),
+    [
+        ("Its grammar failed.", "Its grammar failed."),
+        (EngineError("No engine is left."), "No engine is left."),
+        (ZeroDivisionError("secret"), "The service failed while it worked on this request."),
+    ],
+)
+async def test_an_error_after_the_stream_began_is_its_last_event(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any], failure: Any, message: str
+) -> None:
+    backend.failure = failure
+    response = await client.post(path, json={**body, "stream": True})
+    assert response.status_code == 200
+    *_, last, rest = response.text.split("\n\n")
+    assert rest == ""
+    assert json.loads(last.removeprefix("data: ")) == error(message, kind="server_error")
+    whole = await client.post(path, json=body)
+    assert (whole.status_code, whole.json()) == (500, error(message, kind="server_error"))
+    assert not backend.running
+    backend.failure = None
+    await still_answers(client)

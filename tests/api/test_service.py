@@ -1,0 +1,123 @@
+"""Models, health, version, metrics and request ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from fake_backend import FakeBackend
+from prometheus_client.parser import text_string_to_metric_families
+
+import quire
+from quire.cluster.metrics import EngineStats, GatewayMetrics
+from quire.engine.outputs import SchedulerStats
+
+MODEL = "smollm2-135m-instruct"
+COMPLETION = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4}
+CARD = {"id": MODEL, "object": "model", "created": 1_700_000_000, "owned_by": "quire", "max_model_len": 1024}
+
+
+async def test_models(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/v1/models")).json() == {"object": "list", "data": [CARD]}
+    assert (await client.get(f"/v1/models/{MODEL}")).json() == CARD
+
+
+async def test_health_is_that_of_the_engines(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    response = await client.get("/health")
+    assert (response.status_code, response.json()) == (200, {"status": "ok"})
+    backend.unhealthy = "No engine has made a step for 12 s."
+    response = await client.get("/health")
+    expected = {"message": backend.unhealthy, "type": "server_error", "param": None, "code": "overloaded"}
+    assert (response.status_code, response.json()) == (503, {"error": expected})
+
+
+async def test_version(client: httpx.AsyncClient) -> None:
+    assert (await client.get("/version")).json() == {"version": quire.__version__}
+
+
+async def test_the_schema_is_served(client: httpx.AsyncClient) -> None:
+    assert "/v1/chat/completions" in (await client.get("/openapi.json")).json()["paths"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/completions", "/nowhere"])
+async def test_every_answer_carries_a_request_id(client: httpx.AsyncClient, path: str) -> None:
+    given = await client.get(path, headers={"x-request-id": "mine-1"})
+    assert given.headers["x-request-id"] == "mine-1"
+    drawn = [(await client.get(path)).headers["x-request-id"] for _ in range(2)]
+    assert len({*drawn}) == 2
+    refused = await client.get(path, headers={"x-request-id": "x" * 129})
+    assert len(refused.headers["x-request-id"]) == 32
+
+
+async def scrape(client: httpx.AsyncClient) -> dict[Any, Any]:
+    response = await client.get("/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    return samples(response.text)
+
+
+def samples(text: str) -> dict[Any, Any]:
+    """Value by name, or by (name, finish reason)."""
+    values: dict[Any, Any] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("quire:")
+            reason = sample.labels.get("finished_reason")
+            values[(name, reason) if reason else name] = sample.value
+    return values
+
+
+async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    engine = {
+        "num_requests_running": 0,
+        "num_requests_waiting": 2,
+        "kv_cache_usage_perc": 0.25,
+        "num_kv_blocks": 8,
+        "num_used_kv_blocks": 2,
+        "prompt_tokens_total": 11,
+        "generation_tokens_total": 12,
+        "num_preemptions_total": 1,
+        "prefix_cache_queries_total": 20,
+        "prefix_cache_hits_total": 5,
+    }
+    assert (await scrape(client)).items() >= engine.items()
+
+    await client.post("/v1/completions", json=COMPLETION)
+    await client.post("/v1/completions", json={**COMPLETION, "stream": True, "n": 2, "max_tokens": 100})
+    backend.failure = "It failed."
+    await client.post("/v1/completions", json=COMPLETION)
+    values = await scrape(client)
+    num_tokens = len(backend.answer_ids) + 1
+    assert values[("request_success_total", "length")] == 1
+    assert values[("request_success_total", "stop")] == 2
+    assert values[("request_success_total", "error")] == 1
+    assert values["time_to_first_token_seconds_count"] == 4
+    assert values["inter_token_latency_seconds_count"] == 3 + (num_tokens - 1) + (num_tokens - 2) + 2
+    assert values["e2e_request_latency_seconds_count"] == 4
+
+
+def test_latencies_are_exact_by_the_clock_that_is_given() -> None:
+    now = 100.0
+    metrics = GatewayMetrics("g1", clock=lambda: now)
+    request = metrics.start("m", 2)
+    now = 100.5
+    request.tokens(0, 1)
+    now = 101.0
+    request.tokens(1, 1)
+    now = 101.5
+    request.tokens(0, 2)  # two tokens, half a second each
+    request.ended("stop")
+    values = samples(metrics.render([]).decode())
+    assert values["time_to_first_token_seconds_sum"] == 1.5
+    assert (values["inter_token_latency_seconds_count"], values["inter_token_latency_seconds_sum"]) == (2, 1.0)
+    assert values["e2e_request_latency_seconds_sum"] == 1.5
+
+
+def test_series_say_whose_they_are() -> None:
+    metrics = GatewayMetrics("g1")
+    metrics.start("m", 1).ended("stop")
+    engines = [EngineStats(name, "m", SchedulerStats(num_running=i)) for i, name in enumerate(("e1", "e2"))]
+    text = metrics.render(engines).decode()
+    assert 'quire:num_requests_running{engine="e1",model_name="m"} 0.0' in text
+    assert 'quire:num_requests_running{engine="e2",model_name="m"} 1.0' in text
+    assert 'quire:request_success_total{finished_reason="stop",gateway="g1",model_name="m"} 1.0' in text
