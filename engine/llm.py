@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
+import msgspec
+
+from .beam_search import Beam, BeamSearchParams, beam_search
 from .core import EngineCore
 from .detokenizer import TokenDecoder
 from .errors import InvalidRequestError
@@ -99,6 +102,21 @@ class OfflineEngine:
         """Answer one prompt piece by piece: each output holds what is new. Closing the iterator aborts."""
         yield from self._run([(prompt, sampling_params or SamplingParams())], "delta", [])
 
+    def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
+        """The `beam_width` best answers of each prompt, the best first."""
+        contents = [split_prompt(prompt)[1] for prompt in prompts]
+        token_prompts = [self._input_processor.tokenize(each) if isinstance(each, str) else each for each in contents]
+
+        def generate(batch: list[list[int]], one_token: SamplingParams) -> list[RequestOutput]:
+            return self.generate([{"prompt_token_ids": ids} for ids in batch], one_token, use_tqdm=False)
+
+        info = self._input_processor.info
+        found = beam_search(generate, token_prompts, params, info.eos_token_ids, self.core.max_model_len)
+        return [
+            [msgspec.structs.replace(beam, text=self._decoder.decode(beam.token_ids)) for beam in beams]
+            for beams in found
+        ]
+
     def _run(
         self, work: list[tuple[Prompt, SamplingParams]], kind: OutputKind, request_ids: list[str]
     ) -> Iterator[RequestOutput]:
@@ -108,7 +126,7 @@ class OfflineEngine:
         for prompt, params in work:
             request_id = str(self._num_requests)
             self._num_requests += 1
-            text, content = _split(prompt)
+            text, content = split_prompt(prompt)
             batch.append((text, self._input_processor.process(request_id, content, params)))
             request_ids.append(request_id)
         engine_ids: list[str] = []
@@ -151,7 +169,7 @@ class _Progress:
         self._bar.update()
 
 
-def _split(prompt: Prompt) -> tuple[str | None, str | list[int]]:
+def split_prompt(prompt: Prompt) -> tuple[str | None, str | list[int]]:
     """A prompt's text, where it has one, and what is to be processed."""
     if isinstance(prompt, str):
         return prompt, prompt

@@ -17,6 +17,7 @@ from .outputs import EngineOutput, EngineRequest, SchedulerStats
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_Job = Callable[[], list[EngineOutput]]
 OnOutputs = Callable[[list[EngineOutput]], None]
 OnFailure = Callable[[BaseException], None]
 
@@ -34,7 +35,7 @@ class EngineLoop:
         self._core = core
         self._on_outputs = on_outputs
         self._on_failure = on_failure
-        self._inbox: queue.SimpleQueue[Callable[[], list[EngineOutput]] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._stats = core.stats()
         self._step_started: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
@@ -43,10 +44,10 @@ class EngineLoop:
         self._thread.start()
 
     def add(self, request: EngineRequest) -> None:
-        self._inbox.put(lambda: self._add(request))
+        self._put(lambda: self._add(request))
 
     def abort(self, request_ids: list[str]) -> None:
-        self._inbox.put(lambda: self._core.abort(request_ids))
+        self._put(lambda: self._core.abort(request_ids))
 
     def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
         """Run `function(core)` between two steps."""
@@ -59,7 +60,7 @@ class EngineLoop:
                 future.set_exception(error)
             return []
 
-        self._inbox.put(run)
+        self._put(run)
         return future
 
     def stats(self) -> SchedulerStats:
@@ -77,10 +78,14 @@ class EngineLoop:
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """End the loop after the step under way and shut the core down. Unfinished requests get no more outputs."""
-        self._inbox.put(None)
+        self._put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
         self._core.shutdown()
+
+    def _put(self, job: _Job | None) -> None:
+        self._inbox.put(job)
+        self._core.wake()  # it may be waiting for a gate
 
     def _run(self) -> None:
         try:
@@ -91,7 +96,6 @@ class EngineLoop:
         except BaseException as error:
             logger.exception("The engine core failed")
             self._on_failure(error)
-            raise
 
     def _take_in(self) -> bool:
         """Handle what has arrived; wait for it when there is nothing else to do. False when the loop should end."""

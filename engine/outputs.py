@@ -70,7 +70,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     first_miss_evicted_s: float | None = None  # how long before admission the missed block was evicted
 
 
-class EngineOutput(msgspec.Struct, frozen=True, array_like=True):
+class EngineOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request. `first_index` is the output index of the first: receiving one twice is harmless."""
 
     request_id: str

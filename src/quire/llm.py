@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, cast
+from typing import Any, Literal, Self
 
+from quire.engine.beam_search import Beam, BeamSearchParams
 from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.errors import ConfigError
 from quire.engine.executor import Executor
 from quire.engine.input_processor import InputProcessor
-from quire.engine.llm import Message, OfflineEngine, Prompt, TokensPrompt
+from quire.engine.llm import Message, OfflineEngine, Prompt
 from quire.engine.model_source import ModelInfo, load_model_info
 from quire.engine.outputs import RequestOutput, SchedulerStats
 from quire.engine.sampling_params import SamplingParams
@@ -118,6 +119,10 @@ class LLM:
             add_generation_prompt=add_generation_prompt,
         )
 
+    def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
+        """See `OfflineEngine.beam_search`."""
+        return self._engine.beam_search(prompts, params)
+
     def stream(
         self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
@@ -125,8 +130,8 @@ class LLM:
         if isinstance(prompt, str):
             return self._engine.stream(prompt, sampling_params)
         if isinstance(prompt, dict):
-            return self._engine.stream(cast(TokensPrompt, prompt), sampling_params)
-        return self._engine.stream(self._engine.render_chat(cast(Sequence[Message], prompt)), sampling_params)
+            return self._engine.stream(prompt, sampling_params)
+        return self._engine.stream(self._engine.render_chat(prompt), sampling_params)
 
     def get_tokenizer(self) -> Any:
         """The model's `transformers` tokenizer."""

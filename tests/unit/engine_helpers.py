@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from fake_executor import FakeExecutor
 
 from quire.engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from quire.engine.core import EngineCore
+from quire.engine.gates import Gate
 from quire.engine.outputs import EngineOutput, EngineRequest
 from quire.engine.sampling_params import SamplingParams
 
@@ -25,14 +29,20 @@ def make_request(
 
 
 def make_core(
-    executor: FakeExecutor | None = None, *, max_model_len: int = 200, caching: bool = True, **scheduler: object
+    executor: FakeExecutor | None = None,
+    *,
+    max_model_len: int = 200,
+    caching: bool = True,
+    gates: tuple[Gate, ...] = (),
+    clock: Callable[[], float] = time.monotonic,
+    **scheduler: object,
 ) -> EngineCore:
     executor = executor or FakeExecutor()
     config = EngineConfig(
         cache=CacheConfig(block_size=executor.kv_cache_specs()[0].block_size, enable_prefix_caching=caching),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 8, **scheduler}),  # type: ignore[arg-type]
     )
-    return EngineCore(config, executor, max_model_len)
+    return EngineCore(config, executor, max_model_len, gates, clock)
 
 
 class Collector:

@@ -1,0 +1,386 @@
+"""Who gets a row and when: deadlines, tenants, gates, limits, and what the ledgers say about the wait."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+from engine_helpers import Collector, make_core, make_request
+from fake_executor import FakeExecutor, expected_tokens
+
+from quire.engine.core import EngineCore
+from quire.engine.errors import InvalidRequestError, OverloadedError
+from quire.engine.gates import GrammarGate
+from quire.engine.outputs import RequestReport
+from quire.engine.request import Request
+from quire.engine.wait_ledger import WaitCause
+
+
+class Clock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make(clock: Clock, executor: FakeExecutor | None = None, **options: object) -> EngineCore:
+    return make_core(executor, clock=clock, **options)
+
+
+def finish(core: EngineCore, clock: Clock, collector: Collector, step_s: float = 1.0) -> list[str]:
+    """Run to the end, a step taking `step_s`. Returns request ids in the order in which they ended."""
+    while core.has_work:
+        clock.now += step_s
+        collector.take(core.step())
+        core.scheduler.kv_cache.check_integrity()
+    return list(collector.ends)
+
+
+def start(core: EngineCore, *requests: object) -> Collector:
+    collector = Collector()
+    for request in requests:
+        collector.start(request)  # type: ignore[arg-type]
+        core.add_request(request)  # type: ignore[arg-type]
+    return collector
+
+
+def report(collector: Collector, request_id: str) -> RequestReport:
+    found = collector.ends[request_id].report
+    assert found is not None
+    assert found.compute_s + sum(found.wait_s.values()) == pytest.approx(found.wall_s, rel=1e-9)
+    return found
+
+
+# ---- deadlines ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_deadline_ends_a_running_and_a_waiting_request(depth: int) -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1, max_inflight_steps=depth)
+    running = make_request("running", [1, 2], 50, deadline_ms=5500)
+    waiting = make_request("waiting", [3], 50, deadline_ms=3500)
+    patient = make_request("patient", [4], 3)
+    collector = start(core, running)
+    core.step()
+    start(core, waiting, patient)
+    collector.start(waiting)
+    collector.start(patient)
+    collector.tokens["running"] = list(core.scheduler.requests["running"].output_token_ids)
+    order = finish(core, clock, collector)
+    assert order == ["waiting", "running", "patient"]
+    ends = collector.ends
+    assert [ends[name].finish_reason for name in order] == ["deadline", "deadline", "length"]
+    assert ends["waiting"].error == "deadline_ms: 3500 ms have passed."
+    assert collector.tokens["running"] == expected_tokens([1, 2], 50)[: len(collector.tokens["running"])]
+    assert (core.stats().num_used_blocks, core.stats().num_deadlines_missed) == (0, 2)
+
+
+def test_the_least_slack_goes_first() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1)
+    requests = [
+        make_request("none", [1], 1),
+        make_request("late", [2], 1, deadline_ms=90_000),
+        make_request("soon", [3], 1, deadline_ms=60_000),
+    ]
+    assert finish(core, clock, start(core, *requests)) == ["soon", "late", "none"]
+
+
+def test_a_deadline_that_was_met_leaves_no_trace() -> None:
+    clock = Clock()
+    core = make(clock)
+    collector = start(core, make_request("r", [1], 2, deadline_ms=60_000))
+    finish(core, clock, collector)
+    again = start(core, make_request("r", [1], 40))  # the same id, without a deadline
+    finish(core, clock, again, step_s=10.0)
+    assert again.ends["r"].finish_reason == "length"
+
+
+# ---- tenants --------------------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_that_floods_does_not_starve_another() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1)
+    flood = [make_request(f"flood{i}", [i] * 4, 4, tenant="a") for i in range(20)]
+    collector = start(core, *flood)
+    late = [make_request(f"late{i}", [30 + i] * 4, 4, tenant="b") for i in range(3)]
+    for request in late:
+        collector.start(request)
+        core.add_request(request)
+    order = finish(core, clock, collector)
+    # Equal work, equal weight: they take turns, although 20 requests came before.
+    assert order[:6] == ["flood0", "late0", "flood1", "late1", "flood2", "late2"]
+
+
+def test_shares_follow_the_weights() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1)
+    requests = [make_request(f"a{i}", [i] * 8, 1, tenant="a", tenant_weight=3.0) for i in range(12)]
+    requests += [make_request(f"b{i}", [20 + i] * 8, 1, tenant="b") for i in range(12)]
+    order = finish(core, clock, start(core, *requests))
+    assert [name[0] for name in order[:12]].count("a") == 9
+
+
+def test_an_idle_tenant_saves_up_no_credit() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1)
+    finish(core, clock, start(core, *[make_request(f"old{i}", [i] * 8, 1, tenant="a") for i in range(10)]))
+    requests = [make_request(f"a{i}", [i] * 8, 1, tenant="a") for i in range(4)]
+    requests += [make_request(f"b{i}", [20 + i] * 8, 1, tenant="b") for i in range(4)]
+    order = finish(core, clock, start(core, *requests))
+    assert [name[0] for name in order[:4]].count("b") <= 3
+
+
+# ---- limits ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_refuses_with_an_estimate() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1, max_queued_tokens=100, max_num_batched_tokens=10)
+    collector = start(core, make_request("first", [1] * 60, 1))
+    for _ in range(4):
+        clock.now += 1.0
+        collector.take(core.step())
+    start(core, make_request("second", [2] * 90, 1))
+    with pytest.raises(OverloadedError, match="90 tokens are waiting, at most 100") as caught:
+        core.add_request(make_request("third", [3] * 20, 1))
+    assert caught.value.retry_after_s == pytest.approx(9.0)  # 90 tokens at 10 a second
+    assert core.stats().num_waiting == 1
+
+
+def test_an_empty_queue_takes_a_request_of_any_size() -> None:
+    clock = Clock()
+    core = make(clock, max_queued_tokens=10)
+    collector = start(core, make_request("r", [1] * 60, 1))
+    assert finish(core, clock, collector) == ["r"]
+
+
+# ---- gates ----------------------------------------------------------------------------------------------------------
+
+
+class ToyGate:
+    """A gate with a number of slots, and requests that it refuses for good."""
+
+    def __init__(self, cause: WaitCause, slots: int, refuses: frozenset[str] = frozenset()) -> None:
+        self.cause = cause
+        self.version = 0
+        self.slots = slots
+        self.refuses = refuses
+        self.holders: list[str] = []
+
+    def enter(self, request: Request) -> bool:
+        if request.request_id in self.refuses:
+            raise InvalidRequestError("no such adapter", "model")
+        if len(self.holders) >= self.slots:
+            return False
+        self.holders.append(request.request_id)
+        return True
+
+    def leave(self, request: Request) -> None:
+        self.holders.remove(request.request_id)
+        self.version += 1
+
+
+def test_a_request_is_let_in_by_all_gates_or_by_none() -> None:
+    clock = Clock()
+    lora, encoder = ToyGate(WaitCause.LORA_SLOT, 3), ToyGate(WaitCause.ENCODER_BUDGET, 1)
+    core = make(clock, gates=(lora, encoder))
+    collector = start(core, *[make_request(f"r{i}", [i], 4) for i in range(3)])
+    collector.take(core.step())
+    # r1 and r2 passed the first gate, were refused by the second, and gave the first one's slot back.
+    assert (lora.holders, encoder.holders) == (["r0"], ["r0"])
+    assert core.scheduler.waiting.num_aside == 2
+    assert finish(core, clock, collector) == ["r0", "r1", "r2"]
+    assert (lora.holders, encoder.holders) == ([], [])
+    assert report(collector, "r1").wait_s["ENCODER_BUDGET"] > 0
+    for i in range(3):
+        assert collector.tokens[f"r{i}"] == expected_tokens([i], 4)
+
+
+def test_who_stands_aside_does_not_hold_up_the_others() -> None:
+    clock = Clock()
+    gate = ToyGate(WaitCause.REMOTE_KV, 0)
+    core = make(clock, gates=(gate,))
+    collector = start(core, make_request("blocked", [1], 2))
+    core.step()
+    gate.slots = 1  # but the gate has not said so: only a new version is asked
+    core.step()
+    assert core.scheduler.waiting.num_aside == 1
+    gate.version += 1
+    assert finish(core, clock, collector) == ["blocked"]
+
+
+def test_a_gate_that_refuses_for_good_ends_the_request_alone() -> None:
+    clock = Clock()
+    first = ToyGate(WaitCause.ENCODER_BUDGET, 9)
+    gate = ToyGate(WaitCause.LORA_SLOT, 9, refuses=frozenset({"bad"}))
+    core = make(clock, gates=(first, gate))
+    collector = start(core, make_request("bad", [1], 2), make_request("good", [2], 2))
+    assert finish(core, clock, collector) == ["bad", "good"]
+    assert (collector.ends["bad"].finish_reason, collector.ends["bad"].error) == ("error", "no such adapter")
+    assert (first.holders, gate.holders) == ([], [])
+
+
+def test_a_preempted_or_aborted_request_gives_its_gates_back() -> None:
+    clock = Clock()
+    gate = ToyGate(WaitCause.LORA_SLOT, 8)
+    core = make(clock, FakeExecutor(num_blocks=14), max_model_len=40, gates=(gate,))
+    collector = start(core, *[make_request(f"r{i}", [i] * 8, 30, seed=i) for i in range(3)])
+    while not core.stats().num_preemptions:
+        collector.take(core.step())
+    running = {request.request_id for request in core.scheduler.running.requests if request is not None}
+    assert set(gate.holders) == running
+    collector.take(core.abort(["r0"]))
+    assert "r0" not in gate.holders
+    finish(core, clock, collector)
+    assert gate.holders == []
+
+
+class SlowCompiler:
+    """Compiles when the test lets it."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.compiled: list[str] = []
+
+    def compile(self, grammar: str) -> object:
+        assert self.may_go.wait(10)
+        self.compiled.append(grammar)
+        if grammar == "broken":
+            raise InvalidRequestError("structured_outputs: not a grammar", "structured_outputs")
+        return object()
+
+
+def test_the_grammar_gate_compiles_off_the_hot_path() -> None:
+    compiler = SlowCompiler()
+    core: EngineCore | None = None
+    gate = GrammarGate(compiler, lambda: core.wake() if core else None)
+    core = make_core(gates=(gate,))
+    requests = [
+        make_request("a", [1], 3, grammar="g"),
+        make_request("b", [2], 3, grammar="g"),
+        make_request("broken", [3], 3, grammar="broken"),
+        make_request("plain", [4], 3),
+    ]
+    collector = start(core, *requests)
+    while "plain" not in collector.ends:
+        collector.take(core.step())
+    assert core.scheduler.waiting.num_aside == 3
+    compiler.may_go.set()
+    while core.has_work:
+        collector.take(core.step())
+    gate.close()
+    assert compiler.compiled == ["g", "broken"]
+    assert collector.ends["broken"].finish_reason == "error"
+    assert collector.tokens["a"] == expected_tokens([1], 3)
+    assert report(collector, "a").wait_s["GRAMMAR"] > 0
+
+
+# ---- ledgers --------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_names_rows_budget_and_blocks() -> None:
+    clock = Clock()
+    core = make(clock, FakeExecutor(num_blocks=10), max_num_seqs=2, max_num_batched_tokens=8, max_model_len=36)
+    collector = start(
+        core,
+        make_request("a", [1] * 20, 6),  # chunks of 8: short of budget for two steps
+        make_request("b", [2] * 8, 6),
+        make_request("c", [3], 1),  # waits for a row
+    )
+    finish(core, clock, collector)
+    a, b, c = (report(collector, name) for name in "abc")
+    # It waits a second for the first step; then come 8, 8 and 4 tokens, and the first two steps are too few.
+    assert a.wait_s == {"TOKEN_BUDGET": 3.0}
+    assert a.compute_s == 5.0  # from its last chunk on, until the step of its sixth token
+    assert b.wait_s["TOKEN_BUDGET"] >= 2.0
+    assert c.wait_s["MAX_NUM_SEQS"] > 0
+    assert core.stats().num_waiting == 0
+
+
+def test_the_ledger_names_preemptions_and_who_preempted() -> None:
+    clock = Clock()
+    core = make(clock, FakeExecutor(num_blocks=12), max_model_len=40)
+    collector = start(core, *[make_request(f"r{i}", [i] * 8, 24, seed=i) for i in range(2)])
+    finish(core, clock, collector)
+    victim = report(collector, "r1")
+    assert victim.num_preemptions >= 1
+    assert set(victim.preempted_by) <= {"r0", "r1"}
+    assert victim.wait_s["KV_BLOCKS"] > 0
+    assert report(collector, "r0").num_preemptions == 0
+    assert collector.tokens["r1"] == expected_tokens([1] * 8, 24, seed=1)
+
+
+def test_the_ledger_names_the_recovery_and_the_tokens_computed_again() -> None:
+    clock = Clock()
+    executor = FakeExecutor(fail_steps=(3,))
+    restart = executor.restart
+
+    def slow_restart() -> None:
+        clock.now += 7.0
+        restart()
+
+    executor.restart = slow_restart  # type: ignore[method-assign]
+    core = make(clock, executor)
+    collector = start(core, make_request("r", [1] * 5, 6))
+    finish(core, clock, collector)
+    told = report(collector, "r")
+    assert told.wait_s["RECOVERY"] == pytest.approx(8.0)  # and one second until the next step
+    assert told.num_recomputed_tokens == 8  # 5 of the prompt, 2 known, and the one of the failed step
+
+
+def test_the_ledger_names_the_tenants_share() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1)
+    requests = [make_request(f"a{i}", [i] * 8, 4, tenant="a") for i in range(3)]
+    requests.append(make_request("b0", [9] * 8, 4, tenant="b"))
+    collector = start(core, *requests)
+    finish(core, clock, collector)
+    assert report(collector, "a1").wait_s["TENANT_SHARE"] > 0
+    assert "TENANT_SHARE" not in report(collector, "b0").wait_s
+
+
+def test_explain_tells_of_an_unfinished_request() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1)
+    start(core, make_request("a", [1], 30), make_request("b", [2], 30))
+    core.step()
+    clock.now += 2.0
+    told = core.explain("b")
+    assert told is not None
+    assert told.wait_s == {"MAX_NUM_SEQS": 2.0}
+    assert core.explain("unknown") is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_ledgers_sum_to_the_wall_time_whatever_happens(seed: int) -> None:
+    rng = random.Random(seed)
+    clock = Clock()
+    gate = ToyGate(WaitCause.LORA_SLOT, 2)
+    executor = FakeExecutor(num_blocks=16, fail_steps=tuple(rng.sample(range(60), 2)))
+    core = make(clock, executor, max_model_len=40, gates=(gate,), max_num_seqs=3, max_num_batched_tokens=6)
+    collector = Collector()
+    for i in range(12):
+        request = make_request(
+            f"r{i}",
+            [i] * rng.randint(1, 12),
+            rng.randint(1, 20),
+            tenant=rng.choice("ab"),
+            deadline_ms=rng.choice([None, 9000]),
+        )
+        collector.start(request)
+        core.add_request(request)
+        clock.now += rng.random()
+        collector.take(core.step())
+        if rng.random() < 0.1:
+            collector.take(core.abort([f"r{rng.randint(0, i)}"]))
+    finish(core, clock, collector, step_s=0.3)
+    assert len(collector.ends) == 12
+    for request_id in collector.ends:
+        report(collector, request_id)

@@ -1,0 +1,86 @@
+"""The engine as an asynchronous iterator, and what leaving it early gives back."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from engine_helpers import make_core
+from fake_executor import VOCABULARY, FakeExecutor, expected_tokens
+from small_tokenizers import byte_level
+
+from quire.engine.async_engine import AsyncEngine
+from quire.engine.core import EngineCore
+from quire.engine.errors import EngineError, InvalidRequestError
+from quire.engine.input_processor import InputProcessor
+from quire.engine.outputs import RequestOutput
+from quire.engine.sampling_params import SamplingParams
+
+INFO = SimpleNamespace(vocab_size=VOCABULARY, max_model_len=200, eos_token_ids=())
+
+
+def make(core: EngineCore | None = None, **options: object) -> AsyncEngine:
+    tokenizer = byte_level()
+    return AsyncEngine(core or make_core(), InputProcessor(INFO, tokenizer), tokenizer, **options)  # type: ignore[arg-type]
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], params: SamplingParams) -> list[RequestOutput]:
+    return [output async for output in engine.generate({"prompt_token_ids": prompt}, params)]
+
+
+async def test_many_streams_at_once_get_their_own_tokens() -> None:
+    engine = make()
+    prompts = [[i, i + 1, i + 2] for i in range(12)]
+    params = SamplingParams(max_tokens=9, seed=3)
+    streams = await asyncio.gather(*[collect(engine, prompt, params) for prompt in prompts])
+    for prompt, outputs in zip(prompts, streams, strict=True):
+        tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+        assert tokens == expected_tokens(prompt, 9, seed=3)
+        assert [output.finished for output in outputs].count(True) == 1
+    await engine.shutdown()
+
+
+async def test_choices_of_one_prompt_end_together() -> None:
+    engine = make(kind="final")
+    (output,) = await collect(engine, [1, 2, 3], SamplingParams(max_tokens=5, seed=1, n=3))
+    assert [choice.token_ids for choice in output.outputs] == [
+        expected_tokens([1, 2, 3], 5, seed=1, choice_index=i) for i in range(3)
+    ]
+    await engine.shutdown()
+
+
+async def test_leaving_early_aborts_and_frees() -> None:
+    core = make_core()
+    engine = make(core)
+    stream = engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=190, seed=1))
+    await anext(stream)
+    await stream.aclose()
+    after = await collect(engine, [4], SamplingParams(max_tokens=1, seed=1))
+    assert after[-1].finished
+    await engine.shutdown()
+    stats = core.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+async def test_a_refused_request_leaves_the_others_alone() -> None:
+    engine = make()
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        await collect(engine, [], SamplingParams())
+    with pytest.raises(InvalidRequestError, match="token ids must be"):
+        await collect(engine, [VOCABULARY], SamplingParams())
+    assert (await collect(engine, [1], SamplingParams(max_tokens=1, seed=0)))[-1].finished
+    await engine.shutdown()
+
+
+async def test_a_dead_engine_raises_everywhere() -> None:
+    class Unrepairable(FakeExecutor):
+        def restart(self) -> None:
+            raise RuntimeError("no machine left")
+
+    engine = make(make_core(Unrepairable(fail_steps=(2,))))
+    with pytest.raises(EngineError, match="no machine left"):
+        await collect(engine, [1, 2, 3], SamplingParams(max_tokens=9))
+    with pytest.raises(EngineError, match="no machine left"):
+        await collect(engine, [1], SamplingParams())
+    await engine.shutdown()
