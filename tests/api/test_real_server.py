@@ -145,6 +145,16 @@ async def test_fifty_streams_opened_and_closed_leave_nothing(async_sdk: openai.A
     assert values["kv_cache_usage_perc"] == 0
 
 
+def test_leaving_before_a_whole_answer_ends_the_engines_work(service_url: str) -> None:
+    body = {"model": MODEL, "prompt": "A long story:", "max_tokens": 4000, "ignore_eos": True}
+    before = metrics(service_url)["generation_tokens_total"]
+    with httpx.Client(timeout=httpx.Timeout(60, read=1.0)) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(f"{service_url}/v1/completions", json=body)
+    values = wait_until_idle(service_url)
+    assert values["num_used_kv_blocks"] == 0
+    assert values["generation_tokens_total"] < before + 4000
+
+
 def test_bad_input_then_a_good_request(sdk: openai.OpenAI, service_url: str) -> None:
     bad: list[tuple[dict[str, Any], str]] = [
         ({"temperature": 9}, "temperature"),
