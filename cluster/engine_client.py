@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
@@ -101,16 +101,24 @@ class EngineLink:
 class EngineClient:
     """Everything a gateway knows of its engines. All methods run on one event loop.
 
-    `failover_timeout_s` bounds how long a stream waits for an engine when there is none.
+    `failover_timeout_s` bounds how long a stream waits for an engine when there is none. `on_engine` is called with
+    each engine that becomes connected, before it gets its first request.
     """
 
     def __init__(
-        self, directory: Directory, identity: str, policy: RoutingPolicy, *, failover_timeout_s: float = 60.0
+        self,
+        directory: Directory,
+        identity: str,
+        policy: RoutingPolicy,
+        *,
+        failover_timeout_s: float = 60.0,
+        on_engine: Callable[[EngineRecord], None] = lambda _: None,
     ) -> None:
         self._directory = directory
         self._identity = identity
         self._policy = policy
         self._failover_timeout_s = failover_timeout_s
+        self._on_engine = on_engine
         self._secret = b""
         self._tasks: dict[str, asyncio.Task[None]] = {}  # one per engine in the directory
         self._links: dict[str, EngineLink] = {}  # connected ones
@@ -324,6 +332,7 @@ class EngineClient:
         if not link.connection.is_open:
             return
         logger.info("Connected to engine %s at %s:%d.", link.record.engine_id, link.record.host, link.record.port)
+        self._on_engine(link.record)
         self._links[link.record.engine_id] = link
         waiting, self._homeless = list(self._homeless.values()), {}
         for stream in waiting:

@@ -26,6 +26,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from quire.engine.errors import QuireError
 
@@ -179,13 +180,12 @@ class Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._fail, "no handshake in time")
         first = self._handshake.first()
         if first is not None:
-            transport.write(frame(first))
+            self._transport.write(frame(first))
 
     def data_received(self, data: bytes) -> None:
         self._last_received = time.monotonic()
@@ -272,14 +272,16 @@ async def connect(
             opened.set_result(None)
 
     handshake = Handshake(secret, identity, is_server=False)
-    async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-        _, connection = await asyncio.get_running_loop().create_connection(
-            lambda: Opening(handshake, on_open, on_frame, on_close), host, port
-        )
+    connection: Connection | None = None
     try:
-        await opened
-    except asyncio.CancelledError:
-        connection.close()
+        async with asyncio.timeout(2 * HANDSHAKE_TIMEOUT_S):
+            _, connection = await asyncio.get_running_loop().create_connection(
+                lambda: Opening(handshake, on_open, on_frame, on_close), host, port
+            )
+            await opened
+    except BaseException:
+        if connection is not None:
+            connection.close()
         raise
     return connection
 

@@ -27,7 +27,19 @@ class InputProcessor:
         self.info = info
         self.max_model_len: int = info.max_model_len  # prompt + answer, in tokens; lowered where an engine holds less
         self._backend = tokenizer.backend_tokenizer
+        self._longest_token = max(map(len, self._backend.get_vocab()))  # characters, at least as many as it stands for
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def check_length(self, text: str, param: str = "prompt") -> None:
+        """Refuse a text that cannot fit, before its tokenization costs seconds. Raises `InvalidRequestError`."""
+        limit = self.max_model_len * self._longest_token
+        if len(text) > limit:
+            raise InvalidRequestError(
+                f"{param}: {len(text)} characters given, more than {limit} never fit into the model's context of "
+                f"{self.max_model_len} tokens.",
+                param,
+                "context_length_exceeded",
+            )
 
     def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. A rendered chat template has its special tokens already: pass False for it."""

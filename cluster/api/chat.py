@@ -39,7 +39,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     served = find_model(context.backend, request.model)
     check_choices(1, request.n, context.limits)
     metrics = context.metrics.start(served.name, request.n or 1)
-    prompt = await tokenize(served, render(served, request), add_special_tokens=False)
+    prompt = await tokenize(served, render(served, request), param="messages", add_special_tokens=False)
     room = served.input_processor.room_after(prompt, "messages")
     params = request.sampling_params(served.info.generation_defaults, room)
     answer_id = new_id("chatcmpl")

@@ -45,7 +45,10 @@ async def completions(http: Request, context: ApiContext) -> Response:
 async def _engine_requests(
     served: ServedModel, request: CompletionRequest, request_id: str, prompt: str | list[int]
 ) -> list[EngineRequest]:
-    token_ids = await tokenize(served, prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+    if isinstance(prompt, str):
+        token_ids = await tokenize(served, prompt, param="prompt", add_special_tokens=True)
+    else:
+        token_ids = prompt
     room = served.input_processor.room_after(token_ids)
     params = request.sampling_params(served.info.generation_defaults, room)
     return served.input_processor.process(request_id, token_ids, params)

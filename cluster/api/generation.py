@@ -27,8 +27,9 @@ def find_model(backend: Backend, name: str) -> ServedModel:
     raise ModelNotFoundError(name, [served.name for served in models])
 
 
-async def tokenize(served: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text; in a thread when it takes long enough to be felt by others."""
+async def tokenize(served: ServedModel, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text; in a thread when it takes long enough to be felt by others. Raises `InvalidRequestError`."""
+    served.input_processor.check_length(text, param)
     encode = served.input_processor.tokenize
     if len(text) < _LONG_TEXT:
         return encode(text, add_special_tokens=add_special_tokens)

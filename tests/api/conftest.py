@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import socket
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +25,8 @@ from quire.cluster.api.context import ApiLimits
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
+
+START_S = 120.0
 
 
 @pytest.fixture(scope="session")
@@ -93,6 +100,27 @@ def run_server(served: ServedModel) -> Iterator[LiveServer]:
     finally:
         servers[0].should_exit = True
         thread.join(15)
+
+
+@pytest.fixture(scope="session")
+def service_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The root of a real service on the default model, started as a user does, once for the whole session."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("service") / "log"
+    command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", "--port", str(port)]
+    with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT) as service:
+        try:
+            deadline = time.monotonic() + START_S
+            while "Quire serves" not in log.read_text(errors="replace"):
+                if service.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"The service did not start:\n{log.read_text(errors='replace')}")
+                time.sleep(0.1)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            service.send_signal(signal.SIGINT)
+            service.wait(30)
 
 
 @pytest.fixture(scope="module")

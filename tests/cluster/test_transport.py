@@ -105,6 +105,13 @@ async def test_frames_travel_both_ways_in_order() -> None:
     connection.send(b"dropped")
 
 
+def test_the_loop_may_be_uvloop() -> None:
+    """Serve runs replicas on it, and its transports are not those of asyncio."""
+    uvloop = pytest.importorskip("uvloop")
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(test_frames_travel_both_ways_in_order())
+
+
 async def test_a_wrong_secret_is_turned_away() -> None:
     here, there = Peer(), Peer()
     port = await listen(there)

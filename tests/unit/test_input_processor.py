@@ -99,6 +99,15 @@ def test_what_cannot_work_is_refused_by_name(
     assert (caught.value.param, caught.value.code, caught.value.message) == (param, code, message)
 
 
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:
+    one = processor()
+    longest = max(map(len, byte_level().backend_tokenizer.get_vocab()))
+    one.check_length("x" * 10 * longest)
+    with pytest.raises(InvalidRequestError) as caught:
+        one.check_length("x" * (10 * longest + 1), "messages")
+    assert (caught.value.param, caught.value.code) == ("messages", "context_length_exceeded")
+
+
 def test_the_prompt_is_named_as_the_user_knows_it() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         processor().process("id", [], SamplingParams(), param="messages")

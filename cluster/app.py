@@ -1,0 +1,72 @@
+"""The Serve application: `import_path: quire.cluster.app:build`.
+
+No `from __future__ import annotations` here: Serve reads the annotation of `build` to know the type of `args`, and it
+must find the class there, not its name.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal, cast
+
+import ray
+from ray import serve
+from ray.serve import Application, Deployment
+
+from quire.engine.config import EngineConfig, ModelConfig
+
+from .config import ENGINE, GATEWAY, QuireConfig
+from .engine_replica import Engine
+from .gateway import Gateway
+from .placement import CPU_PER_RANK
+
+# Serve's own defaults are meant for short calls; a gateway holds streams that last minutes. Requests queue in the
+# engines, which know what they can hold, so that neither Serve nor its proxy has to refuse any.
+GATEWAY_OPTIONS: dict[str, Any] = {
+    "max_ongoing_requests": 1024,
+    "max_queued_requests": -1,
+    "ray_actor_options": {"num_cpus": 0.1},
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 10.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+}
+ENGINE_OPTIONS: dict[str, Any] = {
+    "health_check_period_s": 2.0,
+    "health_check_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 10.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+    "max_constructor_retry_count": 1,  # what keeps an engine from starting does not go away by itself
+}
+
+
+def build(args: QuireConfig) -> Application:
+    """The deployments `Gateway` and `Engine` of one model. A config file's `deployments:` overrides their options."""
+    return bind(args, {})
+
+
+def bind(args: QuireConfig, options: Mapping[str, Mapping[str, Any]]) -> Application:
+    """The same with Serve's options by deployment name, over those that are set here."""
+    config = args.model_copy(update={"model": args.model.model_copy(update={"device": _device(args.model)})})
+    engine_options = {"ray_actor_options": engine_actor_options(config), **ENGINE_OPTIONS, **options.get(ENGINE, {})}
+    engine = _deployment(Engine).options(name=ENGINE, **engine_options).bind(config)
+    gateway_options = {**GATEWAY_OPTIONS, **options.get(GATEWAY, {})}
+    return _deployment(Gateway).options(name=GATEWAY, **gateway_options).bind(config, engine)
+
+
+def engine_actor_options(config: EngineConfig) -> dict[str, float]:
+    """What the engine's own actor needs. With several ranks, it computes nothing itself."""
+    options = {"num_cpus": CPU_PER_RANK if config.parallel.tensor_parallel_size == 1 else 0.1}
+    if config.model.device == "cuda" and config.parallel.tensor_parallel_size == 1:
+        options["num_gpus"] = 1
+    return options
+
+
+def _deployment(cls: type) -> Deployment:
+    return cast(Deployment, serve.deployment(cls))
+
+
+def _device(model: ModelConfig) -> Literal["cpu", "cuda"]:
+    """Settled here and not in the actor, which sees a GPU only if it asks for one."""
+    if model.device != "auto":
+        return model.device
+    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
+    return "cuda" if has_gpu else "cpu"

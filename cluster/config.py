@@ -1,0 +1,215 @@
+"""The configuration of a service: `QuireConfig`, and Ray Serve config files that hold one as `args:`.
+
+A file is checked as a whole before anything starts. Serve's own schemas ignore keys that they do not know, so a typo in
+`autoscaling_config` would be silent; here every unknown key is an error with its line and the nearest right key.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+
+from quire.engine.config import EngineConfig, Section
+from quire.engine.errors import ConfigError
+
+IMPORT_PATH = "quire.cluster.app:build"
+GATEWAY, ENGINE = "Gateway", "Engine"
+DEPLOYMENTS = (GATEWAY, ENGINE)
+
+# What `configs/smollm2-cpu.yaml` spells out, for a service without a file.
+DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
+    GATEWAY: {
+        "autoscaling_config": {
+            "min_replicas": 1,
+            "initial_replicas": 1,
+            "max_replicas": 2,
+            "target_ongoing_requests": 128,
+        }
+    },
+    ENGINE: {"num_replicas": 1},
+}
+
+
+class ApiConfig(Section):
+    """What the HTTP API allows, and how long it waits."""
+
+    failover_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds that a request waits when no engine is there, before it fails."
+    )
+    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of one HTTP request.")
+    max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
+
+
+class QuireConfig(EngineConfig):
+    """What `args:` of a config file holds: the engine's sections, and `api`."""
+
+    api: ApiConfig = ApiConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """A service as it will be deployed. `deployments` are Serve's options by deployment name."""
+
+    quire: QuireConfig = field(default_factory=QuireConfig)
+    application: str = "quire"
+    route_prefix: str = "/"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    deployments: dict[str, dict[str, Any]] = field(default_factory=lambda: dict(DEFAULT_OPTIONS))
+
+
+def load_service(path: Path) -> ServiceConfig:
+    """Read and check a Ray Serve config file. Raises `ConfigError` naming the file, the line and the key."""
+    from ray.serve.schema import ServeDeploySchema
+
+    try:
+        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}.") from error
+    if not isinstance(data, dict) or root is None:
+        raise ConfigError(f"{path}: must hold a mapping, as the files in configs/ do.")
+    _check_keys(path, root, ServeDeploySchema)
+    _validate(path, root, (), ServeDeploySchema, data)
+    application, node = _the_application(path, root, data)
+    _check_keys(path, _child(node, "args"), QuireConfig, prefix="args.")
+    quire = _validate(path, node, ("args",), QuireConfig, application.get("args") or {})
+    http = data.get("http_options") or {}
+    return ServiceConfig(
+        quire=quire,
+        application=application.get("name", "default"),
+        route_prefix=application.get("route_prefix", "/"),
+        host=http.get("host", "127.0.0.1"),
+        port=http.get("port", 8000),
+        deployments=dict(_deployments(path, node, application)),
+    )
+
+
+def override(config: QuireConfig, overrides: Mapping[str, Mapping[str, Any]]) -> QuireConfig:
+    """`config` with the given values (section -> key -> value). Raises `ConfigError`."""
+    data = config.model_dump()
+    for section, values in overrides.items():
+        data[section] = {**data[section], **values}
+    return validate(data)
+
+
+def validate(data: Mapping[str, Any]) -> QuireConfig:
+    """A configuration from plain data. Raises `ConfigError` naming the key."""
+    try:
+        return QuireConfig.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ConfigError(f"{_dotted(first['loc'])}: {_said(first)}") from error
+
+
+def _the_application(path: Path, root: yaml.Node, data: dict[str, Any]) -> tuple[dict[str, Any], yaml.Node]:
+    """The one application of ours in the file, and its node."""
+    nodes = _child(root, "applications")
+    ours = [i for i, each in enumerate(data["applications"]) if each.get("import_path") == IMPORT_PATH]
+    if len(ours) != 1 or not isinstance(nodes, yaml.SequenceNode):
+        raise ConfigError(f"{path}: needs exactly one application with import_path: {IMPORT_PATH}, has {len(ours)}.")
+    return data["applications"][ours[0]], nodes.value[ours[0]]
+
+
+def _deployments(path: Path, node: yaml.Node, application: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    entries = _child(node, "deployments")
+    for index, entry in enumerate(application.get("deployments") or []):
+        name = entry["name"]
+        if name not in DEPLOYMENTS:
+            assert isinstance(entries, yaml.SequenceNode)
+            line = _line(_child(entries.value[index], "name"))
+            raise ConfigError(f"{path}:{line}: there is no deployment {name!r}. {_nearest(name, DEPLOYMENTS)}")
+        yield name, {key: value for key, value in entry.items() if key != "name"}
+
+
+# Unknown keys
+
+
+def _check_keys(path: Path, node: yaml.Node | None, model: type[BaseModel], prefix: str = "") -> None:
+    """Every key of a mapping must be a field of `model`, and so on below it. Raises `ConfigError`."""
+    if not isinstance(node, yaml.MappingNode):
+        return
+    known = model.model_fields
+    for key_node, value_node in node.value:
+        key = key_node.value
+        if key not in known:
+            raise ConfigError(
+                f"{path}:{_line(key_node)}: there is no key {prefix + key!r}. {_nearest(key, list(known))}"
+            )
+        for inner in _models_in(known[key].annotation):
+            items = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for item in items:
+                _check_keys(path, item, inner, f"{prefix}{key}.")
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    """The pydantic models that an annotation allows (Optional, Union and list looked through), at most one of them."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
+        return [model for part in typing.get_args(annotation) for model in _models_in(part)][:1]
+    return []
+
+
+def _nearest(key: str, known: list[str] | tuple[str, ...]) -> str:
+    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"Did you mean {matches[0]!r}?" if matches else f"Known here: {', '.join(sorted(known))}."
+
+
+# Values
+
+
+def _validate(
+    path: Path, node: yaml.Node, below: tuple[str, ...], model: type[BaseModel], data: Mapping[str, Any]
+) -> Any:
+    """`data` as `model`; an error says at which line the value stands."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        loc = (*below, *first["loc"])
+        raise ConfigError(f"{path}:{_line_of(node, loc)}: {_dotted(loc)}: {_said(first)}") from error
+
+
+def _said(error: Any) -> str:
+    message = str(error["msg"]).removeprefix("Value error, ").splitlines()[0].rstrip(".")
+    given = error.get("input")
+    return f"{message}, got {given!r}." if isinstance(given, str | int | float | bool) else f"{message}."
+
+
+def _dotted(loc: tuple[int | str, ...]) -> str:
+    return ".".join(str(part) for part in loc)
+
+
+def _line_of(node: yaml.Node, loc: tuple[int | str, ...]) -> int:
+    """The line of the deepest part of `loc` that the file has (pydantic adds names of union members, which it has
+    not)."""
+    for part in loc:
+        below = _child(node, part)
+        if below is not None:
+            node = below
+    return _line(node)
+
+
+def _child(node: yaml.Node | None, key: int | str) -> yaml.Node | None:
+    if isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
+        found: yaml.Node = node.value[key]
+        return found
+    if isinstance(node, yaml.MappingNode):
+        return next((value for name, value in node.value if name.value == key), None)
+    return None
+
+
+def _line(node: yaml.Node | None) -> int:
+    return 1 if node is None else node.start_mark.line + 1

@@ -1,0 +1,100 @@
+"""The Serve deployment `Engine`: a Ray actor that hosts the scheduler, the KV cache manager and the step loop.
+
+Serve starts it, watches its health and scales it. Requests do not pass through Serve: gateways find the engine in the
+directory and talk to its `EngineServer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+
+from ray import serve
+
+from quire.engine.config import EngineConfig
+from quire.engine.core import EngineCore
+from quire.engine.errors import EngineError
+from quire.engine.executor import Executor
+from quire.engine.model_source import ModelInfo, load_model_info
+
+from .config import QuireConfig
+from .directory import Directory, EngineRecord, GcsStore
+from .engine_server import EngineServer
+from .logs import configure_logging
+from .placement import node_address
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """One engine, from its weights to its address in the directory. The constructor raises what keeps it from working.
+
+    Where the core itself fails, the process ends: its state cannot be trusted, and its streams go on elsewhere.
+    """
+
+    async def __init__(self, config: QuireConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+        context = serve.get_replica_context()
+        self._engine_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:6]}"
+        configure_logging(f"engine {self._engine_id}")
+        self._directory = Directory(GcsStore(), context.app_name)
+        info = load_model_info(config.model)
+        core = await asyncio.to_thread(start_core, config, info)
+        self._server = EngineServer(core, self._engine_id, self._directory.secret(), config.parallel.step_timeout_s)
+        host = node_address()
+        port = await self._server.start(host)
+        self._server.failed.add_done_callback(self._on_core_failure)
+        self._directory.register(
+            EngineRecord(
+                engine_id=self._engine_id, model=info.name, host=host, port=port, max_model_len=core.max_model_len
+            )
+        )
+        logger.info("Engine %s serves %s at %s:%d.", self._engine_id, info.name, host, port)
+
+    def check_health(self) -> None:
+        """Called by Serve. Raises `EngineError` when the step loop makes no progress."""
+        problem = self._server.problem()
+        if problem is not None:
+            raise EngineError(f"Engine {self._engine_id} makes no progress: {problem}.")
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """Called by Serve, for the policy in `autoscaling.py`."""
+        stats = self._server.load().stats
+        return {
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "kv_cache_usage": stats.kv_cache_usage,
+        }
+
+    async def __del__(self) -> None:
+        """Called by Serve when it stops the replica: leave the directory first, so that nobody new comes."""
+        if hasattr(self, "_server"):
+            self._directory.remove(self._engine_id)
+            await self._server.close()
+
+    def _on_core_failure(self, failed: asyncio.Future[BaseException]) -> None:
+        logger.critical("Engine %s ends, because its core failed: %r", self._engine_id, failed.result())
+        logging.shutdown()
+        os._exit(1)
+
+
+def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
+    """The core of one engine on its executor, ready for its first step. Raises `QuireError`, leaving nothing behind."""
+    executor = start_executor(config, info)
+    try:
+        return EngineCore(config, executor, info.max_model_len)
+    except BaseException:
+        executor.shutdown()
+        raise
+
+
+def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:
+    """One rank runs in this process, several are actors. The imports bring torch, or Ray's placement groups."""
+    if config.parallel.tensor_parallel_size == 1:
+        from quire.workers.local_executor import LocalExecutor
+
+        return LocalExecutor(config, info)
+    from .ray_executor import RayExecutor
+
+    return RayExecutor(config, info)

@@ -1,0 +1,258 @@
+"""Several ranks as Ray actors in one placement group, driven over sockets. Implements `engine.executor.Executor`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ExecutorError, QuireError
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from quire.engine.model_source import ModelInfo
+from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
+
+from . import placement
+from .messages import RankAnswer, encoder, rank_answer_decoder
+from .ray_local import LocalRay
+from .transport import RankLink, RankServer, TransportError, broadcast, gather, new_secret
+from .worker_actor import RankFacts, start_worker
+
+logger = logging.getLogger(__name__)
+
+CAUSE_OF_DEATH_S = 1.0  # how long Ray may take to say why a rank died, once its socket has told that it did
+
+
+class RayExecutor:
+    """The ranks of one engine. The model is loaded when this returns; raises `QuireError` when it cannot be.
+
+    Where this process is not connected to a Ray cluster (offline use), a private one is started on this machine and
+    ended by `shutdown()`.
+    """
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        self._config = config
+        self._info = info
+        self._local_ray = None if ray.is_initialized() else LocalRay.start()
+        self._group: PlacementGroup | None = None
+        self._gang: Gang | None = None
+        try:
+            deadline = time.monotonic() + config.parallel.startup_timeout_s
+            plan = placement.plan_ranks(config.parallel.tensor_parallel_size, on_gpu=config.model.device == "cuda")
+            self._group = placement.reserve(plan, config.parallel.startup_timeout_s)
+            self._gang = Gang(config, info, self._group, deadline - time.monotonic())
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        return self._ranks.facts[0].kv_cache_specs
+
+    def available_kv_cache_bytes(self) -> int:
+        return min(facts.available_kv_cache_bytes for facts in self._ranks.facts)
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self._ranks.initialize_kv_cache(config)
+
+    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return self._ranks.execute(step)
+
+    def restart(self) -> None:
+        """End what is left of the ranks and start all of them again, in the same placement group."""
+        assert self._group is not None
+        started = time.monotonic()
+        self._ranks.stop("it is restarted")
+        self._gang = Gang(self._config, self._info, self._group, self._config.parallel.startup_timeout_s)
+        logger.info("The ranks were rebuilt in %.1f s.", time.monotonic() - started)
+
+    def shutdown(self) -> None:
+        if self._gang is not None:
+            self._gang.stop("the engine shuts down")
+            self._gang = None
+        if self._group is not None:
+            placement.release(self._group)
+            self._group = None
+        if self._local_ray is not None:
+            self._local_ray.stop()
+            self._local_ray = None
+
+    @property
+    def _ranks(self) -> Gang:
+        if self._gang is None:
+            raise ExecutorError("The executor has been shut down.")
+        return self._gang
+
+
+class Gang:
+    """One generation of ranks: alive together, and given up together when one of them fails.
+
+    Steps are sent by the caller's thread, in order; a thread of the gang gathers the answers. `error` is set once, with
+    the first reason; from then on every step fails with it.
+    """
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, group: PlacementGroup, timeout_s: float) -> None:
+        self._world_size = config.parallel.tensor_parallel_size
+        self._step_timeout_s = config.parallel.step_timeout_s
+        self._startup_timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._pending: deque[Future[ModelRunnerOutput]] = deque()
+        self._wake: SimpleQueue[bool] = SimpleQueue()  # one True per step, False to end
+        self._links: list[RankLink] = []
+        self._runs: list[ray.ObjectRef[Any]] = []
+        self._error: ExecutorError | None = None
+        options: dict[str, Any] = {"num_cpus": placement.CPU_PER_RANK}
+        if config.model.device == "cuda":
+            options["num_gpus"] = 1
+        self._actors = [
+            start_worker(
+                config,
+                info,
+                rank,
+                self._world_size,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+                **options,
+            )
+            for rank in range(self._world_size)
+        ]
+        try:
+            self.facts = self._load()
+        except BaseException as error:
+            self.stop(str(error))
+            raise
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        """Allocate the cache on every rank, then connect the ranks: steps can follow."""
+        self._wait([actor.initialize_kv_cache.remote(config) for actor in self._actors], "allocate its KV cache")
+        secret, host = new_secret(), placement.node_address()
+        server = RankServer(host, secret)
+        try:
+            self._runs = [actor.run.remote(host, server.port, secret) for actor in self._actors]
+            self._links = server.accept(self._world_size, self._startup_timeout_s)
+        except TransportError as error:
+            raise ExecutorError(f"{error.message} {self._cause_of_death()}") from error
+        finally:
+            server.close()
+        threading.Thread(target=self._gather_answers, name="rank-answers", daemon=True).start()
+        threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+
+    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        """Send a step to all ranks, encoded once."""
+        future: Future[ModelRunnerOutput] = Future()
+        with self._lock:
+            if self._error is not None:
+                future.set_exception(self._error)
+                return future
+            self._pending.append(future)
+            # A broken link is met by the gathering thread as well, which says why it broke.
+            with contextlib.suppress(TransportError):
+                broadcast(self._links, encoder.encode(step))
+            self._wake.put(True)
+        return future
+
+    def stop(self, reason: str) -> None:
+        """End all ranks at once; steps that are not done fail. Harmless when called twice."""
+        self._fail(ExecutorError(f"The ranks were stopped: {reason}"))
+        self._wake.put(False)
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
+
+    def _load(self) -> list[RankFacts]:
+        (store,) = self._wait([self._actors[0].host_store.remote()], "open the store of the ranks")
+        return self._wait([actor.load.remote(*store) for actor in self._actors], "load its weights")
+
+    def _wait(self, refs: Sequence[ray.ObjectRef[Any]], doing: str) -> list[Any]:
+        """The results of one call per rank, in rank order. Raises as soon as one rank fails, or when time is up."""
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        results: dict[int, Any] = {}
+        deadline = time.monotonic() + self._startup_timeout_s
+        waiting = list(refs)
+        while waiting:
+            done, waiting = ray.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not done:
+                late = [rank_of[ref] for ref in waiting]
+                raise ExecutorError(f"Ranks {late} did not {doing} within {self._startup_timeout_s:.0f} s.")
+            for ref in done:
+                try:
+                    results[rank_of[ref]] = ray.get(ref)
+                except RayError as error:
+                    raise _as_quire_error(error, f"Rank {rank_of[ref]} could not {doing}") from error
+        return [results[rank] for rank in range(len(refs))]
+
+    def _gather_answers(self) -> None:
+        """Resolve futures in the order of the steps. The step deadline runs from the end of the step before."""
+        while self._wake.get():
+            try:
+                answers = [rank_answer_decoder.decode(data) for data in gather(self._links, self._step_timeout_s)]
+            except TransportError as error:
+                self._fail(ExecutorError(f"A rank was lost ({error.message}). {self._cause_of_death()}"))
+                return
+            except TimeoutError as error:
+                self._fail(ExecutorError(f"A step hangs: {error}."))
+                return
+            failures = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
+            if failures:
+                self._fail(ExecutorError(f"A step failed on {'; '.join(failures)}"))
+                return
+            self._resolve(answers[0])
+
+    def _resolve(self, answer: RankAnswer) -> None:
+        assert answer.output is not None
+        with self._lock:
+            future = self._pending.popleft() if self._pending else None
+        if future is not None:
+            future.set_result(answer.output)
+
+    def _watch(self) -> None:
+        """Hear of a rank's end from Ray: also between steps, and when its node is gone without closing a socket."""
+        ray.wait(self._runs, num_returns=1)
+        self._fail(ExecutorError(f"A rank was lost. {self._cause_of_death()}"))
+
+    def _cause_of_death(self) -> str:
+        """What Ray says about the ranks that have ended."""
+        done, _ = ray.wait(self._runs, num_returns=1, timeout=CAUSE_OF_DEATH_S)
+        causes = []
+        for ref in done:
+            try:
+                ray.get(ref)
+                cause = "it left"
+            except RayError as error:
+                cause = _as_quire_error(error, "").message
+            causes.append(f"Rank {self._runs.index(ref)}: {cause}")
+        return " ".join(causes)
+
+    def _fail(self, error: ExecutorError) -> None:
+        """Give up this generation for the first reason that is found."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._error = error
+            pending, self._pending = list(self._pending), deque()
+        for future in pending:
+            future.set_exception(error)
+        for link in self._links:
+            link.close()
+
+
+def _as_quire_error(error: RayError, doing: str) -> QuireError:
+    """What happened on a rank, in one line. A `QuireError` that was raised there keeps its type."""
+    if isinstance(error, RayTaskError):
+        if isinstance(error.cause, QuireError):
+            return error.cause
+        text = f"{type(error.cause).__name__}: {error.cause}"
+    elif isinstance(error, RayActorError):
+        text = " ".join(str(error).split())
+    else:
+        text = f"{type(error).__name__}: {error}"
+    return ExecutorError(f"{doing}: {text}" if doing else text)

@@ -1,0 +1,117 @@
+"""A private Ray on this machine: its own folder, its own ports, nothing of it left when it is stopped.
+
+The one file that sets environment variables of Ray. `environment()` must be applied before Ray is first imported in a
+process: it reads some of them then, and every process that it starts inherits them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import tempfile
+import time
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+OBJECT_STORE_BYTES = 128 << 20  # nothing of size travels as a Ray object
+MIN_LOGICAL_CPUS = 8  # replicas and ranks ask for parts of a CPU; a small machine must not refuse them
+MAX_TEMP_DIR_LENGTH = 32  # Ray puts sockets below it, and a socket's path has at most 107 bytes
+STOP_TIMEOUT_S = 5.0
+
+
+def environment(folder: Path, *, haproxy: bool) -> dict[str, str]:
+    """The variables for a private Ray in `folder`, with HAProxy or Serve's own proxy as the HTTP tier."""
+    variables = {
+        # Without these, Ray writes a token into the home directory and makes later clusters ask for it.
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # The loopback as the node's address: nothing of the cluster listens to the network. (Ray knows this mode for
+        # desktop systems; the name of the variable tells.)
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+        # Ray would hide the GPUs from an actor that asks for none, and warns that this will change.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # A proxy that dies is back in 6 s instead of 30.
+        "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1",
+        "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
+    }
+    if haproxy:
+        tier = folder / "haproxy"
+        http, grpc, metrics, stats = free_ports(4)
+        variables |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(tier / "haproxy.cfg"),
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": str(tier / "admin.sock"),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(tier),
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(tier / "server-state"),
+            # By default these are fixed, and taken when another Serve runs on this machine.
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(http),
+            "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(grpc),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        }
+    return variables
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports on which nobody listens now."""
+    sockets = [socket.create_server(("", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def make_folder() -> Path:
+    """A new folder for one Ray, at a path that is short enough for its sockets."""
+    base = tempfile.gettempdir()
+    return Path(tempfile.mkdtemp(prefix="quire-", dir=base if len(base) <= MAX_TEMP_DIR_LENGTH else "/tmp"))
+
+
+class LocalRay:
+    """A Ray that this process has started, and ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    @classmethod
+    def start(cls, folder: Path | None = None, *, dashboard: bool = False) -> LocalRay:
+        """Start a private Ray. Another Ray on the machine is neither used nor touched."""
+        folder = folder or make_folder()
+        for name, value in environment(folder, haproxy=False).items():
+            os.environ.setdefault(name, value)
+        import ray
+
+        try:
+            ray.init(
+                address="local",
+                num_cpus=max(os.cpu_count() or 1, MIN_LOGICAL_CPUS),
+                include_dashboard=dashboard,
+                object_store_memory=OBJECT_STORE_BYTES,
+                _temp_dir=str(folder),
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+            )
+        except BaseException:
+            cls(folder).stop()
+            raise
+        return cls(folder)
+
+    def stop(self) -> None:
+        """End it and remove its folder. Harmless when called twice."""
+        import ray
+
+        ray.shutdown()
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while self._folder.exists():
+            # Its last processes may still be writing their logs.
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if time.monotonic() > deadline:
+                logger.warning("%s could not be removed.", self._folder)
+                return
+            time.sleep(0.05)

