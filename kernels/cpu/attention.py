@@ -1,12 +1,19 @@
-"""Paged attention on CPU, request by request: gather the blocks that are visible, then dense attention in torch."""
+"""Paged attention on CPU, each request for itself.
+
+A request with one query token in float32 goes to the compiled kernel in `decode`. Longer chunks, and the other dtypes,
+gather the visible part of the cache and run dense attention in torch: there the products outweigh the copy.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .decode import DecodePlan, make_plan, run_plan
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
@@ -23,18 +30,58 @@ def paged_attention(
     softcap: float | None,
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    starts = metadata.query_start_loc_np.tolist()
-    seq_lens = metadata.seq_lens_np.tolist()
-    for request, seq_len in enumerate(seq_lens):
-        start, end = starts[request], starts[request + 1]
-        if start == end:
-            continue
+    query_lens = np.diff(metadata.query_start_loc_np)
+    chunks = np.flatnonzero(query_lens > 0)
+    if query.dtype == torch.float32:
+        chunks = np.flatnonzero(query_lens > 1)
+        plan = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
+        if plan is not None:
+            run_plan(
+                plan,
+                query.data_ptr(),
+                (query.stride(0), query.stride(1)),
+                key_cache.data_ptr(),
+                value_cache.data_ptr(),
+                out.data_ptr(),
+            )
+    for request in chunks.tolist():
+        start, end = metadata.query_start_loc_np[request : request + 2].tolist()
+        seq_len = int(metadata.seq_lens_np[request])
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
         slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
         key = key_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
         value = value_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
         out[start:end] = _attend(query[start:end], key, value, scale, sliding_window, softcap)
     return out
+
+
+def _decode_plan(
+    metadata: AttentionMetadata,
+    query: Tensor,
+    key_cache: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> DecodePlan | None:
+    """The plan of the requests with one query token, made once per step; None when there are none."""
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    key = ("decode", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window, softcap)
+    if key not in metadata.plans:
+        requests = np.flatnonzero(np.diff(metadata.query_start_loc_np) == 1)
+        metadata.plans[key] = len(requests) and make_plan(
+            metadata.query_start_loc_np[requests].astype(np.int64),
+            requests,
+            metadata.seq_lens_np[requests],
+            metadata.block_table.numpy(),
+            num_heads=query.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+        )
+    return metadata.plans[key] or None
 
 
 def _slots(metadata: AttentionMetadata, request: int, first: int, seq_len: int, block_size: int) -> Tensor:
