@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,9 @@ from hf_reference import Reference
 from rank_executors import ProcessExecutor
 from smollm2_prompts import NUM_TOKENS
 
+from quire.engine.errors import ConfigError
 from quire.engine.model_source import ModelInfo
+from quire.engine.tokenizer import load_tokenizer
 from quire.workers.local_executor import LocalExecutor
 
 MAX_MODEL_LEN = 512
@@ -119,3 +123,15 @@ def test_chat_template(tokenizer: Any) -> None:
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_tokenizer_of_a_directory(tokenizer: Any, smollm2: ModelInfo, tmp_path: Path) -> None:
+    """What is saved as a Hugging Face directory is read back as it was; a directory without one is refused."""
+    info = replace(smollm2, path=tmp_path, format="safetensors")
+    with pytest.raises(ConfigError, match=f"the tokenizer of {tmp_path} cannot be loaded"):
+        load_tokenizer(info)
+    tokenizer.save_pretrained(tmp_path)
+    loaded = load_tokenizer(info)
+    assert loaded.encode("year 2024 and 1,234<|im_end|>") == tokenizer.encode("year 2024 and 1,234<|im_end|>")
+    assert loaded.chat_template == tokenizer.chat_template
+    assert loaded.eos_token == "<|im_end|>"

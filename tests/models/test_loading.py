@@ -1,0 +1,226 @@
+"""What cannot be loaded is refused in one clear line, and what is split is split without gap or overlap."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from hf_reference import Reference
+from safetensors.torch import load_file, save_file
+from tiny_llama import make_tiny_llama
+
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
+from quire.workers.layers.linear import shard_heads
+from quire.workers.local_executor import LocalExecutor
+from quire.workers.models.families import FAMILIES
+from quire.workers.parallel import ParallelContext, interface_of, split_range
+from quire.workers.worker import Worker
+
+
+def info_of(path: Path | str, **fields: object) -> ModelInfo:
+    return load_model_info(ModelConfig.model_validate({"model": str(path), **fields}))
+
+
+def load(info: ModelInfo, **sections: object) -> Worker:
+    worker = Worker(EngineConfig.model_validate(sections), info, ParallelContext())
+    worker.load_model()
+    return worker
+
+
+def test_supported_architectures_have_families() -> None:
+    assert tuple(FAMILIES) == SUPPORTED_ARCHITECTURES
+
+
+def test_directory(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, eos_token_id=[3, 7])
+    info = info_of(tmp_path)
+    assert (info.name, info.format, info.vocab_size, info.max_model_len) == (tmp_path.name, "safetensors", 199, 256)
+    assert info.eos_token_ids == (3, 7)
+    assert info_of(tmp_path, max_model_len=100, served_model_name="tiny").max_model_len == 100
+    assert info_of(tmp_path, served_model_name="tiny").name == "tiny"
+
+
+def test_refused_sources(tmp_path: Path, smollm2: ModelInfo) -> None:
+    with pytest.raises(ConfigError, match=r"'no-such-model' does not exist.*smollm2-135m-instruct"):
+        info_of("no-such-model")
+    with pytest.raises(ConfigError, match=r"has no config.json"):
+        info_of(tmp_path)
+    with pytest.raises(ConfigError, match="8193 is more than the model's own limit of 8192"):
+        info_of(smollm2.path, max_model_len=8193)
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(ConfigError, match=r"neither a directory nor a .gguf file"):
+        info_of(tmp_path / "notes.txt")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"config.json cannot be read"):
+        info_of(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["MambaForCausalLM"]}))
+    with pytest.raises(ConfigError, match=r"\(MambaForCausalLM\) is not supported; LlamaForCausalLM is"):
+        info_of(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 3, 20, 1000, 1_000_000])
+def test_damaged_gguf_directory(tmp_path: Path, smollm2: ModelInfo, size: int) -> None:
+    path = tmp_path / "cut.gguf"
+    with smollm2.path.open("rb") as whole:
+        path.write_bytes(whole.read(size))
+    with pytest.raises(ConfigError, match="is not a readable GGUF file"):
+        info_of(path)
+
+
+def test_gguf_cut_in_its_last_tensor(tmp_path: Path, smollm2: ModelInfo) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(smollm2.path.read_bytes()[:-10])
+    with pytest.raises(ConfigError, match=r"is cut short: .* output_norm.weight needs"):
+        load(info_of(path))
+
+
+def test_wrong_tensors_are_named_together(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    tensors["model.layers.0.extra.weight"] = torch.zeros(1)
+    tensors["model.norm.weight"] = torch.zeros(5)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)  # of old checkpoints: ignored
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        load(info_of(tmp_path))
+    assert caught.value.message == (
+        f"model: the weights in {tmp_path} do not fit its configuration. missing: layers.1.attention.qkv.weight (k); "
+        "unexpected: model.layers.0.extra.weight; wrong shape: model.norm.weight [5] instead of [48]."
+    )
+
+
+def test_damaged_safetensors(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="is not a readable safetensors file"):
+        load(info_of(tmp_path))
+    path.unlink()
+    with pytest.raises(ConfigError, match=r"has neither model.safetensors nor model.safetensors.index.json"):
+        load(info_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "kind", [GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16, GGMLQuantizationType.Q8_0]
+)
+def test_gguf_holds_what_the_checkpoint_holds(tmp_path: Path, kind: GGMLQuantizationType) -> None:
+    """A checkpoint written as llama.cpp writes it (rows of Q and K interleaved) loads as the original does."""
+    model = make_tiny_llama(tmp_path, hidden_size=96, intermediate_size=128)
+    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
+    path = tmp_path / "model.gguf"
+    _write_gguf(path, state, kind)
+    info = info_of(path)
+    ours, theirs = load(info).model, load(info_of(tmp_path)).model
+    assert info.hf_config["tie_word_embeddings"] is False
+    tolerance = {GGMLQuantizationType.F32: 0.0, GGMLQuantizationType.Q8_0: 6e-3}.get(kind, 5e-3)
+    for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, atol=tolerance, rtol=tolerance, msg=name)
+
+
+def _write_gguf(path: Path, state: dict[str, np.ndarray], kind: GGMLQuantizationType) -> None:
+    from gguf.quants import quantize
+
+    names = {
+        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm", "input_layernorm": "attn_norm",
+        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
+    }  # fmt: skip
+    writer = GGUFWriter(path, "llama")
+    for key, value in {
+        "block_count": 3, "context_length": 256, "embedding_length": 96, "feed_forward_length": 128,
+        "attention.head_count": 6, "attention.head_count_kv": 2, "rope.dimension_count": 16,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    for name, values in state.items():
+        stored = name
+        for theirs, short in names.items():
+            stored = stored.replace(theirs, short)
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp's permute(): halves of a head become neighbours
+            values = values.reshape(-1, 2, 8, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        stored_as = GGMLQuantizationType.F32 if values.ndim == 1 else kind
+        writer.add_tensor(stored, quantize(values, stored_as), raw_dtype=stored_as)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_tiny_llama(tmp_path)
+    info = info_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"cache.memory_bytes: .* are missing"):
+        load(info, cache={"memory_bytes": 1 << 60}).available_kv_cache_bytes()
+    with pytest.raises(ConfigError, match=r"cache.num_kv_blocks: .* are missing"):
+        load(info, cache={"num_kv_blocks": 1 << 40}).available_kv_cache_bytes()
+    monkeypatch.setattr("quire.workers.memory_profile.free_bytes", lambda device: 1000)
+    with pytest.raises(ConfigError, match=r"the weights of .* 1,000 are free on cpu, [\d,]+ are missing"):
+        load(info)
+
+
+def test_cache_is_no_larger_than_useful(tmp_path: Path) -> None:
+    """2 requests of 256 tokens: 32 blocks of 16, and the null block; 3 layers, 2 KV heads of 16 in float32."""
+    make_tiny_llama(tmp_path)
+    worker = load(info_of(tmp_path), scheduler={"max_num_seqs": 2})
+    assert worker.available_kv_cache_bytes() == 33 * 3 * (2 * 16 * 2 * 16 * 4)
+
+
+def test_dummy_weights_need_no_files(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    model = load(info_of(tmp_path), model={"load_format": "dummy"}).model
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(("num_heads", "num_kv_heads"), [(9, 3), (6, 1), (8, 8), (12, 4), (32, 8)])
+def test_heads_are_dealt_to_all_ranks(num_heads: int, num_kv_heads: int) -> None:
+    group = num_heads // num_kv_heads
+    for size in range(1, num_heads + 1):
+        shards = [shard_heads(num_heads, num_kv_heads, rank, size) for rank in range(size)]
+        assert [head for shard in shards for head in shard.heads] == list(range(num_heads))
+        for shard in shards:
+            assert len(shard.heads) > 0
+            assert set(shard.kv_heads) == {head // group for head in shard.heads}
+            assert len(shard.heads) % len(shard.kv_heads) == 0
+            assert len(shard.kv_heads) <= len(shards[0].kv_heads)
+    with pytest.raises(ConfigError, match="cannot share"):
+        shard_heads(num_heads, num_kv_heads, 0, num_heads + 1)
+
+
+def test_split_range() -> None:
+    assert [split_range(9, rank, 2) for rank in range(2)] == [range(5), range(5, 9)]
+    assert [len(split_range(3, rank, 4)) for rank in range(4)] == [1, 1, 1, 0]
+
+
+def test_interface_of() -> None:
+    assert interface_of("127.0.0.1") == "lo"
+    with pytest.raises(ConfigError, match=r"203.0.113.9 belongs to no network interface"):
+        interface_of("203.0.113.9")
+
+
+def test_failed_step_fails_later_ones_until_restart(tmp_path: Path) -> None:
+    """A row that was never written cannot be computed; after a restart the same executor answers right."""
+    from core_driver import Driver
+
+    from quire.engine.errors import ExecutorError
+    from quire.engine.outputs import SchedulerOutput
+
+    model = make_tiny_llama(tmp_path)
+    executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), info_of(tmp_path))
+    driver = Driver(executor, 256)
+    one = np.ones(1, np.int32)
+    bad = SchedulerOutput(step_id=0, rows=one, num_scheduled_tokens=one, num_computed_tokens=one)
+    for _ in range(2):
+        with pytest.raises(ExecutorError, match="step 0 failed"):
+            executor.execute(bad).result()
+    (answer,) = driver.greedy([[5, 6, 7]], 4)  # the core restarts the executor when its own step fails
+    Reference(model).check_greedy([5, 6, 7], answer.token_ids)
+    executor.shutdown()
