@@ -78,6 +78,35 @@ def serve(
         raise typer.Exit(1)
 
 
+@app.command(epilog="Examples:  quire bench scheduler   ·   quire bench scheduler --running 256 --json result.json")
+def scheduler(
+    running: Annotated[str, typer.Option(help="Requests in decode; several counts as 64,256.")] = "64,256,1024",
+    queued: Annotated[
+        str, typer.Option(help="Requests that wait; several counts as 1000,10000.")
+    ] = "1000,10000,100000",
+    num_steps: Annotated[int, typer.Option(min=1, help="Steps of each measurement; the median is shown.")] = 64,
+    seed: Seed = 0,
+    json_path: Json = None,
+) -> None:
+    """What scheduling costs per step, without a model: CPU microseconds of the scheduling thread."""
+    from rich.console import Console
+
+    from . import scheduler as scheduler_bench
+    from .machine import describe_machine, package_versions
+    from .report import show_facts, show_scheduler, write_json
+
+    console = Console(stderr=json_path == "-")
+    machine, versions = describe_machine(), package_versions()
+    show_facts(console, machine)
+    with console.status("Scheduling"):
+        result = scheduler_bench.run(_levels(running, "--running"), _levels(queued, "--queued"), num_steps, seed)
+    show_scheduler(console, result)
+    if json_path is not None:
+        settings = {"running": running, "queued": queued, "num_steps": num_steps, "seed": seed}
+        document = {"bench": "scheduler", "machine": machine, "versions": versions, "settings": settings}
+        write_json(json_path, {**document, "result": asdict(result)})
+
+
 @app.command(epilog="Example:  quire bench offline --num-prompts 64 --load-format dummy --max-num-seqs 64")
 @takes_engine_options
 def offline(
@@ -115,15 +144,13 @@ def offline(
         write_json(json_path, {**document, "result": asdict(result)})
 
 
-def _levels(text: str) -> tuple[int, ...]:
+def _levels(text: str, option: str = "--concurrency") -> tuple[int, ...]:
     try:
         levels = tuple(int(part) for part in text.split(","))
     except ValueError:
         levels = ()
     if not levels or min(levels) < 1:
-        raise typer.BadParameter(
-            f"must be numbers >= 1 with commas between them, got {text!r}", param_hint="--concurrency"
-        )
+        raise typer.BadParameter(f"must be numbers >= 1 with commas between them, got {text!r}", param_hint=option)
     return levels
 
 

@@ -6,12 +6,15 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from .latency import Distribution, Summary
+
+if TYPE_CHECKING:
+    from .scheduler import SchedulerResult
 
 
 def show_facts(console: Console, facts: dict[str, str]) -> None:
@@ -37,6 +40,35 @@ def show_levels(console: Console, levels: Sequence[Summary]) -> None:
     }
     for title, cell in rows.items():
         table.add_row(title, *(cell(level) for level in levels))
+    console.print(table)
+
+
+def show_scheduler(console: Console, result: SchedulerResult) -> None:
+    """Three small tables, in microseconds."""
+    rows = [
+        (s.num_running, s.schedule_us, s.update_us, s.schedule_us + s.update_us, f"{s.per_request_us:.2f}")
+        for s in result.steady
+    ]
+    _show_rows(console, ("running requests", "schedule us", "update us", "step us", "us per request"), rows)
+    admission = result.admission
+    _show_rows(
+        console,
+        ("prompt tokens", "admission, cold us", "admission, fully cached us"),
+        [(admission.num_prompt_tokens, admission.cold_us, admission.cached_us)],
+    )
+    _show_rows(
+        console,
+        ("queued requests", "step of 64 us", "arrival us"),
+        [(q.num_queued, q.step_us, q.add_us) for q in result.queued],
+    )
+
+
+def _show_rows(console: Console, columns: Sequence[str], rows: Sequence[Sequence[int | float | str]]) -> None:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*(f"{cell:,.0f}" if isinstance(cell, float) else f"{cell}" for cell in row))
     console.print(table)
 
 
