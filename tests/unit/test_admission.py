@@ -91,6 +91,22 @@ def test_the_least_slack_goes_first() -> None:
     assert finish(core, clock, start(core, *requests)) == ["soon", "late", "none"]
 
 
+def test_a_preempted_request_comes_back_before_all_who_wait() -> None:
+    clock = Clock()
+    core = make(clock, FakeExecutor(num_blocks=9), max_model_len=32, max_num_seqs=2)
+    collector = start(core, *[make_request(f"r{i}", [i] * 8, 20, seed=i) for i in range(2)])
+    while not core.stats().num_preemptions:
+        clock.now += 1.0
+        collector.take(core.step())
+    urgent = make_request("urgent", [5], 2, deadline_ms=600_000)
+    collector.start(urgent)
+    core.add_request(urgent)
+    following = core.scheduler.waiting.queue.peek()
+    assert following is not None
+    assert following.request_id == "r1"
+    finish(core, clock, collector)
+
+
 def test_a_deadline_that_was_met_leaves_no_trace() -> None:
     clock = Clock()
     core = make(clock)
@@ -355,6 +371,10 @@ def test_explain_tells_of_an_unfinished_request() -> None:
     told = core.explain("b")
     assert told is not None
     assert told.wait_s == {"MAX_NUM_SEQS": 2.0}
+    clock.now += 1.0
+    told = core.explain("b")
+    assert told is not None
+    assert told.wait_s == {"MAX_NUM_SEQS": 3.0}
     assert core.explain("unknown") is None
 
 

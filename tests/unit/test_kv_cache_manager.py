@@ -43,6 +43,14 @@ def test_a_prefix_is_shared_block_by_block() -> None:
     assert kv.pool.allocate(1) == [3]
 
 
+def test_the_tail_of_a_sequence_is_evicted_before_its_head() -> None:
+    kv = manager(num_blocks=4)
+    admit(kv, 0, list(range(12)))
+    kv.free(0)
+    assert kv.pool.allocate(2) == [3, 2]
+    assert kv.find_prefix(Request(make_request("r", list(range(12))), 1, 0, 1000)).block_ids == ([1],)
+
+
 def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
     kv = manager()
     admit(kv, 0, list(range(8)))
@@ -111,12 +119,11 @@ def test_groups_agree_on_the_longest_common_hit() -> None:
 
 def test_hashes_are_the_same_in_every_process() -> None:
     code = (
-        "from quire.engine.block_hash import *;print(hash_block(root_hash('salt'), [1, 2, 3]).hex(), root_hash().hex())"
+        "from quire.engine.block_hash import ROOT, group_scope, hash_block, hash_scope;"
+        "print(hash_block(ROOT, [1, 2, 3]).hex(), group_scope(hash_scope('salt'), 3).hex())"
     )
     printed = {
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, text=True
-        ).stdout
+        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, text=True)
         for seed in ("1", "2")
     }
     assert printed == {f"{hash_block(ROOT, [1, 2, 3]).hex()} {group_scope(hash_scope('salt'), 3).hex()}\n"}

@@ -14,8 +14,8 @@ from fake_executor import FakeExecutor, expected_tokens
 from quire.engine.core import EngineCore
 from quire.engine.outputs import EngineRequest
 
-NUM_WORKLOADS = 2000
-NUM_CHUNKS = 8
+NUM_WORKLOADS = 1200
+NUM_CHUNKS = 6
 
 
 class Workload:

@@ -1,0 +1,99 @@
+"""Does the suite notice? Each fault below is put into a copy of the engine, and the engine's tests must fail on it."""
+
+# ruff: noqa: E501 - a fault is a line, and the lines that it changes are as long as they are
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+UNIT = Path(__file__).parent
+ENGINE = UNIT.parent.parent / "engine"
+TESTS = ("test_block_pool.py", "test_kv_cache_manager.py", "test_core.py", "test_admission.py", "test_cache_history.py")
+
+# What is wrong, file, what stands there, what is put in its place.
+FAULTS = [
+    ("full hit computes nothing", "kv_cache_manager.py", "(request.num_tokens - 1) // self.block_size\n        hashes", "request.num_tokens // self.block_size\n        hashes"),
+    ("partly filled block is cached", "kv_cache_manager.py", "num_final_tokens // self.block_size", "-(-num_final_tokens // self.block_size)"),
+    ("blocks released from the front", "kv_cache_manager.py", "self.pool.release(reversed(table[row]))", "self.pool.release(table[row])"),
+    ("salt is ignored", "kv_cache_manager.py", "group_scope(request.scope, group)", "group_scope(bytes(16), group)"),
+    ("window one too short", "kv_cache_groups.py", "num_computed_tokens - self._window + 1", "num_computed_tokens - self._window + 2"),
+    ("missed decref", "block_pool.py", "count = self.ref_count[block_id] - 1", "count = max(self.ref_count[block_id] - 1, 1)"),
+    ("eviction from the wrong end", "block_pool.py", "NULL_BLOCK if self._key[block_id] is not None else self._next[NULL_BLOCK]", "self._next[NULL_BLOCK] if self._key[block_id] is not None else NULL_BLOCK"),
+    ("evicted block is still found", "block_pool.py", "                del self._cached[old]\n                key[block_id] = None\n", ""),
+    ("acquired block stays free", "block_pool.py", "if self.ref_count[block_id] == 0:", "if False:"),
+    ("hash forgets what came before", "block_hash.py", "sha256(parent + array", "sha256(array"),
+    ("one block too few", "scheduler.py", "-(-(computed + grants) // self.kv_cache.block_size)", "(computed + grants) // self.kv_cache.block_size"),
+    ("budget is not kept", "scheduler.py", "np.clip(config.max_num_batched_tokens - served_before, 0, limited)", "np.clip(limited, 0, limited)"),
+    ("token after the last is computed", "scheduler.py", "table.max_total[rows] - 1)", "table.max_total[rows])"),
+    ("result goes to the row's next owner", "scheduler.py", "step.samples & (table.epoch[rows] == step.epochs)", "step.samples & (table.epoch[rows] >= 0)"),
+    ("cache survives the workers", "scheduler.py", "        self.kv_cache.reset_prefix_cache()\n        self._released_rows = []", "        self._released_rows = []"),
+    ("gates are not given back", "scheduler.py", "        self.waiting.leave_gates(request)\n        self.running", "        self.running"),
+    ("deadlines are not kept", "scheduler.py", "        self._expire(now)\n", ""),
+    ("the first gives way", "running_table.py", "self._order[-1][1]", "self._order[0][1]"),
+    ("min_tokens is ignored", "request.py", " and len(self.output_token_ids) > self.source.sampling_params.min_tokens", ""),
+    ("preempted ones go to the end", "request_queue.py", "if request.status is RequestStatus.PREEMPTED:", "if False:"),
+    ("tenants are not charged", "request_queue.py", "self.served += cost / self.weight", "self.served += 0 * cost"),
+    ("weights are ignored", "request_queue.py", "self.served += cost / self.weight", "self.served += cost"),
+    ("time is billed twice", "wait_ledger.py", "            self._joined = reading\n", ""),
+    ("refused gates keep what was set aside", "waiting_room.py", "            if not passed:\n                self.leave_gates(request, index)\n", "            if not passed:\n"),
+]  # fmt: skip
+
+
+def run_suite(root: str, output: str) -> None:
+    """In a forked process: the engine's tests against the engine in `root`. Exits with pytest's status."""
+    with open(output, "w") as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    helpers = {path.stem for path in UNIT.glob("*.py")}
+    for name in [name for name in sys.modules if name.startswith("quire.engine") or name in helpers]:
+        del sys.modules[name]
+    import quire
+
+    quire.__path__ = [root]
+    vars(quire).pop("engine", None)
+    status = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *(str(UNIT / name) for name in TESTS)])
+    if status == 0:
+        from test_random_workloads import replay
+
+        for seed in range(60):
+            replay(seed)
+    sys.exit(int(status))
+
+
+def suite_passes(root: Path) -> tuple[bool, str]:
+    output = root / "output.txt"
+    process = multiprocessing.get_context("fork").Process(target=run_suite, args=(str(root), str(output)))
+    process.start()
+    process.join(60)
+    hangs = process.is_alive()
+    if hangs:
+        process.kill()
+        process.join()
+    return process.exitcode == 0, output.read_text()
+
+
+def copy_engine(root: Path) -> Path:
+    shutil.copytree(ENGINE, root / "engine", ignore=shutil.ignore_patterns("__pycache__"))
+    return root / "engine"
+
+
+def test_the_copy_without_a_fault_passes(tmp_path: Path) -> None:
+    copy_engine(tmp_path)
+    passes, output = suite_passes(tmp_path)
+    assert passes, output[-3000:]
+
+
+@pytest.mark.parametrize(("file", "old", "new"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
+def test_the_suite_notices(file: str, old: str, new: str, tmp_path: Path) -> None:
+    engine = copy_engine(tmp_path)
+    source = (engine / file).read_text()
+    assert source.count(old) == 1, f"{file} does not hold this line once any more: adapt the fault"
+    (engine / file).write_text(source.replace(old, new))
+    passes, output = suite_passes(tmp_path)
+    assert not passes, f"the fault went unnoticed: {output[-500:]}"
