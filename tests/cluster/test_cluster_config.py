@@ -29,6 +29,7 @@ applications:
       - name: Gateway
         autoscaling_config:
           min_replicas: 2
+          max_replicas: 4
       - name: Engine
         num_replicas: 1
 """
@@ -46,7 +47,7 @@ def test_a_good_file(path: Path) -> None:
     assert service.quire.scheduler.max_num_seqs == 16
     assert service.quire.api.failover_timeout_s == 5
     assert service.deployments == {
-        "Gateway": {"autoscaling_config": {"min_replicas": 2}},
+        "Gateway": {"autoscaling_config": {"min_replicas": 2, "max_replicas": 4}},
         "Engine": {"num_replicas": 1},
     }
 
@@ -59,9 +60,11 @@ def test_a_good_file(path: Path) -> None:
         ("device: cpu", "devise: cpu", "7: there is no key 'args.model.devise'. Did you mean 'device'?"),
         ("device: cpu", "device: tpu", "7: args.model.device: Input should be 'auto', 'cpu' or 'cuda', got 'tpu'."),
         ("min_replicas:", "min_replica:", "15: there is no key 'applications.deployments.autoscaling_config.min_replica'. Did you mean 'min_replicas'?"),
-        ("num_replicas:", "num_replica:", "17: there is no key 'applications.deployments.num_replica'. Did you mean 'num_replicas'?"),
+        ("max_replicas: 4", "max_replicas: 1", "15: autoscaling_config: max_replicas (1) must be greater than or equal to min_replicas (2)."),
+        ("min_replicas: 2", "min_replicas: -1", "15: autoscaling_config.min_replicas: Input should be greater than or equal to 0, got -1."),
+        ("num_replicas:", "num_replica:", "18: there is no key 'applications.deployments.num_replica'. Did you mean 'num_replicas'?"),
         ("http_options:", "http_option:", "1: there is no key 'http_option'. Did you mean 'http_options'?"),
-        ("name: Engine", "name: Engines", "16: there is no deployment 'Engines'. Did you mean 'Engine'?"),
+        ("name: Engine", "name: Engines", "17: there is no deployment 'Engines'. Did you mean 'Engine'?"),
         ("max_num_seqs: 16", "max_num_seqs: 0", "9: args.scheduler.max_num_seqs: Input should be greater than or equal to 1, got 0."),
         ("max_num_seqs: 16", "max_num_seqs: many", "9: args.scheduler.max_num_seqs: Input should be a valid integer, unable to parse string as an integer, got 'many'."),
         ("port: 9000", "port: x", "2: http_options.port: Input should be a valid integer, unable to parse string as an integer, got 'x'."),
