@@ -29,7 +29,6 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
     GATEWAY: {
         "autoscaling_config": {
             "min_replicas": 1,
-            "initial_replicas": 1,
             "max_replicas": 2,
             "target_ongoing_requests": 128,
         }
@@ -123,6 +122,8 @@ def _the_application(path: Path, root: yaml.Node, data: dict[str, Any]) -> tuple
 
 
 def _deployments(path: Path, node: yaml.Node, application: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    from ray.serve.config import AutoscalingConfig
+
     entries = _child(node, "deployments")
     for index, entry in enumerate(application.get("deployments") or []):
         name = entry["name"]
@@ -130,6 +131,11 @@ def _deployments(path: Path, node: yaml.Node, application: dict[str, Any]) -> It
             assert isinstance(entries, yaml.SequenceNode)
             line = _line(_child(entries.value[index], "name"))
             raise ConfigError(f"{path}:{line}: there is no deployment {name!r}. {_nearest(name, DEPLOYMENTS)}")
+        if isinstance(entry.get("autoscaling_config"), dict):
+            # Serve's schema of the file takes any mapping here, and fails later.
+            assert isinstance(entries, yaml.SequenceNode)
+            node = entries.value[index]
+            _validate(path, node, ("autoscaling_config",), AutoscalingConfig, entry["autoscaling_config"])
         yield name, {key: value for key, value in entry.items() if key != "name"}
 
 
@@ -183,7 +189,7 @@ def _validate(
 
 
 def _said(error: Any) -> str:
-    message = str(error["msg"]).removeprefix("Value error, ").splitlines()[0].rstrip(".")
+    message = str(error["msg"]).removeprefix("Value error, ").splitlines()[0].rstrip(".!")
     given = error.get("input")
     return f"{message}, got {given!r}." if isinstance(given, str | int | float | bool) else f"{message}."
 

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20  # nothing of size travels as a Ray object
 MIN_LOGICAL_CPUS = 8  # replicas and ranks ask for parts of a CPU; a small machine must not refuse them
-MAX_TEMP_DIR_LENGTH = 32  # Ray puts sockets below it, and a socket's path has at most 107 bytes
+MAX_TEMP_DIR_LENGTH = 12  # HAProxy takes socket paths of 97 bytes, and Serve puts 70 behind our folder
 STOP_TIMEOUT_S = 5.0
 
 
@@ -40,7 +40,7 @@ def environment(folder: Path, *, haproxy: bool) -> dict[str, str]:
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
     if haproxy:
-        tier = folder / "haproxy"
+        tier = folder / "h"
         http, grpc, metrics, stats = free_ports(4)
         variables |= {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",

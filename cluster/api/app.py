@@ -28,11 +28,22 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for logs; nobody receives it
 
 
-def create_app(backend: Backend, *, metrics: GatewayMetrics | None = None, limits: ApiLimits | None = None) -> FastAPI:
-    """The API of one gateway. `metrics` is its own, for it to name itself when there are several."""
+def create_app(
+    backend: Backend,
+    *,
+    metrics: GatewayMetrics | None = None,
+    limits: ApiLimits | None = None,
+    request_ids: bool = True,
+) -> FastAPI:
+    """The API of one gateway.
+
+    `metrics` is its own, for it to name itself when there are several. `request_ids`: answer with `x-request-id`;
+    False where the server around the application does so itself (Ray Serve), lest the header come twice.
+    """
     context = ApiContext(backend, metrics or GatewayMetrics(), limits or ApiLimits())
     app = FastAPI(title="Quire", version=quire.__version__)
-    app.add_middleware(RequestIdMiddleware)
+    if request_ids:
+        app.add_middleware(RequestIdMiddleware)
     install_error_handlers(app)
     _add_generation_routes(app, context)
     _add_service_routes(app, context)

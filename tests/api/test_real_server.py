@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
@@ -44,15 +44,20 @@ def metrics(url: str) -> dict[str, float]:
     return sums
 
 
-def wait_until_idle(url: str) -> dict[str, float]:
-    """The metrics once nothing runs, waits or holds a block; what they are at the deadline otherwise."""
+def wait_until(url: str, settled: Callable[[dict[str, float]], bool]) -> dict[str, float]:
+    """The metrics once they are `settled`; what they are at the deadline otherwise."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         values = metrics(url)
-        busy = [values[name] for name in ("num_requests_running", "num_requests_waiting", "num_used_kv_blocks")]
-        if not any(busy) or time.monotonic() > deadline:
+        if settled(values) or time.monotonic() > deadline:
             return values
         time.sleep(0.1)
+
+
+def wait_until_idle(url: str) -> dict[str, float]:
+    """The metrics once nothing runs, waits or holds a block."""
+    names = ("num_requests_running", "num_requests_waiting", "num_used_kv_blocks")
+    return wait_until(url, lambda values: not any(values[name] for name in names))
 
 
 def test_chat(sdk: openai.OpenAI) -> None:
@@ -147,12 +152,14 @@ async def test_fifty_streams_opened_and_closed_leave_nothing(async_sdk: openai.A
 
 def test_leaving_before_a_whole_answer_ends_the_engines_work(service_url: str) -> None:
     body = {"model": MODEL, "prompt": "A long story:", "max_tokens": 4000, "ignore_eos": True}
-    before = metrics(service_url)["generation_tokens_total"]
+    before = metrics(service_url)
+    ended = "e2e_request_latency_seconds_count"
     with httpx.Client(timeout=httpx.Timeout(60, read=1.0)) as client, pytest.raises(httpx.ReadTimeout):
         client.post(f"{service_url}/v1/completions", json=body)
+    assert wait_until(service_url, lambda values: values[ended] > before[ended])[ended] == before[ended] + 1
     values = wait_until_idle(service_url)
     assert values["num_used_kv_blocks"] == 0
-    assert values["generation_tokens_total"] < before + 4000
+    assert values["generation_tokens_total"] < before["generation_tokens_total"] + 4000
 
 
 def test_bad_input_then_a_good_request(sdk: openai.OpenAI, service_url: str) -> None:

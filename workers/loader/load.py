@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from torch import nn
 
@@ -28,11 +29,13 @@ _DUMMY_STD = 0.02
 
 
 def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: bool) -> None:
-    """Read this rank's share of a checkpoint into `model`.
+    """Read this rank's share of a checkpoint into `model`, with a progress bar if standard error is a terminal.
 
     Raises `ConfigError` naming every tensor that is missing, unexpected or wrongly shaped, before anything is read.
     """
     started = time.monotonic()
+    console = Console(stderr=True)
+    hidden = not progress or not console.is_terminal
     with _open(model, info) as sources:
         plan = _plan(model, family, sources, info)
 
@@ -43,7 +46,7 @@ def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: b
         # Reading and dequantizing leave the interpreter's lock for most of their time.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             loaded = pool.map(load, plan.items())
-            for _ in track(loaded, "Loading weights", total=len(plan), transient=True, disable=not progress):
+            for _ in track(loaded, "Loading weights", total=len(plan), transient=True, console=console, disable=hidden):
                 pass
     logger.info("loaded %d tensors of %s in %.1f s", len(plan), info.name, time.monotonic() - started)
 

@@ -10,6 +10,7 @@ from fake_backend import FakeBackend
 from prometheus_client.parser import text_string_to_metric_families
 
 import quire
+from quire.cluster.api.app import create_app
 from quire.cluster.metrics import EngineStats, GatewayMetrics
 from quire.engine.outputs import SchedulerStats
 
@@ -48,6 +49,12 @@ async def test_every_answer_carries_a_request_id(client: httpx.AsyncClient, path
     assert len({*drawn}) == 2
     refused = await client.get(path, headers={"x-request-id": "x" * 129})
     assert len(refused.headers["x-request-id"]) == 32
+
+
+async def test_a_server_that_sets_request_ids_itself_is_left_to_it(backend: FakeBackend) -> None:
+    transport = httpx.ASGITransport(create_app(backend, request_ids=False))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
+        assert "x-request-id" not in (await client.get("/version")).headers
 
 
 async def scrape(client: httpx.AsyncClient) -> dict[Any, Any]:

@@ -1,0 +1,93 @@
+"""One private Ray for all cluster tests, and one service on it that `serve run` has started from a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from quire.cluster.ray_local import LocalRay, environment, free_ports, make_folder
+
+_FOLDER = make_folder()
+os.environ.update(environment(_FOLDER, haproxy=False))  # before anything imports Ray
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "ignore::pydantic.PydanticDeprecatedSince20:ray")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(_FOLDER, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[str]:
+    """The address of a Ray on this machine, to which this process is connected."""
+    import ray
+
+    local = LocalRay.start(_FOLDER)
+    yield ray.get_runtime_context().gcs_address
+    local.stop()
+
+
+@pytest.fixture(scope="session")
+def service(cluster: str, repo_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The root of a service: configs/smollm2-cpu.yaml with another port and two gateways, through `serve run`."""
+    (port,) = free_ports(1)
+    config = yaml.safe_load((repo_root / "configs/smollm2-cpu.yaml").read_text())
+    config["http_options"]["port"] = port
+    (application,) = config["applications"]
+    application["deployments"][0]["autoscaling_config"]["min_replicas"] = 2
+    folder = tmp_path_factory.mktemp("service")
+    (folder / "service.yaml").write_text(yaml.safe_dump(config))
+    command = [str(Path(sys.executable).parent / "serve"), "run", "service.yaml", "--address", cluster]
+    with (folder / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        wait_for(lambda: answers(url), 120, lambda: (folder / "log").read_text())
+        yield url
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(30)
+
+
+def answers(url: str) -> bool:
+    """Whether a service gives a first answer."""
+    body = {"model": "smollm2-135m-instruct", "prompt": [0], "max_tokens": 1}
+    try:
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_for(condition: Callable[[], object], timeout_s: float, describe: Callable[[], object] = lambda: "") -> None:
+    """Until `condition()` is true. Polls, because it is other processes that are waited for."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {describe()}"
+        time.sleep(0.05)
+
+
+def processes(name: str) -> list[psutil.Process]:
+    """The processes of this session's Ray whose name begins so, oldest first."""
+    found = [p for p in psutil.Process().children(recursive=True) if command(p).startswith(name)]
+    return sorted(found, key=lambda process: process.create_time())
+
+
+def command(process: psutil.Process) -> str:
+    """The first word of a process's command line; empty for one that has ended."""
+    try:
+        return (process.cmdline() or [""])[0]
+    except psutil.NoSuchProcess:
+        return ""

@@ -1,0 +1,141 @@
+"""Configuration files: what is right is loaded, what is wrong is named with its line and the nearest right key."""
+
+# ruff: noqa: E501 (a table of messages is read by the row)
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quire.cluster.autoscaling import EngineLoadPolicy
+from quire.cluster.config import QuireConfig, ServiceConfig, load_service, override
+from quire.engine.errors import ConfigError
+
+GOOD = """\
+http_options:
+  port: 9000
+applications:
+  - name: quire
+    import_path: quire.cluster.app:build
+    args:
+      model: {model: smollm2-135m-instruct, device: cpu}
+      scheduler:
+        max_num_seqs: 16
+      api:
+        failover_timeout_s: 5
+    deployments:
+      - name: Gateway
+        autoscaling_config:
+          min_replicas: 2
+          max_replicas: 4
+      - name: Engine
+        num_replicas: 1
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "service.yaml"
+
+
+def test_a_good_file(path: Path) -> None:
+    path.write_text(GOOD)
+    service = load_service(path)
+    assert (service.host, service.port, service.application) == ("127.0.0.1", 9000, "quire")
+    assert service.quire.scheduler.max_num_seqs == 16
+    assert service.quire.api.failover_timeout_s == 5
+    assert service.deployments == {
+        "Gateway": {"autoscaling_config": {"min_replicas": 2, "max_replicas": 4}},
+        "Engine": {"num_replicas": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ("max_num_seqs:", "max_num_seq:", "9: there is no key 'args.scheduler.max_num_seq'. Did you mean 'max_num_seqs'?"),
+        ("scheduler:", "shceduler:", "8: there is no key 'args.shceduler'. Did you mean 'scheduler'?"),
+        ("device: cpu", "devise: cpu", "7: there is no key 'args.model.devise'. Did you mean 'device'?"),
+        ("device: cpu", "device: tpu", "7: args.model.device: Input should be 'auto', 'cpu' or 'cuda', got 'tpu'."),
+        ("min_replicas:", "min_replica:", "15: there is no key 'applications.deployments.autoscaling_config.min_replica'. Did you mean 'min_replicas'?"),
+        ("max_replicas: 4", "max_replicas: 1", "15: autoscaling_config: max_replicas (1) must be greater than or equal to min_replicas (2)."),
+        ("min_replicas: 2", "min_replicas: -1", "15: autoscaling_config.min_replicas: Input should be greater than or equal to 0, got -1."),
+        ("num_replicas:", "num_replica:", "18: there is no key 'applications.deployments.num_replica'. Did you mean 'num_replicas'?"),
+        ("http_options:", "http_option:", "1: there is no key 'http_option'. Did you mean 'http_options'?"),
+        ("name: Engine", "name: Engines", "17: there is no deployment 'Engines'. Did you mean 'Engine'?"),
+        ("max_num_seqs: 16", "max_num_seqs: 0", "9: args.scheduler.max_num_seqs: Input should be greater than or equal to 1, got 0."),
+        ("max_num_seqs: 16", "max_num_seqs: many", "9: args.scheduler.max_num_seqs: Input should be a valid integer, unable to parse string as an integer, got 'many'."),
+        ("port: 9000", "port: x", "2: http_options.port: Input should be a valid integer, unable to parse string as an integer, got 'x'."),
+    ],
+)  # fmt: skip
+def test_a_mistake_has_its_line_and_the_right_key(path: Path, right: str, wrong: str, said: str) -> None:
+    assert GOOD.count(right) == 1
+    path.write_text(GOOD.replace(right, wrong))
+    with pytest.raises(ConfigError) as caught:
+        load_service(path)
+    assert caught.value.message == f"{path}:{said}"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: [1", ":1: not YAML"),
+        ("- 1", ": must hold a mapping"),
+        ("applications: []", ": needs exactly one application with import_path: quire.cluster.app:build, has 0."),
+    ],
+)
+def test_what_is_no_service(path: Path, text: str, said: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_service(path)
+    assert f"{path}{said}" in caught.value.message
+
+
+def test_a_missing_file(path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be read \(No such file or directory\)"):
+        load_service(path)
+
+
+def test_the_default_service_is_that_of_the_file(repo_root: Path) -> None:
+    """`quire serve` and `serve run configs/smollm2-cpu.yaml` do the same (on a machine without GPU)."""
+    in_file = load_service(repo_root / "configs/smollm2-cpu.yaml")
+    default = ServiceConfig()
+    on_cpu = override(default.quire, {"model": {"device": "cpu"}})
+    assert in_file == ServiceConfig(quire=on_cpu)
+
+
+def test_every_file_in_configs_is_good(repo_root: Path) -> None:
+    files = sorted((repo_root / "configs").glob("*.yaml"))
+    assert len(files) >= 2
+    sizes = [load_service(file).quire.parallel.tensor_parallel_size for file in files]
+    assert sizes == [2 if "tp2" in file.name else 1 for file in files]
+
+
+def test_overrides_are_judged_like_the_file() -> None:
+    config = override(QuireConfig(), {"cache": {"block_size": 32}, "model": {"model": "x"}})
+    assert (config.cache.block_size, config.model.model) == (32, "x")
+    with pytest.raises(ConfigError, match=r"cache.block_size: Input should be less than or equal to 256, got 1000"):
+        override(config, {"cache": {"block_size": 1000}})
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "usage", "engines"),
+    [
+        ([0], [0], [0.0], 0),
+        ([10], [0], [0.1], 1),
+        ([32], [1], [0.1], 2),
+        ([32, 32], [0, 64], [0.5, 0.5], 4),
+        ([4], [0], [0.8], 1),
+        ([4], [0], [0.81], 2),  # few requests, but the cache is full
+    ],
+)
+def test_engines_for_a_load(running: list[int], waiting: list[int], usage: list[float], engines: int) -> None:
+    reported = {
+        name: {f"replica-{i}": value for i, value in enumerate(values)}
+        for name, values in (("num_running", running), ("num_waiting", waiting), ("kv_cache_usage", usage))
+    }
+    policy = EngineLoadPolicy(target_requests_per_engine=32, target_kv_cache_usage=0.8)
+    assert policy(SimpleNamespace(aggregated_metrics=reported)) == (engines, {})  # type: ignore[arg-type]
+    assert policy(SimpleNamespace(aggregated_metrics=None)) == (0, {})  # type: ignore[arg-type]

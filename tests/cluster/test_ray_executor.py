@@ -1,0 +1,110 @@
+"""Ranks as Ray actors: the same tokens as one rank, also when a rank dies or hangs, and nothing left over."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+from conftest import processes, wait_for
+from ray.util.placement_group import placement_group_table
+
+from quire import LLM, SamplingParams
+from quire.cluster import placement
+from quire.cluster.placement import PlacementPlan, explain_shortage, plan_ranks, reserve
+from quire.cluster.ray_executor import RayExecutor
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ExecutorError, QuireError
+from quire.engine.model_source import load_model_info
+
+WORKER = "ray::WorkerActor"
+PROMPTS = ["The capital of France is", "One, two, three,", "def fibonacci(n):", "Water boils at"]
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=11, max_tokens=24, ignore_eos=True)
+
+
+def nothing_is_left() -> bool:
+    groups = placement_group_table().values()
+    return not processes(WORKER) and all(group["state"] == "REMOVED" for group in groups)
+
+
+def tokens(llm: LLM, params: SamplingParams) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def test_a_rank_that_cannot_load_says_why(cluster: str) -> None:
+    config = EngineConfig.model_validate({"model": "smollm2-135m-instruct", "parallel": {"tensor_parallel_size": 2}})
+    info = load_model_info(config.model)
+    broken = info.__class__(**{name: getattr(info, name) for name in info.__slots__} | {"path": info.path.parent})
+    with pytest.raises(QuireError) as caught:
+        RayExecutor(config, broken)
+    assert "\n" not in caught.value.message
+    wait_for(nothing_is_left, 20, lambda: (processes(WORKER), placement_group_table()))
+
+
+def test_a_plan_that_does_not_fit_says_what_is_missing(cluster: str) -> None:
+    with pytest.raises(ExecutorError, match=r"1 CPU and 2 GPU on one node are needed, and no node has that: there is"):
+        reserve(plan_ranks(2, on_gpu=True), timeout_s=0.5)
+    wait_for(nothing_is_left, 20)
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> dict[str, list[list[int]]]:
+    with LLM(num_kv_blocks=64, max_model_len=512) as llm:
+        return {"greedy": tokens(llm, GREEDY), "seeded": tokens(llm, SEEDED)}
+
+
+@pytest.fixture(scope="module")
+def two_ranks(cluster: str) -> Iterator[LLM]:
+    with LLM(num_kv_blocks=64, max_model_len=512, tensor_parallel_size=2, num_threads=1) as llm:
+        yield llm
+    wait_for(nothing_is_left, 20, lambda: (processes(WORKER), placement_group_table()))
+
+
+def test_two_ranks_give_the_tokens_of_one(two_ranks: LLM, one_rank: dict[str, list[list[int]]]) -> None:
+    assert tokens(two_ranks, GREEDY) == one_rank["greedy"]
+    assert tokens(two_ranks, SEEDED) == one_rank["seeded"]
+
+
+@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
+def test_a_lost_rank_costs_time_and_no_token(
+    two_ranks: LLM,
+    one_rank: dict[str, list[list[int]]],
+    victim: int,
+    number: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gang = two_ranks._engine.core._executor._gang  # type: ignore[attr-defined]
+    pids = [process.pid for process in processes(WORKER)]
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(gang, "_step_timeout_s", 2.0)
+    received: list[int] = []
+    for output in two_ranks.stream(PROMPTS[0], GREEDY):
+        if len(received) < 8 <= len(received) + len(output.outputs[0].token_ids):
+            os.kill(pids[victim], number)
+        received += output.outputs[0].token_ids
+    assert received == one_rank["greedy"][0]
+    assert two_ranks.stats().num_used_blocks == 0
+    wait_for(lambda: len(processes(WORKER)) == 2, 20)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ([{"CPU": 8.0}], "there is 8 CPU and 0 GPU."),
+        ([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 4.0, "GPU": 1.0}], "there is 8 CPU and 1 GPU; 4 CPU and 1 GPU."),
+        ([{"CPU": 8.0, "GPU": 2.0}], "a node has that much, but it is in use."),
+        ([], "there is no node."),
+    ],
+)
+def test_a_shortage_is_explained(nodes: list[dict[str, float]], said: str) -> None:
+    plan = PlacementPlan(({"CPU": 0.5, "GPU": 1.0},) * 2)
+    assert plan.total == {"CPU": 1.0, "GPU": 2.0}
+    assert explain_shortage(plan, nodes).startswith("1 CPU and 2 GPU on one node are needed")
+    assert explain_shortage(plan, nodes).endswith(said)
+
+
+def test_the_plan_has_one_bundle_per_rank() -> None:
+    assert plan_ranks(3, on_gpu=False) == PlacementPlan(({"CPU": placement.CPU_PER_RANK},) * 3, "STRICT_PACK")
+    assert plan_ranks(2, on_gpu=True).bundles == ({"CPU": 0.5, "GPU": 1.0},) * 2

@@ -1,0 +1,128 @@
+"""`quire serve` from start to end, as a person at a terminal meets it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from conftest import command, wait_for
+
+from quire.cluster.ray_local import free_ports
+
+QUIRE = str(Path(sys.executable).parent / "quire")
+
+
+@pytest.fixture
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A temporary directory of its own, so that what is left there is what the service has left."""
+    folder = Path("/tmp") / f"t{os.getpid():x}"  # short: Ray puts sockets below it
+    folder.mkdir(exist_ok=True)
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return variables | {"TMPDIR": str(folder), "HOME": str(tmp_path_factory.mktemp("home"))}
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing(environment: dict[str, str]) -> Iterator[None]:
+    shared_memory = set(os.listdir("/dev/shm"))
+    yield
+    folder = Path(environment["TMPDIR"])
+    assert list(folder.iterdir()) == []
+    folder.rmdir()
+    assert list(Path(environment["HOME"]).iterdir()) == []
+    left = [p for p in psutil.process_iter() if _belongs_to(p, str(folder))]
+    assert left == []
+    assert set(os.listdir("/dev/shm")) <= shared_memory
+
+
+def _belongs_to(process: psutil.Process, folder: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get("TMPDIR") == folder
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+def start(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [QUIRE, "serve", *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def end(process: subprocess.Popen[str], number: int, within_s: float) -> None:
+    started = time.monotonic()
+    process.send_signal(number)
+    process.wait(60)
+    assert time.monotonic() - started < within_s
+
+
+def test_serve_answers_and_ends_without_a_trace(environment: dict[str, str]) -> None:
+    (port,) = free_ports(1)
+    process = start(environment, "--port", str(port), "--max-num-seqs", "8")
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:  # nothing is printed there before the service answers
+        lines.append(line)
+        if "Ctrl-C" in line:
+            break
+    assert any(f"http://127.0.0.1:{port}/v1" in line for line in lines), (lines, process.stderr)
+    assert any(line.strip().startswith("curl ") for line in lines)
+    answer = httpx.post(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json={
+            "model": "smollm2-135m-instruct",
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "temperature": 0,
+        },
+        timeout=60,
+    )
+    assert answer.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."
+    end(process, signal.SIGINT, within_s=15)
+    assert process.returncode in (0, 130)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_start_that_is_interrupted_leaves_nothing(environment: dict[str, str], number: int) -> None:
+    (port,) = free_ports(1)
+    process = start(environment, "--port", str(port))
+    parent = psutil.Process(process.pid)
+    wanted = "raylet" if number == signal.SIGINT else "ray::ServeController"
+    wait_for(lambda: any(wanted in command(child) for child in parent.children(recursive=True)), 60)
+    end(process, number, within_s=15)
+
+
+def one_line_of_refusal(environment: dict[str, str], *arguments: str) -> str:
+    done = subprocess.run([QUIRE, "serve", *arguments], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_a_port_in_use_is_one_line(environment: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = one_line_of_refusal(environment, "--port", str(port))
+    assert (
+        line == f"quire: port: cannot listen on 127.0.0.1:{port} (Address already in use); choose another with --port."
+    )
+
+
+def test_a_missing_model_is_one_line(environment: dict[str, str]) -> None:
+    line = one_line_of_refusal(environment, "--model", "/no/such/model")
+    assert line.startswith("quire: model: '/no/such/model' does not exist")
+
+
+def test_a_broken_file_is_one_line(environment: dict[str, str], tmp_path: Path) -> None:
+    path = tmp_path / "service.yaml"
+    path.write_text("applications:\n  - import_path: quire.cluster.app:build\n    args:\n      modle: {}\n")
+    assert one_line_of_refusal(environment, str(path)) == (
+        f"quire: {path}:4: there is no key 'args.modle'. Did you mean 'model'?"
+    )
