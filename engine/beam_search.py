@@ -1,8 +1,8 @@
 """Beam search on top of the engine: every beam is a prompt that asks for one token and its likeliest alternatives.
 
 The beams of a prompt share its blocks, and each step finds what the last one computed in the prefix cache, so that a
-step costs little more than the new tokens. Scoring follows Wu et al., "Google's Neural Machine Translation System" (2016),
-in the simple form that Hugging Face and vLLM use: the sum of logprobs over length ** length_penalty.
+step costs little more than the new tokens. Scoring follows Wu et al., "Google's Neural Machine Translation System"
+(2016), in the simple form that Hugging Face and vLLM use: the sum of logprobs over length ** length_penalty.
 """
 
 from __future__ import annotations
