@@ -11,6 +11,7 @@ from .errors import InvalidRequestError
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024  # of one stop string: the end of an answer is compared with it at every token
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -73,6 +74,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop: must be non-empty strings, got {text!r}.", "stop")
+            if len(text) > MAX_STOP_CHARS:
+                message = f"stop: a string of {len(text)} characters given, at most {MAX_STOP_CHARS} are allowed."
+                raise InvalidRequestError(message, "stop")
         for token_id, bias in (self.logit_bias or {}).items():
             _check_int("logit_bias", token_id, 0, None)
             _check_float("logit_bias", bias, -100.0, 100.0)
