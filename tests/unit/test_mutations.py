@@ -59,10 +59,10 @@ def run_suite(root: str, output: str) -> None:
     vars(quire).pop("engine", None)
     status = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *(str(UNIT / name) for name in TESTS)])
     if status == 0:
-        from test_random_workloads import replay
+        from workloads import draw, play
 
         for seed in range(60):
-            replay(seed)
+            play(draw(seed))
     sys.exit(int(status))
 
 
