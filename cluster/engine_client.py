@@ -122,6 +122,7 @@ class EngineClient:
         self._secret = b""
         self._tasks: dict[str, asyncio.Task[None]] = {}  # one per engine in the directory
         self._links: dict[str, EngineLink] = {}  # connected ones
+        self._streams: dict[str, _Stream] = {}  # all live ones, by request id
         self._homeless: dict[str, _Stream] = {}  # streams without an engine, by wire id, oldest first
         self._watcher: asyncio.Task[None] | None = None
 
@@ -147,7 +148,8 @@ class EngineClient:
         call = _Call()
         try:
             for request in requests:
-                call.streams[request.request_id] = stream = _Stream(call, model, request)
+                stream = _Stream(call, model, request)
+                call.streams[request.request_id] = self._streams[request.request_id] = stream
                 self._place(stream)
             while True:
                 arrived, call.arrived = call.arrived, []
@@ -163,12 +165,11 @@ class EngineClient:
             for stream in list(call.streams.values()):
                 self._abort(stream)
 
-    def abort(self, call_request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Stop working on requests by id; their `generate()` yields nothing more for them."""
-        wanted = set(call_request_ids)
-        live = [*self._homeless.values(), *(s for link in self.links() for s in link.streams.values())]
-        for stream in live:
-            if stream.request.request_id in wanted:
+        for request_id in request_ids:
+            stream = self._streams.get(request_id)
+            if stream is not None:
                 self._abort(stream)
 
     # Placing streams
@@ -253,6 +254,7 @@ class EngineClient:
 
     def _forget(self, stream: _Stream) -> None:
         stream.call.streams.pop(stream.request.request_id, None)
+        self._streams.pop(stream.request.request_id, None)
         self._homeless.pop(stream.wire_id, None)
         if stream.timer is not None:
             stream.timer.cancel()

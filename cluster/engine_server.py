@@ -123,7 +123,8 @@ class EngineServer:
     def _on_accepted(self, gateway: transport.Connection, request_id: str, future: Future[None]) -> None:
         error = future.exception()
         if isinstance(error, QuireError):
-            self._owners.pop(request_id, None)
+            if self._owners.get(request_id) is gateway:
+                del self._owners[request_id]
             self._send(gateway, Refused.from_error(request_id, error))
 
     def _abort(self, request_ids: list[str]) -> None:

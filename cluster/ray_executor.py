@@ -25,8 +25,9 @@ from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 from . import placement
 from .messages import RankAnswer, encoder, rank_answer_decoder
+from .rank_links import RankLink, RankServer, broadcast, gather
 from .ray_local import LocalRay
-from .transport import RankLink, RankServer, TransportError, broadcast, gather, new_secret
+from .transport import TransportError, new_secret
 from .worker_actor import RankFacts, start_worker
 
 logger = logging.getLogger(__name__)

@@ -11,16 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quire.cluster import transport
-from quire.cluster.transport import (
-    Connection,
-    FrameReader,
-    Handshake,
-    RankServer,
-    TransportError,
-    broadcast,
-    connect_rank,
-    gather,
-)
+from quire.cluster.rank_links import RankServer, broadcast, connect_rank, gather
+from quire.cluster.transport import Connection, FrameReader, Handshake, TransportError
 
 SECRET = b"s" * 32
 HOST = "127.0.0.1"
