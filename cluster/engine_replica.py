@@ -13,12 +13,10 @@ import uuid
 
 from ray import serve
 
-from quire.engine.config import EngineConfig
-from quire.engine.core import EngineCore
 from quire.engine.errors import EngineError
-from quire.engine.executor import Executor
-from quire.engine.model_source import ModelInfo, load_model_info
+from quire.engine.model_source import load_model_info
 
+from .assembly import start_core
 from .config import QuireConfig
 from .directory import Directory, EngineRecord, GcsStore
 from .engine_server import EngineServer
@@ -77,24 +75,3 @@ class Engine:
         logger.critical("Engine %s ends, because its core failed: %r", self._engine_id, failed.result())
         logging.shutdown()
         os._exit(1)
-
-
-def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
-    """The core of one engine on its executor, ready for its first step. Raises `QuireError`, leaving nothing behind."""
-    executor = start_executor(config, info)
-    try:
-        return EngineCore(config, executor, info.max_model_len)
-    except BaseException:
-        executor.shutdown()
-        raise
-
-
-def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:
-    """One rank runs in this process, several are actors. The imports bring torch, or Ray's placement groups."""
-    if config.parallel.tensor_parallel_size == 1:
-        from quire.workers.local_executor import LocalExecutor
-
-        return LocalExecutor(config, info)
-    from .ray_executor import RayExecutor
-
-    return RayExecutor(config, info)

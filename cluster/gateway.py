@@ -85,7 +85,9 @@ class Gateway:
         processor.max_model_len = min(processor.max_model_len, engine.max_model_len)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._backend, metrics=GatewayMetrics(self._gateway_id), limits=self._limits)
+        return create_app(
+            self._backend, metrics=GatewayMetrics(self._gateway_id), limits=self._limits, request_ids=False
+        )
 
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica."""

@@ -43,19 +43,25 @@ class RayExecutor:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        self._config = config
         self._info = info
         self._local_ray = None if ray.is_initialized() else LocalRay.start()
+        self._config = _with_device(config)
         self._group: PlacementGroup | None = None
         self._gang: Gang | None = None
         try:
-            deadline = time.monotonic() + config.parallel.startup_timeout_s
-            plan = placement.plan_ranks(config.parallel.tensor_parallel_size, on_gpu=config.model.device == "cuda")
-            self._group = placement.reserve(plan, config.parallel.startup_timeout_s)
-            self._gang = Gang(config, info, self._group, deadline - time.monotonic())
+            parallel = self._config.parallel
+            deadline = time.monotonic() + parallel.startup_timeout_s
+            on_gpu = self._config.model.device == "cuda"
+            plan = placement.plan_ranks(parallel.tensor_parallel_size, on_gpu=on_gpu)
+            can_grow = self._local_ray is None
+            self._group = placement.reserve(plan, parallel.startup_timeout_s, can_grow=can_grow)
+            self._gang = Gang(self._config, info, self._group, deadline - time.monotonic())
         except BaseException:
             self.shutdown()
             raise
+
+    def preferred_inflight_steps(self) -> int:
+        return 2 if self._config.model.device == "cuda" else 1
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._ranks.facts[0].kv_cache_specs
@@ -93,6 +99,15 @@ class RayExecutor:
         if self._gang is None:
             raise ExecutorError("The executor has been shut down.")
         return self._gang
+
+
+def _with_device(config: EngineConfig) -> EngineConfig:
+    """`device: auto` settled for all ranks alike: cuda where the cluster has a GPU for each."""
+    if config.model.device != "auto":
+        return config
+    num_gpus = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
+    device = "cuda" if num_gpus >= config.parallel.tensor_parallel_size else "cpu"
+    return config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
 
 
 class Gang:

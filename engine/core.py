@@ -55,7 +55,7 @@ class EngineCore:
         )
         self.max_model_len = fit_model_len(config, kv_cache, max_model_len)
         self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates)
-        self._max_inflight_steps = config.scheduler.max_inflight_steps or 1
+        self._max_inflight_steps = config.scheduler.max_inflight_steps or executor.preferred_inflight_steps()
         self._inflight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
         executor.initialize_kv_cache(self._kv_cache_config)
         logger.info(

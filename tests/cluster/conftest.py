@@ -19,7 +19,7 @@ import yaml
 from quire.cluster.ray_local import LocalRay, environment, free_ports, make_folder
 
 _FOLDER = make_folder()
-os.environ.update(environment(_FOLDER, haproxy=False))  # before anything imports Ray
+os.environ.update(environment(_FOLDER, haproxy=None))  # before anything imports Ray
 
 
 def pytest_configure(config: pytest.Config) -> None:

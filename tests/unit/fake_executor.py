@@ -69,6 +69,9 @@ class FakeExecutor:
         self.num_restarts = 0
         self.steps: list[SchedulerOutput] = []
 
+    def preferred_inflight_steps(self) -> int:
+        return 1
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._specs
 
