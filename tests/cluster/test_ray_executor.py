@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator
 
 import pytest
-from conftest import processes, wait_for
+from cluster_processes import processes, wait_for
 from ray.util.placement_group import placement_group_table
 
 from quire import LLM, SamplingParams
