@@ -49,6 +49,7 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._woken = threading.Event()
+        self.is_recovering = False  # the ranks are being rebuilt; read from any thread
         self._kv_cache_config = plan_kv_cache(config, executor.kv_cache_specs(), executor.available_kv_cache_bytes())
         kv_cache = KVCacheManager(
             self._kv_cache_config, config.scheduler.max_num_seqs, config.cache.enable_prefix_caching
@@ -153,8 +154,10 @@ class EngineCore:
                 ended = self.scheduler.abort(request.request_id, now, "error", message)
                 assert ended is not None
                 outputs.append(ended)
+        self.is_recovering = True
         self._executor.restart()
         self._executor.initialize_kv_cache(self._kv_cache_config)
+        self.is_recovering = False
         return outputs
 
 
