@@ -42,6 +42,15 @@ FAULTS = [
     ("weights are ignored", "request_queue.py", "self.served += cost / self.weight", "self.served += cost"),
     ("time is billed twice", "wait_ledger.py", "            self._joined = reading\n", ""),
     ("refused gates keep what was set aside", "waiting_room.py", "            if not passed:\n                self.leave_gates(request, index)\n", "            if not passed:\n"),
+    ("newcomers leave no room", "scheduler.py", "reserve = len(self.running) + self._num_blocks_to_come()", "reserve = 0"),
+    ("only the first chunk has to fit", "kv_cache_manager.py", "return max(need, now) + reserve", "return now + reserve"),
+    ("answers cost nothing", "scheduler.py", "charge(OUTPUT_TOKEN_COST * num_new)", "charge(0 * num_new)"),
+    ("failures are never forgiven", "scheduler.py", "            request.num_failures = 0\n", ""),
+    ("suspects are not computed alone", "scheduler.py", "suspect = self._quarantine.next()", "suspect = None"),
+    ("a gate's change of mind is missed", "waiting_room.py", "min(aside.version, version) if aside.requests else version", "version"),
+    ("idle time counts as work", "scheduler.py", "            self.waiting.drain_rate.pause()\n", ""),
+    ("logprobs of the neighbour", "scheduler.py", "token_ids[1:wanted], values[1:wanted]", "token_ids[1:], values[1:]"),
+    ("the window is left before it is cached", "scheduler.py", "self.kv_cache.commit(request, self._num_final_tokens(row))\n        while", "while"),
 ]  # fmt: skip
 
 
