@@ -18,7 +18,7 @@ from quire.engine.model_source import load_model_info
 
 from .assembly import start_core
 from .config import QuireConfig
-from .directory import Directory, EngineRecord, GcsStore
+from .directory import Directory, EngineRecord, GcsStore, Registration
 from .engine_server import EngineServer
 from .logs import configure_logging
 from .placement import node_address
@@ -36,18 +36,18 @@ class Engine:
         context = serve.get_replica_context()
         self._engine_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:6]}"
         configure_logging(f"engine {self._engine_id}")
-        self._directory = Directory(GcsStore(), context.app_name)
+        directory = Directory(GcsStore(), context.app_name)
         info = load_model_info(config.model)
         core = await asyncio.to_thread(start_core, config, info)
-        self._server = EngineServer(core, self._engine_id, self._directory.secret(), config.parallel.step_timeout_s)
+        self._server = EngineServer(core, self._engine_id, directory.secret(), config.parallel.step_timeout_s)
         host = node_address()
         port = await self._server.start(host)
         self._server.failed.add_done_callback(self._on_core_failure)
-        self._directory.register(
-            EngineRecord(
-                engine_id=self._engine_id, model=info.name, host=host, port=port, max_model_len=core.max_model_len
-            )
+        record = EngineRecord(
+            engine_id=self._engine_id, model=info.name, host=host, port=port, max_model_len=core.max_model_len
         )
+        self._registration = Registration(directory, record)
+        await self._registration.start()
         logger.info("Engine %s serves %s at %s:%d.", self._engine_id, info.name, host, port)
 
     def check_health(self) -> None:
@@ -67,8 +67,9 @@ class Engine:
 
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica: leave the directory first, so that nobody new comes."""
+        if hasattr(self, "_registration"):
+            await self._registration.end()
         if hasattr(self, "_server"):
-            self._directory.remove(self._engine_id)
             await self._server.close()
 
     def _on_core_failure(self, failed: asyncio.Future[BaseException]) -> None:

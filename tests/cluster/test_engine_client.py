@@ -8,7 +8,9 @@ from collections.abc import AsyncIterator
 import pytest
 from fakes import MODEL, DictStore, expected_tokens, fake_core, start_engine
 
-from quire.cluster.directory import Directory, EngineRecord
+from quire.cluster import directory as directory_module
+from quire.cluster import engine_links, transport
+from quire.cluster.directory import Directory, EngineRecord, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.router import EngineSnapshot, LeastLoaded
@@ -125,6 +127,57 @@ async def test_streams_survive_the_loss_of_their_engine(directory: Directory, cl
     await until(lambda: directory.engine_ids() == ["e2"])  # whoever finds nobody at home removes the entry
     await until(lambda: is_idle(second))
     await second.close()
+
+
+@pytest.mark.parametrize("problem", [transport.TransportError("no handshake in time"), TimeoutError()])
+async def test_an_engine_that_cannot_be_reached_stays_and_is_tried_again(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    monkeypatch.setattr(engine_links, "RECONNECT_S", 0.01)
+    connect, num_attempts = transport.connect, 0
+
+    async def at_the_third_attempt(*arguments: object) -> transport.Connection:
+        nonlocal num_attempts
+        num_attempts += 1
+        assert directory.engine_ids() == ["e1"]
+        if num_attempts < 3:
+            raise problem
+        return await connect(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transport, "connect", at_the_third_attempt)
+    engine = await start_engine(directory, "e1")
+    client = EngineClient(directory, "gateway-1", LeastLoaded())
+    await client.start()
+    assert await collect(client, request("r")) == {"r": expected()}
+    assert num_attempts == 3
+    await client.close()
+    await engine.close()
+
+
+async def test_another_engine_at_the_address_is_not_taken_for_the_one_that_left(
+    directory: Directory, client: EngineClient
+) -> None:
+    engine = await start_engine(directory, "e2")
+    record = directory.get("e2")
+    assert record is not None
+    directory.register(EngineRecord(engine_id="e1", model=MODEL, host=record.host, port=record.port, max_model_len=800))
+    await until(lambda: directory.engine_ids() == ["e2"] and len(client.links()) == 1)
+    assert client.links()[0].record == record
+    await engine.close()
+
+
+async def test_an_engine_writes_its_entry_again_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "REGISTER_S", 0.02)
+    directory = Directory(DictStore(), "app")
+    record = EngineRecord(engine_id="e1", model=MODEL, host="h", port=1, max_model_len=800)
+    registration = Registration(directory, record)
+    await registration.start()
+    assert directory.get("e1") == record
+    directory.remove("e1")  # by a gateway that could not reach it
+    await until(lambda: directory.get("e1") == record)
+    await registration.end()
+    await asyncio.sleep(0.1)
+    assert directory.engine_ids() == []
 
 
 async def test_with_no_engine_the_error_says_so(directory: Directory) -> None:
