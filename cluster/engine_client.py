@@ -24,7 +24,7 @@ from .router import RoutingPolicy
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it counts as the cause
+MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it is given up
 
 
 class Call:
@@ -68,6 +68,35 @@ class Stream:
         return msgspec.structs.replace(self.request, request_id=self.wire_id, resume_token_ids=list(self.token_ids))
 
 
+class Trials:
+    """The last attempts of streams under which every engine so far was lost: one after the other.
+
+    When an engine is lost, each of its streams may be the cause, and most are bystanders. Those that get the last of
+    their attempts together with the cause would fail with it. `place` sends a stream to an engine.
+    """
+
+    def __init__(self, place: Callable[[Stream], None]) -> None:
+        self._place = place
+        self._waiting: dict[str, Stream] = {}  # by request id, oldest first
+        self._current: Stream | None = None
+
+    def add(self, stream: Stream) -> None:
+        self._waiting[stream.request.request_id] = stream
+        self._next()
+
+    def end(self, stream: Stream) -> None:
+        """The stream has made progress or ended; harmless for one that is not on trial."""
+        self._waiting.pop(stream.request.request_id, None)
+        if self._current is stream:
+            self._current = None
+            self._next()
+
+    def _next(self) -> None:
+        if self._current is None and self._waiting:
+            self._current = self._waiting.pop(next(iter(self._waiting)))
+            self._place(self._current)
+
+
 class EngineClient:
     """Everything a gateway knows of its engines. All methods run on one event loop.
 
@@ -90,6 +119,7 @@ class EngineClient:
         self._on_engine = on_engine
         self._streams: dict[str, Stream] = {}  # all live ones, by request id
         self._homeless: dict[str, Stream] = {}  # streams without an engine, by wire id, oldest first
+        self._trials = Trials(self._place)
 
     async def start(self) -> None:
         """Begin to follow the directory."""
@@ -111,6 +141,8 @@ class EngineClient:
                 stream = Stream(call, model, request)
                 call.streams[request.request_id] = self._streams[request.request_id] = stream
                 self._place(stream)
+                if stream.engine is not None:
+                    await stream.engine.drain()
             while True:
                 arrived, call.arrived = call.arrived, []
                 if arrived:
@@ -179,6 +211,8 @@ class EngineClient:
             stream.attempt += 1
             if stream.num_losses >= MAX_LOSSES:
                 self._fail(stream, EngineError(f"{stream.num_losses} engines in a row were lost with this request."))
+            elif stream.num_losses == MAX_LOSSES - 1:
+                self._trials.add(stream)
             else:
                 self._place(stream)
 
@@ -207,6 +241,7 @@ class EngineClient:
         if output.new_token_ids:
             stream.token_ids += output.new_token_ids
             stream.num_losses = 0
+            self._trials.end(stream)
         if output.finish_reason is not None:
             self._forget(stream)
         if output.new_token_ids or output.finish_reason is not None:
@@ -219,6 +254,7 @@ class EngineClient:
         stream.call.streams.pop(stream.request.request_id, None)
         self._streams.pop(stream.request.request_id, None)
         self._homeless.pop(stream.wire_id, None)
+        self._trials.end(stream)
         if stream.timer is not None:
             stream.timer.cancel()
         if stream.engine is not None:

@@ -40,6 +40,11 @@ class EngineLink:
         assert self.connection is not None
         self.connection.send(encoder.encode(message))
 
+    async def drain(self) -> None:
+        """Wait until the engine has read most of what was sent: before more of a size that others could feel."""
+        assert self.connection is not None
+        await self.connection.drain()
+
     def snapshot(self) -> EngineSnapshot:
         return EngineSnapshot(self.record.engine_id, self.stats, self.num_recent, len(self.streams))
 

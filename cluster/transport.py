@@ -21,14 +21,13 @@ import hmac
 import secrets
 import socket
 import struct
-import time
 from collections.abc import Callable
 from typing import cast
 
 from quire.engine.errors import QuireError
 
 MAX_FRAME_BYTES = 64 << 20
-MAX_BUFFERED_BYTES = 64 << 20  # unsent bytes after which a peer counts as dead: it no longer reads
+HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on `drain` waits
 HANDSHAKE_BYTES = 512
 HANDSHAKE_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
@@ -134,7 +133,9 @@ class Connection(asyncio.Protocol):
     """One authenticated connection on an event loop. All methods are called on that loop.
 
     `on_frame(connection, payload)` is called per frame, in order; `on_close(connection, reason)` exactly once, and
-    only for a connection whose handshake succeeded. Silence for `DEAD_AFTER_S` closes it.
+    only for a connection whose handshake succeeded. Each side beats every `HEARTBEAT_S`; a peer of which nothing was
+    heard, or which has read nothing of what waits for it, during `DEAD_AFTER_S` counts as dead. That is counted in
+    beats and not by a clock: a loop that was busy with something else has not beaten, and blames nobody for its silence.
     """
 
     def __init__(
@@ -151,7 +152,12 @@ class Connection(asyncio.Protocol):
         self._reader = FrameReader(HANDSHAKE_BYTES)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._last_received = 0.0
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._num_written = 0  # bytes
+        self._num_taken = 0  # of them, those that the system had taken at the last beat
+        self._beats_unheard = 0
+        self._beats_unread = 0
         self._reason = "the peer closed the connection"
         self.is_open = False
 
@@ -164,9 +170,13 @@ class Connection(asyncio.Protocol):
         """Queue one frame. Frames sent after the connection was lost are dropped: `on_close` has told of it."""
         if not self.is_open or self._transport is None:
             return
-        self._transport.write(frame(payload))
-        if self._transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
-            self._fail(f"the peer does not read: {MAX_BUFFERED_BYTES} bytes are waiting")
+        framed = frame(payload)
+        self._num_written += len(framed)
+        self._transport.write(framed)
+
+    async def drain(self) -> None:
+        """Wait until little of what was sent is still queued here, or the connection is lost."""
+        await self._writable.wait()
 
     def close(self) -> None:
         """Flush what is queued and close."""
@@ -178,6 +188,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+        self._transport.set_write_buffer_limits(HIGH_WATER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._fail, "no handshake in time")
         first = self._handshake.first()
@@ -185,7 +196,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(frame(first))
 
     def data_received(self, data: bytes) -> None:
-        self._last_received = time.monotonic()
+        self._beats_unheard = 0
         self._reader.feed(data)
         try:
             while (payload := self._reader.next()) is not None:
@@ -199,9 +210,16 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._writable.set()
         if self.is_open:
             self.is_open = False
             self._on_close(self, str(exc) if exc else self._reason)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def _shake_hands(self, payload: bytes) -> None:
         answer = self._handshake.step(payload)
@@ -217,8 +235,18 @@ class Connection(asyncio.Protocol):
             self._on_open(self)
 
     def _beat(self) -> None:
-        if time.monotonic() - self._last_received > DEAD_AFTER_S:
+        assert self._transport is not None
+        num_waiting = self._transport.get_write_buffer_size()
+        num_taken = self._num_written - num_waiting
+        self._beats_unheard += 1
+        self._beats_unread = self._beats_unread + 1 if num_waiting and num_taken == self._num_taken else 0
+        self._num_taken = num_taken
+        max_beats = DEAD_AFTER_S / HEARTBEAT_S
+        if self._beats_unheard > max_beats:
             self._fail(f"nothing was heard for {DEAD_AFTER_S:g} s")
+            return
+        if self._beats_unread > max_beats:
+            self._fail(f"the peer does not read: {num_waiting} bytes have been waiting for {DEAD_AFTER_S:g} s")
             return
         self.send(b"")
         self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)

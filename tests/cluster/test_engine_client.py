@@ -214,6 +214,59 @@ async def test_a_request_that_keeps_losing_its_engine_is_given_up(directory: Dir
         await stream
 
 
+async def test_bystanders_of_a_request_that_kills_engines_go_on(directory: Directory, client: EngineClient) -> None:
+    """Whoever has "poison" in its hands is lost. The others had no token between two losses, and still survive."""
+
+    def at_its_core(engine: EngineServer) -> bool:
+        return any(request_id.startswith("poison") for request_id in engine._owners)
+
+    client._failover_timeout_s = 30.0
+    innocent = [asyncio.create_task(collect(client, request(f"r{i}", 8, seed=i))) for i in range(5)]
+    poison = asyncio.create_task(collect(client, request("poison")))
+    await asyncio.sleep(0)
+    for i in range(20):
+        engine = await start_engine(directory, f"e{i}", fake_core(step_s=0.1))
+        await until(lambda engine=engine: at_its_core(engine) or all(task.done() for task in innocent))
+        for gateway in list(engine._gateways):
+            assert gateway._transport is not None
+            gateway._transport.abort()
+        directory.remove(f"e{i}")
+        await engine.close()
+        if poison.done():
+            break
+    with pytest.raises(EngineError, match="3 engines in a row were lost"):
+        await poison
+    last = await start_engine(directory, "last")
+    assert await asyncio.gather(*innocent) == [{f"r{i}": expected(8, seed=i)} for i in range(5)]
+    await last.close()
+
+
+async def test_a_large_request_neither_fills_the_buffer_nor_harms_others(
+    directory: Directory, client: EngineClient
+) -> None:
+    """12 choices of 1.5 MB each: sent as the engine reads them, on the one connection that it started with."""
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.005, max_queued_requests=None))
+    await until(lambda: len(client.links()) == 1)
+    (link,) = client.links()
+    others = [asyncio.create_task(collect(client, request(f"r{i}", 100, seed=i))) for i in range(3)]
+    params = SamplingParams(max_tokens=2, ignore_eos=True, stop_token_ids=(40000,) * 500_000)
+    large = [
+        EngineRequest(request_id=f"x{i}", prompt_token_ids=[1, 2, 3], sampling_params=params, seed=3) for i in range(12)
+    ]
+    sending = asyncio.create_task(collect(client, *large))
+    most = 0
+    while not sending.done():
+        assert link.connection is not None
+        assert link.connection._transport is not None
+        most = max(most, link.connection._transport.get_write_buffer_size())
+        await asyncio.sleep(0.001)
+    assert most < 4 << 20
+    assert await sending == {f"x{i}": expected(2) for i in range(12)}
+    assert await asyncio.gather(*others) == [{f"r{i}": expected(100, seed=i)} for i in range(3)]
+    assert client.links() == [link]
+    await engine.close()
+
+
 async def test_refusals_keep_their_type(directory: Directory, client: EngineClient) -> None:
     engine = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1, max_queued_requests=1))
     too_long = EngineRequest(

@@ -6,6 +6,7 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -151,16 +152,53 @@ async def test_heartbeats_keep_an_idle_connection(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_BUFFERED_BYTES", 1 << 20)
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 0.2)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    assert connection._transport is not None
+    connection._transport.pause_reading()
+    connection._beats_unheard = -1_000_000  # it goes on giving signs of life
+    accepted = await there.opened.get()
+    for _ in range(20):
+        accepted.send(bytes(1 << 20))
+    assert "does not read" in await asyncio.wait_for(there.closed.get(), 5)
+
+
+async def test_a_peer_that_reads_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much waits for it, and a loop that stood still blames nobody."""
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 0.2)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    accepted = await there.opened.get()
+    for _ in range(6):
+        accepted.send(bytes(30 << 20))
+    drained = asyncio.create_task(accepted.drain())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    time.sleep(0.5)  # the loop does stand still
+    assert [len(await asyncio.wait_for(here.frames.get(), 10)) for _ in range(6)] == [30 << 20] * 6
+    await asyncio.wait_for(drained, 5)
+    assert connection.is_open
+    assert accepted.is_open
+
+
+async def test_whoever_waits_to_send_hears_of_a_lost_connection() -> None:
     here, there = Peer(), Peer()
     port = await listen(there)
     connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
     assert connection._transport is not None
     connection._transport.pause_reading()
     accepted = await there.opened.get()
-    for _ in range(20):
-        accepted.send(bytes(1 << 20))
-    assert "does not read" in await asyncio.wait_for(there.closed.get(), 5)
+    accepted.send(bytes(30 << 20))
+    drained = asyncio.create_task(accepted.drain())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    connection._transport.abort()
+    await asyncio.wait_for(drained, 5)
 
 
 def connect_all(server: RankServer, world_size: int) -> tuple[list, list]:
