@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
     `on_frame(connection, payload)` is called per frame, in order; `on_close(connection, reason)` exactly once, and
     only for a connection whose handshake succeeded. Each side beats every `HEARTBEAT_S`; a peer of which nothing was
     heard, or which has read nothing of what waits for it, during `DEAD_AFTER_S` counts as dead. That is counted in
-    beats and not by a clock: a loop that was busy with something else has not beaten, and blames nobody for its silence.
+    beats and not by a clock: a loop that was busy with something else has not beaten, and blames nobody for that.
     """
 
     def __init__(
