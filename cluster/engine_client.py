@@ -133,6 +133,10 @@ class EngineClient:
         """The connected engines, ordered by id."""
         return self._links.connected()
 
+    def problem(self) -> str | None:
+        """Why engines that come are not noticed; None when they are."""
+        return self._links.problem()
+
     async def generate(self, model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
         """Run requests; each item is all that arrived since the one before (`Backend.generate` says the rest)."""
         call = Call()

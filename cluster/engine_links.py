@@ -76,6 +76,7 @@ class EngineLinks:
         self._tasks: dict[str, asyncio.Task[None]] = {}  # one per engine in the directory
         self._connected: dict[str, EngineLink] = {}
         self._watcher: asyncio.Task[None] | None = None
+        self._problem: str | None = None  # with the latest look into the directory
 
     async def start(self) -> None:
         """Begin to follow the directory."""
@@ -94,10 +95,23 @@ class EngineLinks:
         """The connected engines, ordered by id."""
         return [self._connected[engine_id] for engine_id in sorted(self._connected)]
 
+    def problem(self) -> str | None:
+        """Why engines that come are not noticed; None when they are."""
+        if self._watcher is None or self._watcher.done():
+            return "the directory of engines is not followed"
+        return self._problem
+
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(POLL_S)
-            await self._refresh()
+            try:
+                await self._refresh()
+                self._problem = None
+            except (
+                Exception
+            ) as error:  # told by `problem()`; the next round may go well, and without it nobody is found
+                self._problem = f"the directory of engines cannot be followed ({error!r})"
+                logger.exception("A look into the directory of engines failed")
 
     async def _refresh(self) -> None:
         """Begin to connect to engines that are new in the directory."""

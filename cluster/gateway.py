@@ -42,7 +42,10 @@ class EngineBackend:
         self._client.abort(request_ids)
 
     async def check_health(self) -> None:
-        """Health is forward progress: an engine is connected, and its step loop advances."""
+        """Health is forward progress: an engine is connected, its step loop advances, and new engines are noticed."""
+        problem = self._client.problem()
+        if problem is not None:
+            raise EngineError(f"New engines are not noticed: {problem}.")
         links = self._client.links()
         if not links:
             raise EngineError("No engine is connected.")

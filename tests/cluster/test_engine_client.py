@@ -13,6 +13,7 @@ from quire.cluster import engine_links, transport
 from quire.cluster.directory import Directory, EngineRecord, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
+from quire.cluster.gateway import EngineBackend
 from quire.cluster.router import EngineSnapshot, LeastLoaded
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
 from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats
@@ -178,6 +179,36 @@ async def test_an_engine_writes_its_entry_again_until_it_leaves(monkeypatch: pyt
     await registration.end()
     await asyncio.sleep(0.1)
     assert directory.engine_ids() == []
+
+
+async def test_a_look_into_the_directory_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_links, "POLL_S", 0.01)
+    store = DictStore()
+    directory = Directory(store, "app")
+    client = EngineClient(directory, "gateway-1", LeastLoaded())
+    backend = EngineBackend(client, [])
+    await client.start()
+    engine = await start_engine(directory, "e1")
+    await until(lambda: len(client.links()) == 1)
+    await backend.check_health()
+
+    def fails(prefix: str) -> list[str]:
+        raise RuntimeError("an error that nobody expected")
+
+    monkeypatch.setattr(store, "keys", fails)
+    await until(lambda: client.problem() is not None)
+    with pytest.raises(EngineError, match=r"New engines are not noticed: .*an error that nobody expected"):
+        await backend.check_health()
+    monkeypatch.undo()
+    await until(lambda: client.problem() is None)
+    second = await start_engine(directory, "e2")
+    await until(lambda: len(client.links()) == 2)
+    await backend.check_health()
+    await client.close()
+    with pytest.raises(EngineError, match="the directory of engines is not followed"):
+        await backend.check_health()
+    await engine.close()
+    await second.close()
 
 
 async def test_with_no_engine_the_error_says_so(directory: Directory) -> None:
