@@ -39,7 +39,7 @@ class Engine:
         directory = Directory(GcsStore(), context.app_name)
         info = load_model_info(config.model)
         core = await asyncio.to_thread(start_core, config, info)
-        self._server = EngineServer(core, self._engine_id, directory.secret(), config.parallel.step_timeout_s)
+        self._server = EngineServer(core, self._engine_id, directory.secret(), config.parallel)
         host = node_address()
         port = await self._server.start(host)
         self._server.failed.add_done_callback(self._on_core_failure)

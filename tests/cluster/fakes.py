@@ -14,10 +14,11 @@ from fake_executor import FakeExecutor, expected_tokens
 
 from quire.cluster.directory import Directory, EngineRecord
 from quire.cluster.engine_server import EngineServer
+from quire.engine.config import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
-__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "start_engine"]
+__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "make_core", "start_engine"]
 
 MODEL = "fake"
 HOST = "127.0.0.1"
@@ -63,7 +64,7 @@ async def start_engine(
     directory: Directory, engine_id: str, core: EngineCore | None = None, *, model: str = MODEL
 ) -> EngineServer:
     """An engine on a fake core, listening and registered."""
-    server = EngineServer(core or fake_core(), engine_id, directory.secret(), step_timeout_s=5.0)
+    server = EngineServer(core or fake_core(), engine_id, directory.secret(), ParallelConfig(step_timeout_s=5.0))
     port = await server.start(HOST)
     directory.register(EngineRecord(engine_id=engine_id, model=model, host=HOST, port=port, max_model_len=800))
     return server

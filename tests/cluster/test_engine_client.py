@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 
+import msgspec
 import pytest
-from fakes import MODEL, DictStore, expected_tokens, fake_core, start_engine
+from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine
 
 from quire.cluster import directory as directory_module
 from quire.cluster import engine_links, transport
@@ -15,8 +18,9 @@ from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.gateway import EngineBackend
 from quire.cluster.router import EngineSnapshot, LeastLoaded
+from quire.engine.config import ParallelConfig
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
-from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats
+from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.engine.sampling_params import SamplingParams
 
 
@@ -280,10 +284,7 @@ async def test_a_large_request_neither_fills_the_buffer_nor_harms_others(
     await until(lambda: len(client.links()) == 1)
     (link,) = client.links()
     others = [asyncio.create_task(collect(client, request(f"r{i}", 100, seed=i))) for i in range(3)]
-    params = SamplingParams(max_tokens=2, ignore_eos=True, stop_token_ids=(40000,) * 500_000)
-    large = [
-        EngineRequest(request_id=f"x{i}", prompt_token_ids=[1, 2, 3], sampling_params=params, seed=3) for i in range(12)
-    ]
+    large = [msgspec.structs.replace(request(f"x{i}", 2), tenant="t" * 1_500_000) for i in range(12)]
     sending = asyncio.create_task(collect(client, *large))
     most = 0
     while not sending.done():
@@ -347,7 +348,7 @@ async def test_repeats_are_dropped_and_a_gap_is_an_error(directory: Directory, c
 
 
 async def test_a_stalled_step_is_a_problem(directory: Directory) -> None:
-    server = EngineServer(fake_core(step_s=0.3), "e", directory.secret(), step_timeout_s=0.05)
+    server = EngineServer(fake_core(step_s=0.3), "e", directory.secret(), ParallelConfig(step_timeout_s=0.05))
     await server.start("127.0.0.1")
     assert server.problem() is None
     server._engine.add(request("r", 2))
@@ -356,6 +357,34 @@ async def test_a_stalled_step_is_a_problem(directory: Directory) -> None:
     await until(lambda: server.problem() is None)
     await server.close()
     assert server.problem() == "the engine's step loop has ended"
+
+
+@pytest.mark.parametrize(("startup_timeout_s", "healthy"), [(60.0, True), (0.05, False)])
+async def test_rebuilding_the_ranks_may_take_as_long_as_starting_them(
+    directory: Directory, startup_timeout_s: float, healthy: bool
+) -> None:
+    restarting, go_on = threading.Event(), threading.Event()
+
+    class SlowRestart(PacedExecutor):
+        def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+            self._fail_steps = {0}
+            return super().execute(step)
+
+        def restart(self) -> None:
+            restarting.set()
+            assert go_on.wait(10)
+            super().restart()
+
+    limits = ParallelConfig(step_timeout_s=0.05, startup_timeout_s=startup_timeout_s)
+    server = EngineServer(make_core(SlowRestart()), "e", directory.secret(), limits)
+    await server.start("127.0.0.1")
+    server._engine.add(request("r", 2))
+    await asyncio.to_thread(restarting.wait, 10)
+    await asyncio.sleep(0.15)
+    assert (server.problem() is None) == healthy
+    go_on.set()
+    await until(lambda: server.problem() is None)
+    await server.close()
 
 
 def test_the_directory_keeps_records_and_one_secret() -> None:
