@@ -9,9 +9,10 @@ Chunked prefill, prefix hits, decode, recompute after preemption and resume afte
 of `RequestQueue`. Where the cache is full, the running request that would be served last gives way: it loses its row
 and its blocks, and waits at the front of its class. What it had cached often still is when it comes back.
 
-Cost of one step (schedule + update), every request decoding one token, context about 500, block size 16, prefix caching
-on: see `quire bench scheduler`. In steady decode only array operations run over all rows; Python walks over the rows
-that reach a block boundary, and over the new tokens.
+Cost of a step (schedule + update; every request decoding, context about 500, block size 16, prefix caching on; CPU time
+of one thread by `quire bench scheduler`, 2 cores of an AMD EPYC): 111 us for 64 running requests, 334 us for 256, 1,168
+us for 1024; the same with 100,000 waiting. In steady decode only array operations run over all rows; Python walks over
+the rows that reach a block boundary, and over the new tokens.
 """
 
 from __future__ import annotations
