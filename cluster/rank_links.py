@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
+import struct
 import time
 from collections.abc import Sequence
 
@@ -43,6 +44,12 @@ class RankLink:
 
     def fileno(self) -> int:
         return self._socket.fileno()
+
+    def limit_sends(self, timeout_s: float) -> None:
+        """From now on, sending fails when the peer makes no room for `timeout_s`. Receiving goes on waiting."""
+        seconds, fraction = divmod(timeout_s, 1.0)
+        timeval = struct.pack("ll", int(seconds), int(fraction * 1e6))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
 
     def send(self, payload: bytes) -> None:
         self.send_frame(frame(payload))

@@ -155,6 +155,8 @@ class Gang:
         try:
             self._runs = [actor.run.remote(host, server.port, secret) for actor in self._actors]
             self._links = server.accept(self._world_size, self._startup_timeout_s)
+            for link in self._links:
+                link.limit_sends(self._step_timeout_s)
         except TransportError as error:
             raise ExecutorError(f"{error.message} {self._cause_of_death()}") from error
         finally:
@@ -163,17 +165,21 @@ class Gang:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Send a step to all ranks, encoded once."""
+        """Send a step to all ranks, encoded once.
+
+        A rank that hangs does not read either. So the deadline runs before the step is sent, in the gathering thread,
+        and that thread can give the ranks up while this one still waits for room in a socket.
+        """
         future: Future[ModelRunnerOutput] = Future()
         with self._lock:
             if self._error is not None:
                 future.set_exception(self._error)
                 return future
             self._pending.append(future)
-            # A broken link is met by the gathering thread as well, which says why it broke.
-            with contextlib.suppress(TransportError):
-                broadcast(self._links, encoder.encode(step))
-            self._wake.put(True)
+        self._wake.put(True)
+        # A broken link is met by the gathering thread as well, which says why it broke.
+        with contextlib.suppress(TransportError):
+            broadcast(self._links, encoder.encode(step))
         return future
 
     def stop(self, reason: str) -> None:

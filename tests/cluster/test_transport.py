@@ -241,6 +241,17 @@ def test_silent_ranks_are_named() -> None:
         gather(links, 0.05)
 
 
+def test_a_rank_that_does_not_read_ends_a_send() -> None:
+    """And only a send: a rank that reads may take as long as it likes."""
+    links, ranks = connect_all(RankServer(HOST, SECRET), 1)
+    links[0].limit_sends(0.2)
+    timer = threading.Timer(0.5, ranks[0].send, [b"late"])
+    timer.start()
+    assert links[0].recv() == b"late"
+    with pytest.raises(TransportError, match="rank 0"):
+        links[0].send(bytes(60 << 20))
+
+
 def test_missing_ranks_are_named_and_strangers_are_turned_away() -> None:
     server = RankServer(HOST, SECRET)
     with ThreadPoolExecutor() as pool:
