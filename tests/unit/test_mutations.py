@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -98,11 +99,25 @@ def test_the_copy_without_a_fault_passes(tmp_path: Path) -> None:
     assert passes, output[-3000:]
 
 
-@pytest.mark.parametrize(("file", "old", "new"), [fault[1:] for fault in FAULTS], ids=[fault[0] for fault in FAULTS])
-def test_the_suite_notices(file: str, old: str, new: str, tmp_path: Path) -> None:
-    engine = copy_engine(tmp_path)
-    source = (engine / file).read_text()
-    assert source.count(old) == 1, f"{file} does not hold this line once any more: adapt the fault"
-    (engine / file).write_text(source.replace(old, new))
-    passes, output = suite_passes(tmp_path)
-    assert not passes, f"the fault went unnoticed: {output[-500:]}"
+@pytest.fixture(scope="module")
+def noticed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, str]]:
+    """By fault: whether the suite noticed it, and what it printed. As many at a time as there are cores."""
+
+    def try_fault(fault: tuple[str, str, str, str]) -> tuple[bool, str]:
+        what, file, old, new = fault
+        root = tmp_path_factory.mktemp("fault")
+        path = copy_engine(root) / file
+        source = path.read_text()
+        assert source.count(old) == 1, f"{what}: {file} does not hold this line once any more, adapt the fault"
+        path.write_text(source.replace(old, new))
+        passes, output = suite_passes(root)
+        return not passes, output
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        return dict(zip((fault[0] for fault in FAULTS), pool.map(try_fault, FAULTS), strict=True))
+
+
+@pytest.mark.parametrize("what", [fault[0] for fault in FAULTS])
+def test_the_suite_notices(what: str, noticed: dict[str, tuple[bool, str]]) -> None:
+    found, output = noticed[what]
+    assert found, f"the fault went unnoticed: {output[-500:]}"
