@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
-from quire.engine.errors import EngineError, QuireError
+from quire.engine.errors import EngineError, OverloadedError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest
 
 from .directory import Directory, EngineRecord
@@ -24,6 +24,7 @@ from .router import RoutingPolicy
 
 logger = logging.getLogger(__name__)
 
+RETRY_S = 0.25  # before a stream that found all engines full asks again; their load reports come as often
 MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it is given up
 
 
@@ -47,7 +48,18 @@ class Call:
 class Stream:
     """The journal of one request."""
 
-    __slots__ = ("attempt", "call", "engine", "model", "num_losses", "request", "timer", "token_ids")
+    __slots__ = (
+        "attempt",
+        "call",
+        "engine",
+        "give_up_at",
+        "model",
+        "num_losses",
+        "refusal",
+        "request",
+        "timer",
+        "token_ids",
+    )
 
     def __init__(self, call: Call, model: str, request: EngineRequest) -> None:
         self.call = call
@@ -57,7 +69,9 @@ class Stream:
         self.engine: EngineLink | None = None
         self.attempt = 0
         self.num_losses = 0
-        self.timer: asyncio.TimerHandle | None = None  # runs while the stream has no engine
+        self.timer: asyncio.TimerHandle | None = None  # runs to `give_up_at` while the stream has no engine
+        self.give_up_at: float | None = None  # in the loop's time; set since its last engine was lost
+        self.refusal: QuireError | None = None  # of the last engine that was full
 
     @property
     def wire_id(self) -> str:
@@ -174,10 +188,8 @@ class EngineClient:
         """Send a stream to an engine, or let it wait for one."""
         ready = {link.record.engine_id: link for link in self.links() if link.record.model == stream.model}
         if not ready:
+            self._wait(stream)
             self._homeless[stream.wire_id] = stream
-            if stream.timer is None:
-                loop = asyncio.get_running_loop()
-                stream.timer = loop.call_later(self._failover_timeout_s, self._give_up, stream)
             return
         engine_id = self._policy.choose(stream.request, [link.snapshot() for link in ready.values()])
         link = ready[engine_id]
@@ -189,9 +201,34 @@ class EngineClient:
         link.num_recent += 1
         link.send(Add(stream.to_submit()))
 
+    def _wait(self, stream: Stream) -> None:
+        """The stream has no engine: bound for how long."""
+        loop = asyncio.get_running_loop()
+        if stream.give_up_at is None:
+            stream.give_up_at = loop.time() + self._failover_timeout_s
+        if stream.timer is None:
+            stream.timer = loop.call_at(stream.give_up_at, self._give_up, stream)
+
     def _give_up(self, stream: Stream) -> None:
         message = f"No engine was available for this request within {self._failover_timeout_s:g} s."
-        self._fail(stream, EngineError(message))
+        self._fail(stream, stream.refusal or EngineError(message))
+
+    def _retry(self, stream: Stream) -> None:
+        """Ask again for a stream that was refused, unless an engine that came has it already, or it has ended."""
+        if self._homeless.pop(stream.wire_id, None) is not None:
+            self._place(stream)
+
+    def _refused(self, stream: Stream, error: QuireError) -> None:
+        """An engine does not take a stream. One that was open already has nobody who could try again: it stays."""
+        stream.engine = None
+        if not isinstance(error, OverloadedError) or stream.attempt == 0:
+            self._fail(stream, error)
+            return
+        stream.attempt += 1
+        stream.refusal = error
+        self._wait(stream)
+        self._homeless[stream.wire_id] = stream
+        asyncio.get_running_loop().call_later(RETRY_S, self._retry, stream)
 
     # What happens on the links (`engine_links.LinkUser`)
 
@@ -211,11 +248,13 @@ class EngineClient:
             )
         for stream in streams:
             stream.engine = None
+            stream.give_up_at = stream.refusal = None
             stream.num_losses += 1
             stream.attempt += 1
             if stream.num_losses >= MAX_LOSSES:
                 self._fail(stream, EngineError(f"{stream.num_losses} engines in a row were lost with this request."))
             elif stream.num_losses == MAX_LOSSES - 1:
+                self._wait(stream)
                 self._trials.add(stream)
             else:
                 self._place(stream)
@@ -229,8 +268,7 @@ class EngineClient:
         elif isinstance(message, Refused):
             stream = link.streams.pop(message.request_id, None)
             if stream is not None:
-                stream.engine = None
-                self._fail(stream, message.to_error())
+                self._refused(stream, message.to_error())
 
     def _on_output(self, link: EngineLink, output: EngineOutput) -> None:
         stream = link.streams.get(output.request_id)

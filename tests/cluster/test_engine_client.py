@@ -318,6 +318,43 @@ async def test_refusals_keep_their_type(directory: Directory, client: EngineClie
     await engine.close()
 
 
+async def test_a_stream_that_lost_its_engine_waits_for_room_at_a_full_one(
+    directory: Directory, client: EngineClient
+) -> None:
+    """Whether it had a token or not: its client has been told that the request is accepted."""
+    first = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1))
+    begun = asyncio.create_task(collect(client, request("begun", 30)))
+    waiting = asyncio.create_task(collect(client, request("waiting", 30)))
+    await until(lambda: first.load().stats.num_generation_tokens > 3)
+    full = await start_engine(directory, "e2", fake_core(step_s=0.01, max_num_seqs=1, max_queued_requests=1))
+    await until(lambda: len(client.links()) == 2)
+    for i in range(2):
+        full._engine.add(request(f"x{i}", 100))
+    await until(lambda: full.load().stats.num_waiting == 1)
+    await first.close()
+    assert await asyncio.gather(begun, waiting) == [{"begun": expected(30)}, {"waiting": expected(30)}]
+    await until(lambda: is_idle(full))
+    await full.close()
+
+
+async def test_a_stream_that_finds_no_room_in_time_says_why(directory: Directory, client: EngineClient) -> None:
+    client._failover_timeout_s = 0.6
+    first = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1))
+    begun = asyncio.create_task(collect(client, request("begun", 100)))
+    waiting = asyncio.create_task(collect(client, request("waiting")))
+    await until(lambda: first.load().stats.num_generation_tokens > 3)
+    full = await start_engine(directory, "e2", fake_core(step_s=0.05, max_num_seqs=1, max_queued_requests=1))
+    await until(lambda: len(client.links()) == 2)
+    for i in range(2):
+        full._engine.add(request(f"x{i}", 500))
+    await until(lambda: full.load().stats.num_waiting == 1)
+    await first.close()
+    with pytest.raises(OverloadedError):
+        await waiting
+    begun.cancel()
+    await full.close()
+
+
 async def test_fifty_open_and_close_cycles_leave_nothing(directory: Directory, client: EngineClient) -> None:
     engine = await start_engine(directory, "e1", fake_core(step_s=0.001))
     for i in range(50):
