@@ -77,6 +77,11 @@ class Stream:
     def wire_id(self) -> str:
         return self.request.request_id if self.attempt == 0 else f"{self.request.request_id}@{self.attempt}"
 
+    def fits(self, engine: EngineRecord) -> bool:
+        """Whether an engine's context holds the request to its end: a smaller one would cut an answer that has begun."""
+        request = self.request
+        return len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 1) <= engine.max_model_len
+
     def to_submit(self) -> EngineRequest:
         """The request as the next engine gets it."""
         return msgspec.structs.replace(self.request, request_id=self.wire_id, resume_token_ids=list(self.token_ids))
@@ -114,8 +119,8 @@ class Trials:
 class EngineClient:
     """Everything a gateway knows of its engines. All methods run on one event loop.
 
-    `failover_timeout_s` bounds how long a stream waits for an engine when there is none. `on_engine` is called with
-    each engine that becomes connected, before it gets its first request.
+    `failover_timeout_s` bounds how long a stream waits for an engine when there is none. `on_engines` is called with
+    the connected engines when there are others than before, and before a new one gets its first request.
     """
 
     def __init__(
@@ -125,12 +130,12 @@ class EngineClient:
         policy: RoutingPolicy,
         *,
         failover_timeout_s: float = 60.0,
-        on_engine: Callable[[EngineRecord], None] = lambda _: None,
+        on_engines: Callable[[Sequence[EngineRecord]], None] = lambda _: None,
     ) -> None:
         self._links = EngineLinks(directory, identity, self)
         self._policy = policy
         self._failover_timeout_s = failover_timeout_s
-        self._on_engine = on_engine
+        self._on_engines = on_engines
         self._streams: dict[str, Stream] = {}  # all live ones, by request id
         self._homeless: dict[str, Stream] = {}  # streams without an engine, by wire id, oldest first
         self._trials = Trials(self._place)
@@ -186,7 +191,11 @@ class EngineClient:
 
     def _place(self, stream: Stream) -> None:
         """Send a stream to an engine, or let it wait for one."""
-        ready = {link.record.engine_id: link for link in self.links() if link.record.model == stream.model}
+        links = [link for link in self.links() if link.record.model == stream.model]
+        fitting = [link for link in links if stream.fits(link.record)]
+        if not fitting and stream.attempt == 0:
+            fitting = links  # nothing is lost yet: any of them can tell what it would have to be
+        ready = {link.record.engine_id: link for link in fitting}
         if not ready:
             self._wait(stream)
             self._homeless[stream.wire_id] = stream
@@ -232,15 +241,16 @@ class EngineClient:
 
     # What happens on the links (`engine_links.LinkUser`)
 
-    def on_connected(self, link: EngineLink) -> None:
-        """An engine is there: it gets the streams that wait for one."""
-        self._on_engine(link.record)
+    def on_connected(self, link: EngineLink) -> None:  # noqa: ARG002
+        """An engine is there: streams that wait for one may get it."""
+        self._tell_engines()
         waiting, self._homeless = list(self._homeless.values()), {}
         for stream in waiting:
             self._place(stream)
 
     def on_lost(self, link: EngineLink, reason: str) -> None:
         """An engine is gone: its streams go elsewhere."""
+        self._tell_engines()
         streams, link.streams = list(link.streams.values()), {}
         if streams:
             logger.warning(
@@ -269,6 +279,9 @@ class EngineClient:
             stream = link.streams.pop(message.request_id, None)
             if stream is not None:
                 self._refused(stream, message.to_error())
+
+    def _tell_engines(self) -> None:
+        self._on_engines([link.record for link in self.links()])
 
     def _on_output(self, link: EngineLink, output: EngineOutput) -> None:
         stream = link.streams.get(output.request_id)

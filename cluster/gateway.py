@@ -77,15 +77,19 @@ class Gateway:
             self._gateway_id,
             LeastLoaded(),
             failover_timeout_s=config.api.failover_timeout_s,
-            on_engine=self._limit_context,
+            on_engines=self._limit_context,
         )
         self._backend = EngineBackend(self._client, [self._model])
         await self._client.start()
 
-    def _limit_context(self, engine: EngineRecord) -> None:
-        """An engine whose cache is small serves less than the model could: refuse here what it would refuse."""
+    def _limit_context(self, engines: Sequence[EngineRecord]) -> None:
+        """An engine whose cache is small serves less than the model could: refuse here what all of them would refuse.
+
+        While none is there, the limit stays: the next one will be like the last.
+        """
+        lengths = [engine.max_model_len for engine in engines if engine.model == self._model.name]
         processor = self._model.input_processor
-        processor.max_model_len = min(processor.max_model_len, engine.max_model_len)
+        processor.max_model_len = max(lengths, default=processor.max_model_len)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(

@@ -61,6 +61,14 @@ async def until(condition, timeout_s: float = 5.0) -> None:
             await asyncio.sleep(0.01)
 
 
+async def fill(engine: EngineServer, num_tokens: int) -> None:
+    """Occupy an engine with one row and one place in its queue."""
+    engine._engine.add(request("x0", num_tokens))
+    await until(lambda: engine.load().stats.num_running == 1)
+    engine._engine.add(request("x1", num_tokens))
+    await until(lambda: engine.load().stats.num_waiting == 1)
+
+
 def is_idle(engine: EngineServer) -> bool:
     stats = engine.load().stats
     return (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
@@ -328,9 +336,7 @@ async def test_a_stream_that_lost_its_engine_waits_for_room_at_a_full_one(
     await until(lambda: first.load().stats.num_generation_tokens > 3)
     full = await start_engine(directory, "e2", fake_core(step_s=0.01, max_num_seqs=1, max_queued_requests=1))
     await until(lambda: len(client.links()) == 2)
-    for i in range(2):
-        full._engine.add(request(f"x{i}", 100))
-    await until(lambda: full.load().stats.num_waiting == 1)
+    await fill(full, 100)
     await first.close()
     assert await asyncio.gather(begun, waiting) == [{"begun": expected(30)}, {"waiting": expected(30)}]
     await until(lambda: is_idle(full))
@@ -345,14 +351,36 @@ async def test_a_stream_that_finds_no_room_in_time_says_why(directory: Directory
     await until(lambda: first.load().stats.num_generation_tokens > 3)
     full = await start_engine(directory, "e2", fake_core(step_s=0.05, max_num_seqs=1, max_queued_requests=1))
     await until(lambda: len(client.links()) == 2)
-    for i in range(2):
-        full._engine.add(request(f"x{i}", 500))
-    await until(lambda: full.load().stats.num_waiting == 1)
+    await fill(full, 500)
     await first.close()
     with pytest.raises(OverloadedError):
         await waiting
     begun.cancel()
     await full.close()
+
+
+async def test_a_request_goes_to_engines_that_can_hold_it(directory: Directory) -> None:
+    """Also when it has lost its engine and a smaller one has no other work."""
+    seen: list[list[int]] = []
+    client = EngineClient(
+        directory, "g", LeastLoaded(), on_engines=lambda records: seen.append([r.max_model_len for r in records])
+    )
+    await client.start()
+    large = await start_engine(directory, "e1", fake_core(step_s=0.005, max_model_len=400))
+    small = await start_engine(directory, "e2", fake_core(max_model_len=100))
+    await until(lambda: len(client.links()) == 2)
+    stream = asyncio.create_task(collect(client, request("r", 200)))
+    await until(lambda: large.load().stats.num_generation_tokens > 3)
+    await large.close()
+    await until(lambda: len(client.links()) == 1)
+    assert await collect(client, request("short", 97)) == {"short": expected(97)}
+    assert not stream.done()
+    another = await start_engine(directory, "e3", fake_core(max_model_len=400))
+    assert await stream == {"r": expected(200)}
+    assert seen[-3:] == [[400, 100], [100], [100, 400]]
+    await client.close()
+    await small.close()
+    await another.close()
 
 
 async def test_fifty_open_and_close_cycles_leave_nothing(directory: Directory, client: EngineClient) -> None:
