@@ -20,6 +20,8 @@ from quire.engine.errors import InvalidRequestError, ModelNotFoundError, Overloa
 
 from .responses import ErrorBody, ErrorDetail
 
+_SHOWN_PATH_CHARS = 200
+
 
 class BodyTooLargeError(InvalidRequestError):
     """The body has more bytes than the service reads."""
@@ -76,7 +78,7 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        where = f"{request.method} {request.url.path}"
+        where = f"{request.method} {request.url.path[:_SHOWN_PATH_CHARS]}"
         detail = f"{HTTPStatus(error.status_code).phrase}: {where} does not exist."
         if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
             detail = f"{HTTPStatus(error.status_code).phrase}: {where}."

@@ -101,13 +101,21 @@ def parse_request(schema: type[T], body: bytes) -> T:
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidRequestError(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+        raise InvalidRequestError(_why_not_json(str(error)), code="invalid_json") from error
     if not isinstance(data, dict):
-        raise InvalidRequestError(f"The body must be a JSON object, got {shown(data)}.")
+        raise InvalidRequestError(f"The body must be a JSON object, got {shown(data)}.", code="invalid_body")
     try:
         return schema.model_validate(_known_fields(schema, data))
     except ValidationError as error:
         raise _as_request_error(schema, error) from error
+
+
+def _why_not_json(error: str) -> str:
+    """In the words of the decoder, but for what it calls malformed although the grammar of JSON allows it."""
+    if "surrogate" in error:
+        where = error[error.rfind("(") :] if error.endswith(")") else ""
+        return f"The body holds half of a UTF-16 surrogate pair, which is not a character {where}".rstrip() + "."
+    return f"The body is not valid JSON: {error}."
 
 
 def shown(value: object) -> str:

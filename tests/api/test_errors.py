@@ -129,6 +129,10 @@ async def test_a_request_that_cannot_work(
         (b"", "The body is not valid JSON: Input data was truncated."),
         (b'{"model": ', "The body is not valid JSON: Input data was truncated."),
         (b"hello", "The body is not valid JSON: JSON is malformed: invalid character (byte 0)."),
+        (
+            b'{"model": "\\udc00"}',
+            "The body holds half of a UTF-16 surrogate pair, which is not a character (byte 17).",
+        ),
         (b"[1, 2]", "The body must be a JSON object, got [1, 2]."),
     ],
 )
@@ -137,7 +141,7 @@ async def test_bodies_that_are_not_json(
 ) -> None:
     response = await client.post(path, content=content)
     assert response.status_code == 400
-    assert response.json() == error(message, None, None if content.startswith(b"[") else "invalid_json")
+    assert response.json() == error(message, None, "invalid_body" if content.startswith(b"[") else "invalid_json")
     await still_answers(client)
 
 
@@ -231,6 +235,9 @@ async def test_a_body_that_is_too_large(client: httpx.AsyncClient, declared: boo
 async def test_unknown_paths_and_methods(client: httpx.AsyncClient) -> None:
     response = await client.get("/v2/models")
     assert (response.status_code, response.json()) == (404, error("Not Found: GET /v2/models does not exist."))
+    response = await client.get("/" + "x" * 5000)
+    message = f"Not Found: GET /{'x' * 199} does not exist."
+    assert (response.status_code, response.json()) == (404, error(message))
     response = await client.get("/v1/completions")
     assert (response.status_code, response.json()) == (405, error("Method Not Allowed: GET /v1/completions."))
     assert response.headers["allow"] == "POST"
