@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
@@ -50,6 +51,7 @@ class Stream:
 
     __slots__ = (
         "attempt",
+        "begun",
         "call",
         "engine",
         "give_up_at",
@@ -62,6 +64,7 @@ class Stream:
     )
 
     def __init__(self, call: Call, model: str, request: EngineRequest) -> None:
+        self.begun = time.monotonic()
         self.call = call
         self.model = model
         self.request = request
@@ -83,8 +86,16 @@ class Stream:
         return len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 1) <= engine.max_model_len
 
     def to_submit(self) -> EngineRequest:
-        """The request as the next engine gets it."""
-        return msgspec.structs.replace(self.request, request_id=self.wire_id, resume_token_ids=list(self.token_ids))
+        """The request as the next engine gets it. A deadline counts from the arrival there, and goes on here."""
+        deadline_ms = self.request.deadline_ms
+        if deadline_ms is not None:
+            deadline_ms = max(1, deadline_ms - round(1000 * (time.monotonic() - self.begun)))
+        return msgspec.structs.replace(
+            self.request,
+            request_id=self.wire_id,
+            resume_token_ids=list(self.token_ids),
+            deadline_ms=deadline_ms,
+        )
 
 
 class Trials:

@@ -15,7 +15,7 @@ Counters restart from zero with their process, which `rate()` takes into account
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,7 +30,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0)
 _ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
 _E2E_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
+_FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error", "deadline")
 
 # Numbers of engines: name, description, value.
 _GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
@@ -41,6 +41,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
         "Share of the KV cache's blocks that requests refer to; 1 is all.",
         lambda s: s.kv_cache_usage,
     ),
+    ("num_tokens_waiting", "Known tokens of requests that wait for a row.", lambda s: s.num_waiting_tokens),
     ("num_kv_blocks", "Blocks of the KV cache.", lambda s: s.num_blocks),
     ("num_used_kv_blocks", "Blocks of the KV cache that requests refer to.", lambda s: s.num_used_blocks),
 )
@@ -50,6 +51,13 @@ _COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
     ("num_preemptions", "Times a request lost its blocks to others.", lambda s: s.num_preemptions),
     ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", lambda s: s.prefix_cache_queries),
     ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", lambda s: s.prefix_cache_hits),
+    (
+        "prefix_cache_ghost_hits",
+        "Further prompt tokens that a cache of twice the size would have found.",
+        lambda s: s.prefix_cache_ghost_hits,
+    ),
+    ("num_evictions", "Cached blocks that were lost to others.", lambda s: s.num_evictions),
+    ("num_deadlines_missed", "Requests that ended at their deadline.", lambda s: s.num_deadlines_missed),
     ("engine_steps", "Steps of the engine.", lambda s: s.num_steps),
 )
 
@@ -92,6 +100,12 @@ class GatewayMetrics:
             (*labels, "finished_reason"),
             registry=self._registry,
         )
+        self._waits = Counter(
+            "quire:request_wait_seconds",
+            "Seconds that requests waited in their engines, by cause.",
+            (*labels, "cause"),
+            registry=self._registry,
+        )
         self._of_model: dict[str, _ModelMetrics] = {}
 
     def start(self, model: str, num_choices: int) -> RequestMetrics:
@@ -104,6 +118,7 @@ class GatewayMetrics:
                 self._itl.labels(*labels),
                 self._e2e.labels(*labels),
                 {reason: self._ended.labels(*labels, reason) for reason in _FINISH_REASONS},
+                lambda cause: self._waits.labels(*labels, cause),
             )
         return RequestMetrics(found, self._clock, num_choices)
 
@@ -118,6 +133,7 @@ class _ModelMetrics(NamedTuple):
     itl: Histogram
     e2e: Histogram
     ended: dict[FinishReason, Counter]
+    waited: Callable[[str], Counter]  # by cause
 
 
 class RequestMetrics:
@@ -140,6 +156,11 @@ class RequestMetrics:
             return
         for _ in range(count):  # nearly always one
             self._metrics.itl.observe((now - last) / count)
+
+    def waited(self, seconds: Mapping[str, float]) -> None:
+        """By cause, over the life of one answer."""
+        for cause, waited_s in seconds.items():
+            self._metrics.waited(cause).inc(waited_s)
 
     def ended(self, reason: FinishReason) -> None:
         """One answer ended."""

@@ -11,7 +11,6 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.detokenizer import TokenDecoder
 from quire.engine.errors import InvalidRequestError
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput
@@ -45,8 +44,8 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     room = served.input_processor.room_after(prompt, "messages")
     params = request.sampling_params(served.info.generation_defaults, room)
     answer_id = new_id("chatcmpl")
-    requests = served.input_processor.process(answer_id, prompt, params, param="messages")
-    generation = Generation(context.backend, served, [requests], metrics)
+    requests = served.input_processor.process(answer_id, prompt, params, param="messages", options=request.options())
+    generation = Generation(context.backend, served, [requests], metrics, include_report=request.include_report)
     answer = _ChatAnswer(answer_id, served, generation)
     if request.stream:
         return await stream_response(http, answer.events(include_usage=request.include_usage))
@@ -85,7 +84,7 @@ class _ChatAnswer:
         self._generation = generation
 
     def whole(self) -> ChatCompletion:
-        choices = [_choice(state, self._decoder) for state in self._generation.states]
+        choices = [self._choice(state) for state in self._generation.states]
         return ChatCompletion(self._id, self._created, self._model, choices, self._generation.usage())
 
     async def events(self, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
@@ -108,12 +107,13 @@ class _ChatAnswer:
             None if delta.logprobs is None else chat_logprobs(delta.logprobs, self._decoder),
             delta.finish_reason,
             UNSET if delta.finish_reason is None else delta.stop_reason,
+            self._generation.report_of(delta),
         )
+
+    def _choice(self, state: RequestState) -> ChatChoice:
+        logprobs = None if state.logprobs is None else chat_logprobs(state.logprobs, self._decoder)
+        message, report = AssistantMessage(state.text), self._generation.report_of(state)
+        return ChatChoice(state.index, message, logprobs, state.finish_reason, state.stop_reason, report)
 
     def _event(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> bytes:
         return event(ChatChunk(self._id, self._created, self._model, choices, usage))
-
-
-def _choice(state: RequestState, decoder: TokenDecoder) -> ChatChoice:
-    logprobs = None if state.logprobs is None else chat_logprobs(state.logprobs, decoder)
-    return ChatChoice(state.index, AssistantMessage(state.text), logprobs, state.finish_reason, state.stop_reason)

@@ -32,12 +32,13 @@ async def completions(http: Request, context: ApiContext) -> Response:
     metrics = context.metrics.start(served.name, len(prompts) * (request.n or 1))
     token_ids, room = await off_the_loop(body, lambda: _tokenize_all(served, prompts))
     params = request.sampling_params(served.info.generation_defaults, room)
+    options = request.options()
     answer_id = new_id("cmpl")
     engine_requests = []
     for i, prompt_token_ids in enumerate(token_ids):
         request_id = answer_id if len(prompts) == 1 else f"{answer_id}-p{i}"
-        engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params))
-    generation = Generation(context.backend, served, engine_requests, metrics)
+        engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params, options=options))
+    generation = Generation(context.backend, served, engine_requests, metrics, include_report=request.include_report)
     echoed = await off_the_loop(body, lambda: _echoed_texts(served, prompts, params.n)) if request.echo else []
     answer = _CompletionAnswer(answer_id, served, generation, echoed)
     if request.stream:
@@ -90,7 +91,8 @@ class _CompletionAnswer:
         text, index = output.text, output.index
         if self._echoed:
             text, self._echoed[index] = self._echoed[index] + text, ""
-        return CompletionChoice(index, text, self._logprobs(output), output.finish_reason, output.stop_reason)
+        logprobs, report = self._logprobs(output), self._generation.report_of(output)
+        return CompletionChoice(index, text, logprobs, output.finish_reason, output.stop_reason, report)
 
     def _logprobs(self, output: CompletionOutput) -> CompletionLogprobs | None:
         if output.logprobs is None:

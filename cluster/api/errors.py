@@ -1,6 +1,7 @@
 """The one place where errors become HTTP statuses and OpenAI error bodies.
 
-400 a request that cannot work (never 422), 404 an unknown model or path, 405, 413 a body that is too large, 503 no room
+400 a request that cannot work (never 422), 404 an unknown model or path, 405, 408 a deadline that
+passed, 413 a body that is too large, 503 no room
 or no engine (with Retry-After), 500 anything that is the service's own fault.
 """
 
@@ -30,6 +31,13 @@ class BodyTooLargeError(InvalidRequestError):
         super().__init__(f"The body is too large: at most {limit_bytes} bytes are allowed.", code="body_too_large")
 
 
+class DeadlineError(QuireError):
+    """The request's own deadline passed before its answer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__("deadline_ms: the time that the request allowed has passed before its answer was complete.")
+
+
 def status_of(error: Exception) -> int:
     match error:
         case ModelNotFoundError():
@@ -38,6 +46,8 @@ def status_of(error: Exception) -> int:
             return 413
         case InvalidRequestError():
             return 400
+        case DeadlineError():
+            return 408
         case OverloadedError():
             return 503
         case HTTPException():
@@ -51,6 +61,8 @@ def body_of(error: Exception) -> ErrorBody:
     match error:
         case InvalidRequestError():
             detail = ErrorDetail(error.message, "invalid_request_error", error.param, error.code)
+        case DeadlineError():
+            detail = ErrorDetail(error.message, "timeout_error", "deadline_ms", "deadline_exceeded")
         case OverloadedError():
             detail = ErrorDetail(error.message, "server_error", None, "overloaded")
         case QuireError():

@@ -6,12 +6,15 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Literal
 
+from msgspec import UNSET, UnsetType
+
 from quire.engine.errors import EngineError, ModelNotFoundError, QuireError
 from quire.engine.output_processor import RequestState
-from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest
+from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, RequestReport
 
 from ..metrics import RequestMetrics
 from .backend import Backend, ServedModel
+from .errors import DeadlineError
 from .responses import PromptTokensDetails, Usage
 
 
@@ -36,7 +39,8 @@ def tokenize(served: ServedModel, text: str, *, param: str, add_special_tokens: 
 class Generation:
     """Runs the choices of all prompts of one HTTP request; `states[i]` is the answer with index i.
 
-    `prompts` has the engine requests of each prompt, one per choice.
+    `prompts` has the engine requests of each prompt, one per choice. `include_report`: the user wants to know where the
+    time went.
     """
 
     def __init__(
@@ -45,6 +49,8 @@ class Generation:
         served: ServedModel,
         prompts: Sequence[Sequence[EngineRequest]],
         metrics: RequestMetrics,
+        *,
+        include_report: bool = False,
     ) -> None:
         self._backend = backend
         self._model = served.name
@@ -54,6 +60,8 @@ class Generation:
         self.states = [RequestState(request, served.token_decoder, index=i) for i, request in enumerate(self._requests)]
         self._state_of = {state.request_id: state for state in self.states}
         self._num_unfinished = len(self.states)
+        self._include_report = include_report
+        self._reports: list[RequestReport | None] = [None] * len(self.states)
 
     async def deltas(self) -> AsyncGenerator[list[CompletionOutput], None]:
         """What is new, each time that something is. Iterated once; closing it early aborts what still runs.
@@ -89,6 +97,12 @@ class Generation:
         cached = PromptTokensDetails(sum(state.num_cached_tokens for state in firsts))
         return Usage(prompt_tokens, completion_tokens, prompt_tokens + completion_tokens, cached)
 
+    def report_of(self, answer: CompletionOutput | RequestState) -> RequestReport | UnsetType | None:
+        """For the end of an answer, where the user asked for it; None when the engine has told nothing."""
+        if not self._include_report or answer.finish_reason is None:
+            return UNSET
+        return self._reports[answer.index]
+
     def _take(self, outputs: list[EngineOutput]) -> list[CompletionOutput]:
         deltas, stopped = [], []
         for output in outputs:
@@ -96,6 +110,9 @@ class Generation:
             if state is None or state.finished:
                 continue
             num_known = len(state.token_ids)
+            if output.report is not None:
+                self._reports[state.index] = output.report
+                self._metrics.waited(output.report.wait_s)
             delta = state.push(output)
             num_new = len(state.token_ids) - num_known
             if num_new:
@@ -111,12 +128,14 @@ class Generation:
         return deltas
 
     def _ended(self, state: RequestState) -> None:
-        """Raises `EngineError` unless the answer is one."""
+        """Raises `DeadlineError` or `EngineError` unless the answer is one."""
         assert state.finish_reason is not None
         self._num_unfinished -= 1
         self._metrics.ended(state.finish_reason)
         if state.finish_reason == "error":
             raise EngineError(state.error or "The engine failed while it worked on this request.")
+        if state.finish_reason == "deadline":
+            raise DeadlineError
         if state.finish_reason == "abort":
             raise EngineError("The service stopped working on this request.")
 

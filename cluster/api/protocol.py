@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, model_val
 from pydantic_core import PydanticCustomError
 
 from quire.engine.errors import InvalidRequestError
+from quire.engine.input_processor import RequestOptions
 from quire.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -20,6 +21,9 @@ MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MAX_PRIORITY = 1_000_000
+MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
+MAX_SALT_CHARS = 256
 
 # Fields that mean the same in a request and in `SamplingParams`.
 _SAMPLING_FIELDS = (
@@ -143,12 +147,33 @@ class GenerationRequest(StrictModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    priority: int | None = None
+    deadline_ms: int | None = None
+    cache_salt: str | None = None
+    include_report: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def options(self) -> RequestOptions:
+        """What the scheduler is told. Raises `InvalidRequestError`."""
+        priority = 0 if self.priority is None else self.priority
+        if abs(priority) > MAX_PRIORITY:
+            limits = f"from {-MAX_PRIORITY} to {MAX_PRIORITY}"
+            raise InvalidRequestError(f"priority: must be an integer {limits}, got {priority}.", "priority")
+        if self.deadline_ms is not None and not 1 <= self.deadline_ms <= MAX_DEADLINE_MS:
+            limits = f"from 1 to {MAX_DEADLINE_MS}"
+            raise InvalidRequestError(
+                f"deadline_ms: must be an integer {limits}, got {self.deadline_ms}.", "deadline_ms"
+            )
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_CHARS:
+            raise InvalidRequestError(
+                f"cache_salt: must have 1 to {MAX_SALT_CHARS} characters, got {len(self.cache_salt)}.", "cache_salt"
+            )
+        return RequestOptions(priority=priority, deadline_ms=self.deadline_ms, cache_salt=self.cache_salt)
 
     def _checked(self, field: str, room: int) -> int | None:
         """The most tokens that the user allows, under the name that he gave it; None when he gave none."""

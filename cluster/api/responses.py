@@ -1,6 +1,6 @@
 """Answers of the OpenAI API, in its exact shapes. Encoded by msgspec; a chunk of a stream costs a microsecond.
 
-`UNSET` leaves a field out. `stop_reason` and `max_model_len` are vLLM's additions.
+`UNSET` leaves a field out. `stop_reason` and `max_model_len` are vLLM's additions, `report` is ours.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.engine.outputs import FinishReason
+from quire.engine.outputs import FinishReason, RequestReport
 
 
 class PromptTokensDetails(msgspec.Struct):
@@ -42,6 +42,7 @@ class CompletionChoice(msgspec.Struct):
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    report: RequestReport | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -88,6 +89,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    report: RequestReport | UnsetType | None = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -110,6 +112,7 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
+    report: RequestReport | UnsetType | None = UNSET
 
 
 class ChatChunk(msgspec.Struct):

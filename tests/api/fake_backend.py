@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from quire.cluster.api.backend import ServedModel
 from quire.cluster.metrics import EngineStats
 from quire.engine.errors import EngineError
-from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats, TokenLogprobs
+from quire.engine.outputs import EngineOutput, EngineRequest, RequestReport, SchedulerStats, TokenLogprobs
 
 DEFAULT_ANSWER = " The year 2024: 你好 🎉 and more."
 
@@ -30,6 +30,8 @@ class FakeBackend:
         self.refusal: Exception | None = None
         self.failure: str | Exception | None = None
         self.failure_after = 3
+        self.deadline_after: int | None = None  # tokens after which the deadline of every request passes
+        self.report: RequestReport | None = None
         self.unhealthy: str | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -73,6 +75,8 @@ class FakeBackend:
             if isinstance(self.failure, Exception):
                 raise self.failure
             reason, error = "error", self.failure
+        elif self.deadline_after is not None and end >= self.deadline_after:
+            reason = "deadline"
         elif end == len(answer):
             reason = "stop"
         elif end == params.max_tokens:
@@ -93,6 +97,7 @@ class FakeBackend:
                 logprobs=logprobs,
                 num_cached_tokens=self.num_cached_tokens,
                 error=error,
+                report=None if reason is None else self.report,
             )
         ]
 
@@ -122,5 +127,9 @@ class FakeBackend:
             num_preemptions=1,
             prefix_cache_queries=20,
             prefix_cache_hits=5,
+            prefix_cache_ghost_hits=3,
+            num_evictions=4,
+            num_deadlines_missed=1,
+            num_waiting_tokens=70,
         )
         return [EngineStats("engine-0", self.served.name, stats)]

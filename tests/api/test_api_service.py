@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import quire
 from quire.cluster.api.app import create_app
 from quire.cluster.metrics import EngineStats, GatewayMetrics
-from quire.engine.outputs import SchedulerStats
+from quire.engine.outputs import RequestReport, SchedulerStats
 
 MODEL = "smollm2-135m-instruct"
 COMPLETION = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 4}
@@ -86,6 +86,10 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
         "num_preemptions_total": 1,
         "prefix_cache_queries_total": 20,
         "prefix_cache_hits_total": 5,
+        "prefix_cache_ghost_hits_total": 3,
+        "num_evictions_total": 4,
+        "num_deadlines_missed_total": 1,
+        "num_tokens_waiting": 70,
     }
     assert (await scrape(client)).items() >= engine.items()
 
@@ -101,6 +105,16 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     assert values["time_to_first_token_seconds_count"] == 4
     assert values["inter_token_latency_seconds_count"] == 3 + (num_tokens - 1) + (num_tokens - 2) + 2
     assert values["e2e_request_latency_seconds_count"] == 4
+
+
+async def test_waiting_is_summed_by_cause(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    backend.report = RequestReport(wall_s=3.0, compute_s=0.5, wait_s={"kv_blocks": 2.0, "token_budget": 0.5})
+    await client.post("/v1/completions", json={**COMPLETION, "n": 2})
+    await client.post("/v1/completions", json={**COMPLETION, "stream": True})
+    text = (await client.get("/metrics")).text
+    labels = f'gateway="gateway",model_name="{MODEL}"'
+    assert f'quire:request_wait_seconds_total{{cause="kv_blocks",{labels}}} 6.0' in text
+    assert f'quire:request_wait_seconds_total{{cause="token_budget",{labels}}} 1.5' in text
 
 
 def test_latencies_are_exact_by_the_clock_that_is_given() -> None:

@@ -10,6 +10,7 @@ import pytest
 from fake_backend import DEFAULT_ANSWER, FakeBackend
 
 from quire.cluster.api.backend import ServedModel
+from quire.engine.outputs import RequestReport
 
 MODEL = "smollm2-135m-instruct"
 COMPLETION = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 100}
@@ -248,3 +249,39 @@ async def test_text_parts_mean_the_same_as_a_string(client: httpx.AsyncClient, b
     parts = [{"type": "text", "text": "hi"}]
     await post(client, "chat/completions", CHAT, messages=[{"role": "user", "content": parts}])
     assert backend.requests[0].prompt_token_ids == backend.requests[1].prompt_token_ids
+
+
+REPORT = RequestReport(wall_s=1.5, compute_s=1.0, wait_s={"kv_blocks": 0.5}, num_preemptions=1, first_miss="evicted")
+SHOWN_REPORT = {
+    "wall_s": 1.5,
+    "compute_s": 1.0,
+    "wait_s": {"kv_blocks": 0.5},
+    "num_preemptions": 1,
+    "first_miss": "evicted",
+}
+
+
+@pytest.mark.parametrize(("path", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
+async def test_a_report_comes_with_the_end_where_it_is_asked_for(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]
+) -> None:
+    backend.report = REPORT
+    whole = await post(client, path, body, n=2, include_report=True)
+    assert [choice["report"] for choice in whole["choices"]] == [SHOWN_REPORT] * 2
+    chunks = await stream(client, path, body, include_report=True)
+    *deltas, last = [chunk["choices"][0] for chunk in chunks]
+    assert last["report"] == SHOWN_REPORT
+    assert not any("report" in delta for delta in deltas)
+    assert "report" not in (await post(client, path, body))["choices"][0]
+    backend.report = None
+    assert (await post(client, path, body, include_report=True))["choices"][0]["report"] is None
+
+
+@pytest.mark.parametrize(("path", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
+async def test_what_the_scheduler_is_told(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]
+) -> None:
+    await post(client, path, body)
+    await post(client, path, body, priority=-3, deadline_ms=60_000, cache_salt="team-7")
+    told = [(request.priority, request.deadline_ms, request.cache_salt) for request in backend.requests]
+    assert told == [(0, None, None), (-3, 60_000, "team-7")]

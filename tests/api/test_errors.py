@@ -72,6 +72,9 @@ CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
         "unsupported",
         "tools: is not supported yet, got [{'type': 'function'}].",
     ),
+    ({"priority": 2**70}, "priority", None, f"priority: must be an integer from -1000000 to 1000000, got {2**70}."),
+    ({"deadline_ms": 0}, "deadline_ms", None, "deadline_ms: must be an integer from 1 to 604800000, got 0."),
+    ({"cache_salt": ""}, "cache_salt", None, "cache_salt: must have 1 to 256 characters, got 0."),
     ({"max_token": 5}, "max_token", "unknown_field", "max_token: is not a known field. Did you mean 'max_tokens'?"),
 ]
 COMPLETION_CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
@@ -280,6 +283,32 @@ async def test_a_refusal_before_the_first_token_is_an_http_error(
     assert (response.status_code, response.json()) == (status, expected)
     assert response.headers.get("retry-after") == ("3" if status == 503 else None)
     backend.refusal = None
+    await still_answers(client)
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+async def test_a_deadline_that_passes(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]
+) -> None:
+    """408, or the last event of a stream that had begun."""
+    message = "deadline_ms: the time that the request allowed has passed before its answer was complete."
+    expected = error(message, "deadline_ms", "deadline_exceeded", "timeout_error")
+    fields = {**body, "deadline_ms": 500}
+    backend.deadline_after = 1
+    for streamed in (False, True):
+        response = await client.post(path, json={**fields, "stream": streamed})
+        assert (response.status_code, response.json()) == (408, expected)
+    backend.deadline_after = 4
+    response = await client.post(path, json={**fields, "stream": True})
+    assert response.status_code == 200
+    assert json.loads(response.text.split("\n\n")[-2].removeprefix("data: ")) == expected
+    assert [request.deadline_ms for request in backend.requests] == [500] * 3
+    assert not backend.running
+    metrics = (await client.get("/metrics")).text
+    assert f'quire:request_success_total{{finished_reason="deadline",gateway="gateway",model_name="{MODEL}"}} 3.0' in (
+        metrics
+    )
+    backend.deadline_after = None
     await still_answers(client)
 
 

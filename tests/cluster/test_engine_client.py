@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 
@@ -381,6 +382,21 @@ async def test_a_request_goes_to_engines_that_can_hold_it(directory: Directory) 
     await client.close()
     await small.close()
     await another.close()
+
+
+async def test_a_deadline_goes_on_when_the_engine_is_lost(directory: Directory, client: EngineClient) -> None:
+    stream = client.generate(MODEL, [msgspec.structs.replace(request("r", 700), deadline_ms=600)])
+    first = await start_engine(directory, "e1", fake_core(step_s=0.02))
+    started = time.monotonic()
+    await anext(stream)
+    await asyncio.sleep(0.3)
+    second = await start_engine(directory, "e2", fake_core(step_s=0.02))
+    await first.close()
+    last = [output async for outputs in stream for output in outputs][-1]
+    assert last.finish_reason == "deadline"
+    assert time.monotonic() - started < 0.9
+    await until(lambda: is_idle(second))
+    await second.close()
 
 
 async def test_fifty_open_and_close_cycles_leave_nothing(directory: Directory, client: EngineClient) -> None:
