@@ -56,7 +56,7 @@ class Worker:
         else:
             torch.cuda.set_device(self.device)
         family = family_of(self._info.hf_config)
-        spec = family.spec(self._info.hf_config)
+        spec = family.decoder_spec(self._info.hf_config, self._info.max_model_len)
         with _building(torch.device("meta"), self.dtype):
             weight_bytes = sum(p.nbytes for p in Decoder(spec, self._parallel).parameters())
         check_weights_fit(weight_bytes, self.device, self._info.name)
