@@ -88,6 +88,7 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
     else:
         hf_config, generation = gguf_config(read_gguf(path)), {}
     _check_architecture(path, hf_config)
+    _check_quantization(path, hf_config)
     try:
         vocab_size, limit = int(hf_config["vocab_size"]), _context_length(hf_config)
     except (KeyError, TypeError, ValueError) as error:
@@ -152,6 +153,16 @@ def _check_architecture(path: Path, hf_config: dict[str, Any]) -> None:
         what = ", ".join(map(str, given)) or "not named in its configuration"
         raise ConfigError(
             f"model: the architecture of {path} ({what}) is not supported; {', '.join(SUPPORTED_ARCHITECTURES)} are."
+        )
+
+
+def _check_quantization(path: Path, hf_config: dict[str, Any]) -> None:
+    quantization = hf_config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"model: {path} is quantized ({method or 'method not named'}), which is not supported; safetensors in "
+            "float32, bfloat16 or float16 and GGUF files of any kind are."
         )
 
 
