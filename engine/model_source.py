@@ -167,7 +167,9 @@ def _check_quantization(path: Path, hf_config: dict[str, Any]) -> None:
 
 
 def _context_length(hf_config: dict[str, Any]) -> int:
-    """Tokens that the model was made for; GPT-2 has its own word for it."""
+    """Tokens that the model was made for. GPT-2 has its own word for it, and Falcon's files do not always say."""
+    if "FalconForCausalLM" in hf_config["architectures"]:
+        return int(hf_config.get("max_position_embeddings", 2048))
     return int(hf_config["n_positions" if "n_positions" in hf_config else "max_position_embeddings"])
 
 

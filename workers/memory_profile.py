@@ -38,15 +38,20 @@ def check_weights_fit(weight_bytes: int, device: torch.device, name: str) -> Non
 
 
 def kv_cache_bytes(
-    config: EngineConfig, specs: list[KVCacheSpec], max_model_len: int, device: torch.device, activation_bytes: int
+    config: EngineConfig,
+    specs: list[KVCacheSpec],
+    max_model_len: int,
+    device: torch.device,
+    activation_bytes: int,
+    reserved_bytes: int = 0,
 ) -> int:
     """Bytes that one rank gives to its KV cache: what the user says, else a share of what is free.
 
     Never more than `max_num_seqs` requests of `max_model_len` could use. `activation_bytes` is what a step needs beside
-    the weights (measured on GPU). Raises `ConfigError`, saying how much is missing, when what the user says is not
-    there.
+    the weights (measured on GPU); `reserved_bytes` are still free but spoken for. Raises `ConfigError`, saying how much
+    is missing, when what the user says is not there.
     """
-    free = free_bytes(device)
+    free = max(0, free_bytes(device) - reserved_bytes)
     bytes_per_block = block_bytes(specs)
     if config.cache.num_kv_blocks is not None:
         return _available("num_kv_blocks", config.cache.num_kv_blocks * bytes_per_block, free)

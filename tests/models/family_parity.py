@@ -13,6 +13,7 @@ from torch import Tensor
 
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.executor import Executor
+from quire.engine.kv_cache_spec import group_layers
 from quire.engine.model_source import ModelInfo, load_model_info
 from quire.workers.local_executor import LocalExecutor
 
@@ -38,6 +39,7 @@ class FamilyUnderTest:
         self.reference = Reference(family.make(directory))
         self.info: ModelInfo = load_model_info(ModelConfig(model=str(directory), max_model_len=family.max_model_len))
         self.executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), self.info)
+        self._num_groups = len(group_layers(self.executor.kv_cache_specs()))
         generator = torch.Generator().manual_seed(2)
         lengths = [max(length, family.min_length) for length in (1, 16, 17, 40, 97)]
         self.prompts = [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
@@ -56,6 +58,9 @@ class FamilyUnderTest:
             "chunked": self.driver(scheduler={"max_num_batched_tokens": 7}).greedy(self.prompts, NUM_TOKENS, TOP),
         }
         assert all(answer.num_cached_tokens for answer in answers["hit"][2:])
+        # Room for the longest request, so that the others are preempted and computed again.
+        small = self.driver(cache={"num_kv_blocks": 9 * self._num_groups + 1, "enable_prefix_caching": False})
+        answers["preempted"] = small.greedy(self.prompts, NUM_TOKENS, TOP)
         return answers
 
     def compare(self, answers: list[Answer]) -> Parity:

@@ -54,6 +54,12 @@ def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: b
     logger.info("loaded %d tensors of %s in %.1f s", len(plan), info.name, time.monotonic() - started)
 
 
+def check_weights(model: Decoder, family: Family, info: ModelInfo) -> None:
+    """Raise what `load_weights` would, without reading any tensor. `model` may be on the meta device."""
+    with _open(model, info) as sources:
+        _plan(model, family, sources, info)
+
+
 def load_dummy(model: nn.Module, seed: int = 0) -> None:
     """Random weights of the right shapes, for benchmarks: small enough that activations stay finite."""
     generator = torch.Generator().manual_seed(seed)

@@ -180,6 +180,11 @@ FAMILIES = {
             },
         ),
         prefix="transformer.",
-        defaults={"activation": "gelu", "tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+        defaults={
+            "activation": "gelu",
+            "tie_word_embeddings": True,
+            "layer_norm_epsilon": 1e-5,
+            "max_position_embeddings": 2048,
+        },
     ),
 }
