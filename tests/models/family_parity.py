@@ -29,13 +29,14 @@ class Parity:
     num_ties: int = 0
     mismatches: list[str] = field(default_factory=list)
     max_logprob_difference: float = 0.0
+    num_preemptions: int = 0
 
 
 class FamilyUnderTest:
     """A model on disk, the reference, and an executor of one rank."""
 
     def __init__(self, family: TinyFamily, directory: Path) -> None:
-        self._max_model_len = family.max_model_len
+        self._max_model_len, self._min_length = family.max_model_len, family.min_length
         self.reference = Reference(family.make(directory))
         self.info: ModelInfo = load_model_info(ModelConfig(model=str(directory), max_model_len=family.max_model_len))
         self.executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), self.info)
@@ -49,7 +50,7 @@ class FamilyUnderTest:
         return Driver(executor or self.executor, self._max_model_len, **sections)
 
     def modes(self) -> dict[str, list[Answer]]:
-        """The answers to the same prompts: alone, batched, in chunks, with a prefix in the cache, preempted."""
+        """The answers to the same prompts: alone, batched, in chunks, with a prefix in the cache."""
         batched = self.driver()
         answers = {
             "alone": [self.driver().greedy([prompt], NUM_TOKENS, TOP)[0] for prompt in self.prompts],
@@ -58,15 +59,21 @@ class FamilyUnderTest:
             "chunked": self.driver(scheduler={"max_num_batched_tokens": 7}).greedy(self.prompts, NUM_TOKENS, TOP),
         }
         assert all(answer.num_cached_tokens for answer in answers["hit"][2:])
-        # Room for the longest request, so that the others are preempted and computed again.
-        small = self.driver(cache={"num_kv_blocks": 9 * self._num_groups + 1, "enable_prefix_caching": False})
-        answers["preempted"] = small.greedy(self.prompts, NUM_TOKENS, TOP)
         return answers
 
-    def compare(self, answers: list[Answer]) -> Parity:
+    def preempted(self) -> Parity:
+        """Five requests that all fit when they come, and not when they have grown by 40 tokens."""
+        length = max(14, self._min_length)
+        prompts = [(prompt * length)[:length] for prompt in self.prompts]
+        num_blocks = len(prompts) * (-(-length // 16) + 1) * self._num_groups + 1
+        driver = self.driver(cache={"num_kv_blocks": num_blocks, "enable_prefix_caching": False})
+        parity = self.compare(driver.greedy(prompts, 40, TOP), prompts)
+        parity.num_preemptions = driver.stats().num_preemptions
+        return parity
+
+    def compare(self, answers: list[Answer], prompts: list[list[int]] | None = None) -> Parity:
         parity = Parity()
-        for prompt, answer in zip(self.prompts, answers, strict=True):
-            assert len(answer.token_ids) == NUM_TOKENS
+        for prompt, answer in zip(prompts or self.prompts, answers, strict=True):
             self._compare_one(prompt, answer, parity)
         return parity
 

@@ -23,7 +23,7 @@ def main() -> int:
     for name, family in TINY_FAMILIES.items():
         with tempfile.TemporaryDirectory() as directory:
             model = FamilyUnderTest(family, Path(directory))
-            parities = [model.compare(answers) for answers in model.modes().values()]
+            parities = [*(model.compare(answers) for answers in model.modes().values()), model.preempted()]
             model.executor.shutdown()
         mismatches = sum(len(parity.mismatches) for parity in parities)
         difference = max(parity.max_logprob_difference for parity in parities)
