@@ -53,11 +53,15 @@ class Decoder(nn.Module):
     Raises `ConfigError` when the model cannot be cut in as many ranks as there are.
     """
 
+    embedding_multiplier: Tensor  # []
+
     def __init__(self, spec: DecoderSpec, parallel: ParallelContext) -> None:
         super().__init__()
         check_tensor_parallel_size(spec, parallel.world_size)
         self.spec = spec
         self.embedding = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+        # A tensor, since it is rounded to the dtype of the model, as it was in training.
+        self.register_buffer("embedding_multiplier", torch.tensor(spec.embedding_multiplier), persistent=False)
         self.positions = None if spec.positions is None else PositionEmbedding(spec.positions, spec.hidden_size)
         # Layers with equal specs share one rotation, computed once per step.
         wanted = [layer.attention.rotary for layer in spec.layers]
@@ -87,8 +91,7 @@ class Decoder(nn.Module):
         """
         x: Tensor = self.embedding(token_ids)
         if self.spec.embedding_multiplier != 1.0:
-            # Rounded to the model's dtype, as the models were trained.
-            x *= torch.tensor(self.spec.embedding_multiplier, dtype=x.dtype)
+            x *= self.embedding_multiplier
         if self.positions is not None:
             x += self.positions(positions)
         rotations = [rotary(positions, x.dtype) for rotary in self.rotaries]
