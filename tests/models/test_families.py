@@ -6,6 +6,7 @@ In every way of running them: alone, batched, in chunks, with prefixes from the 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,14 @@ def test_short_types(model: FamilyUnderTest, dtype: str) -> None:
         expected = model.reference.logits(prompt, answer.token_ids).log_softmax(dim=-1)[0]
         ours = torch.tensor([logprob for _, logprob in answer.logprobs[0].top])
         torch.testing.assert_close(ours, expected.topk(TOP).values, atol=1.0, rtol=0)
+
+
+def test_dummy_weights(model: FamilyUnderTest) -> None:
+    sections = {"model": {"num_threads": 1, "load_format": "dummy"}, "cache": {"num_kv_blocks": 100}}
+    executor = LocalExecutor(EngineConfig.model_validate(sections), model.info)
+    answers = model.driver(executor, cache={"num_kv_blocks": 100}).greedy(model.prompts, 2, TOP)
+    executor.shutdown()
+    assert all(math.isfinite(token.logprob) for answer in answers for token in answer.logprobs)
 
 
 def test_names_without_the_head(tmp_path: Path) -> None:
