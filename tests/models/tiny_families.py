@@ -43,6 +43,7 @@ class TinyFamily:
     settings: Mapping[str, Any] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()  # common settings that this configuration does not know
     max_model_len: int = MAX_MODEL_LEN
+    embedding_std: float = 0.2  # small where it would outweigh the layers, so that each token were followed by itself
     min_length: int = 1  # tokens from which on the reference computes what we compute
 
     def make(self, directory: Path) -> Any:
@@ -58,7 +59,7 @@ class TinyFamily:
                 if parameter.ndim == 1 or "norm" in name:
                     parameter.add_(noise * 0.1)  # not the zeros and ones that hide mistakes
                 else:
-                    parameter.copy_(noise * 0.2)
+                    parameter.copy_(noise * (self.embedding_std if "embed" in name else 0.2))
         model.save_pretrained(directory)
         return model
 
@@ -69,6 +70,11 @@ def _llama(**settings: object) -> TinyFamily:
 
 def _family(name: str, config: str | None = None, dropped: tuple[str, ...] = (), **settings: object) -> TinyFamily:
     return TinyFamily(f"{name}ForCausalLM", config or f"{name}Config", settings, dropped)
+
+
+def _gemma(name: str, config: str | None = None, **settings: object) -> TinyFamily:
+    whole = {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": WINDOW, **settings}
+    return TinyFamily(f"{name}ForCausalLM", config or f"{name}Config", whole, embedding_std=0.05)
 
 
 def _gpt2() -> TinyFamily:
@@ -117,13 +123,11 @@ TINY_FAMILIES: Mapping[str, TinyFamily] = {
     ),
     "glm": _family("Glm", head_dim=16),
     "glm4": _family("Glm4", head_dim=16),
-    "gemma": _family("Gemma", head_dim=16),
-    "gemma2": _family("Gemma2", head_dim=16, query_pre_attn_scalar=20, sliding_window=WINDOW),
-    "gemma3": _family(
-        "Gemma3", "Gemma3TextConfig", head_dim=16, query_pre_attn_scalar=20, sliding_window=WINDOW, num_hidden_layers=7
-    ),
+    "gemma": TinyFamily("GemmaForCausalLM", "GemmaConfig", {"head_dim": 16}, embedding_std=0.05),
+    "gemma2": _gemma("Gemma2", attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    "gemma3": _gemma("Gemma3", "Gemma3TextConfig", num_hidden_layers=7),
     "cohere": _family("Cohere", use_qk_norm=True, logit_scale=0.7),
-    "cohere2": _family("Cohere2", sliding_window=WINDOW, num_hidden_layers=5),
+    "cohere2": _family("Cohere2", sliding_window=WINDOW, num_hidden_layers=5, logit_scale=0.7),
     "stablelm": _family("StableLm", use_qkv_bias=True),
     "stablelm-parallel": _family("StableLm", qk_layernorm=True, use_parallel_residual=True),
     "gpt-neox": _family("GPTNeoX", dropped=("num_key_value_heads",)),
