@@ -43,7 +43,7 @@ class ApiConfig(Section):
     failover_timeout_s: float = Field(
         60.0, gt=0, description="Seconds that a request waits when no engine is there, before it fails."
     )
-    max_body_bytes: int = Field(32 << 20, ge=1024, description="Largest body of one HTTP request.")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of one HTTP request.")
     max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
 
 

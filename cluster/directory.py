@@ -5,11 +5,14 @@ engines and gateways are two; a named actor (or a deployment) is one more proces
 there already, lives as long as the cluster, and an entry costs half a millisecond. It has no notification, so gateways
 list the keys every `POLL_S`; entries never change, so that a poll without news is one small call. How loaded an engine
 is does not pass through here: every gateway holds a connection to every engine, and hears it there at once. The same
-connection tells of an engine's death; what is left behind in the store is removed by whoever finds nobody at home.
+connection tells of an engine's death; what is left behind in the store is removed by whoever finds nobody at home. Who
+does so by mistake does little harm: an engine writes its entry again every `REGISTER_S`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -22,7 +25,10 @@ from quire.engine.errors import QuireError
 
 from .transport import new_secret
 
+logger = logging.getLogger(__name__)
+
 POLL_S = 0.25
+REGISTER_S = 3.0
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,3 +120,39 @@ class Directory:
     def get(self, engine_id: str) -> EngineRecord | None:
         data = self._store.get(self._engines + engine_id)
         return None if data is None else msgspec.msgpack.decode(data, type=EngineRecord)
+
+
+class Registration:
+    """An engine's entry in the directory for as long as the engine lives."""
+
+    def __init__(self, directory: Directory, record: EngineRecord) -> None:
+        self._directory = directory
+        self._record = record
+        self._leaving = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Write the entry, and again every `REGISTER_S`. Raises `DirectoryError`."""
+        await asyncio.to_thread(self._directory.register, self._record)
+        self._keeper = asyncio.create_task(self._keep())
+
+    async def end(self) -> None:
+        """Remove the entry, and do not write it again."""
+        self._leaving.set()
+        if self._keeper is not None:
+            await self._keeper  # not cancelled: a write that is under way in a thread must not come after the removal
+        await asyncio.to_thread(self._directory.remove, self._record.engine_id)
+
+    async def _keep(self) -> None:
+        while not self._leaving.is_set():
+            try:
+                async with asyncio.timeout(REGISTER_S):
+                    await self._leaving.wait()
+            except TimeoutError:
+                await self._renew()
+
+    async def _renew(self) -> None:
+        try:
+            await asyncio.to_thread(self._directory.register, self._record)
+        except DirectoryError as error:
+            logger.warning("%s", error.message)

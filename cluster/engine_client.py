@@ -1,4 +1,4 @@
-"""The gateway's side of its engines: connections, streams, and the journal that lets a stream outlive its engine.
+"""The gateway's side of its engines: streams, and the journal that lets a stream outlive its engine.
 
 For every stream the journal keeps the request and the output tokens received (DESIGN 4.4). When the engine of a stream
 is lost, the request is sent to another engine, or to the next one that appears, with `resume_token_ids`; whoever reads
@@ -14,34 +14,25 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
 
-from quire.engine.errors import EngineError, QuireError
-from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats
+from quire.engine.errors import EngineError, OverloadedError, QuireError
+from quire.engine.outputs import EngineOutput, EngineRequest
 
-from . import transport
-from .directory import POLL_S, Directory, DirectoryError, EngineRecord
-from .messages import (
-    Abort,
-    Add,
-    GatewayMessage,
-    LoadReport,
-    Refused,
-    StepOutputs,
-    encoder,
-    engine_message_decoder,
-)
-from .router import EngineSnapshot, RoutingPolicy
+from .directory import Directory, EngineRecord
+from .engine_links import EngineLink, EngineLinks
+from .messages import Abort, Add, EngineMessage, LoadReport, Refused, StepOutputs
+from .router import RoutingPolicy
 
 logger = logging.getLogger(__name__)
 
-MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it counts as the cause
-RECONNECT_S = 0.5
+RETRY_S = 0.25  # before a stream that found all engines full asks again; their load reports come as often
+MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it is given up
 
 
-class _Call:
+class Call:
     """One `generate()`: the streams of its requests, and what has arrived for them since the last item."""
 
     def __init__(self) -> None:
-        self.streams: dict[str, _Stream] = {}  # live ones, by request id
+        self.streams: dict[str, Stream] = {}  # live ones, by request id
         self.arrived: list[EngineOutput] = []
         self.error: QuireError | None = None
         self._news = asyncio.Event()
@@ -54,12 +45,23 @@ class _Call:
         self._news.clear()
 
 
-class _Stream:
+class Stream:
     """The journal of one request."""
 
-    __slots__ = ("attempt", "call", "engine", "model", "num_losses", "request", "timer", "token_ids")
+    __slots__ = (
+        "attempt",
+        "call",
+        "engine",
+        "give_up_at",
+        "model",
+        "num_losses",
+        "refusal",
+        "request",
+        "timer",
+        "token_ids",
+    )
 
-    def __init__(self, call: _Call, model: str, request: EngineRequest) -> None:
+    def __init__(self, call: Call, model: str, request: EngineRequest) -> None:
         self.call = call
         self.model = model
         self.request = request
@@ -67,42 +69,58 @@ class _Stream:
         self.engine: EngineLink | None = None
         self.attempt = 0
         self.num_losses = 0
-        self.timer: asyncio.TimerHandle | None = None  # runs while the stream has no engine
+        self.timer: asyncio.TimerHandle | None = None  # runs to `give_up_at` while the stream has no engine
+        self.give_up_at: float | None = None  # in the loop's time; set since its last engine was lost
+        self.refusal: QuireError | None = None  # of the last engine that was full
 
     @property
     def wire_id(self) -> str:
         return self.request.request_id if self.attempt == 0 else f"{self.request.request_id}@{self.attempt}"
+
+    def fits(self, engine: EngineRecord) -> bool:
+        """Whether an engine's context holds the request to its end: a smaller one would cut an answer that has begun."""
+        request = self.request
+        return len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 1) <= engine.max_model_len
 
     def to_submit(self) -> EngineRequest:
         """The request as the next engine gets it."""
         return msgspec.structs.replace(self.request, request_id=self.wire_id, resume_token_ids=list(self.token_ids))
 
 
-class EngineLink:
-    """One engine that this gateway is connected to."""
+class Trials:
+    """The last attempts of streams under which every engine so far was lost: one after the other.
 
-    def __init__(self, record: EngineRecord) -> None:
-        self.record = record
-        self.connection: transport.Connection | None = None
-        self.streams: dict[str, _Stream] = {}  # by wire id
-        self.stats = SchedulerStats()
-        self.problem: str | None = None
-        self.num_recent = 0
-        self.closed = asyncio.Event()
+    When an engine is lost, each of its streams may be the cause, and most are bystanders. Those that get the last of
+    their attempts together with the cause would fail with it. `place` sends a stream to an engine.
+    """
 
-    def send(self, message: GatewayMessage) -> None:
-        assert self.connection is not None
-        self.connection.send(encoder.encode(message))
+    def __init__(self, place: Callable[[Stream], None]) -> None:
+        self._place = place
+        self._waiting: dict[str, Stream] = {}  # by request id, oldest first
+        self._current: Stream | None = None
 
-    def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(self.record.engine_id, self.stats, self.num_recent, len(self.streams))
+    def add(self, stream: Stream) -> None:
+        self._waiting[stream.request.request_id] = stream
+        self._next()
+
+    def end(self, stream: Stream) -> None:
+        """The stream has made progress or ended; harmless for one that is not on trial."""
+        self._waiting.pop(stream.request.request_id, None)
+        if self._current is stream:
+            self._current = None
+            self._next()
+
+    def _next(self) -> None:
+        if self._current is None and self._waiting:
+            self._current = self._waiting.pop(next(iter(self._waiting)))
+            self._place(self._current)
 
 
 class EngineClient:
     """Everything a gateway knows of its engines. All methods run on one event loop.
 
-    `failover_timeout_s` bounds how long a stream waits for an engine when there is none. `on_engine` is called with
-    each engine that becomes connected, before it gets its first request.
+    `failover_timeout_s` bounds how long a stream waits for an engine when there is none. `on_engines` is called with
+    the connected engines when there are others than before, and before a new one gets its first request.
     """
 
     def __init__(
@@ -112,43 +130,42 @@ class EngineClient:
         policy: RoutingPolicy,
         *,
         failover_timeout_s: float = 60.0,
-        on_engine: Callable[[EngineRecord], None] = lambda _: None,
+        on_engines: Callable[[Sequence[EngineRecord]], None] = lambda _: None,
     ) -> None:
-        self._directory = directory
-        self._identity = identity
+        self._links = EngineLinks(directory, identity, self)
         self._policy = policy
         self._failover_timeout_s = failover_timeout_s
-        self._on_engine = on_engine
-        self._secret = b""
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # one per engine in the directory
-        self._links: dict[str, EngineLink] = {}  # connected ones
-        self._homeless: dict[str, _Stream] = {}  # streams without an engine, by wire id, oldest first
-        self._watcher: asyncio.Task[None] | None = None
+        self._on_engines = on_engines
+        self._streams: dict[str, Stream] = {}  # all live ones, by request id
+        self._homeless: dict[str, Stream] = {}  # streams without an engine, by wire id, oldest first
+        self._trials = Trials(self._place)
 
     async def start(self) -> None:
         """Begin to follow the directory."""
-        self._secret = await asyncio.to_thread(self._directory.secret)
-        await self._refresh()
-        self._watcher = asyncio.create_task(self._watch())
+        await self._links.start()
 
     async def close(self) -> None:
         """Leave all engines; what still runs is aborted by them."""
-        tasks = [*self._tasks.values(), *([self._watcher] if self._watcher else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._links.close()
 
     def links(self) -> list[EngineLink]:
         """The connected engines, ordered by id."""
-        return [self._links[engine_id] for engine_id in sorted(self._links)]
+        return self._links.connected()
+
+    def problem(self) -> str | None:
+        """Why engines that come are not noticed; None when they are."""
+        return self._links.problem()
 
     async def generate(self, model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
         """Run requests; each item is all that arrived since the one before (`Backend.generate` says the rest)."""
-        call = _Call()
+        call = Call()
         try:
             for request in requests:
-                call.streams[request.request_id] = stream = _Stream(call, model, request)
+                stream = Stream(call, model, request)
+                call.streams[request.request_id] = self._streams[request.request_id] = stream
                 self._place(stream)
+                if stream.engine is not None:
+                    await stream.engine.drain()
             while True:
                 arrived, call.arrived = call.arrived, []
                 if arrived:
@@ -163,27 +180,28 @@ class EngineClient:
             for stream in list(call.streams.values()):
                 self._abort(stream)
 
-    def abort(self, call_request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str]) -> None:
         """Stop working on requests by id; their `generate()` yields nothing more for them."""
-        wanted = set(call_request_ids)
-        live = [*self._homeless.values(), *(s for link in self.links() for s in link.streams.values())]
-        for stream in live:
-            if stream.request.request_id in wanted:
+        for request_id in request_ids:
+            stream = self._streams.get(request_id)
+            if stream is not None:
                 self._abort(stream)
 
     # Placing streams
 
-    def _place(self, stream: _Stream) -> None:
+    def _place(self, stream: Stream) -> None:
         """Send a stream to an engine, or let it wait for one."""
-        ready = [link for link in self.links() if link.record.model == stream.model]
+        links = [link for link in self.links() if link.record.model == stream.model]
+        fitting = [link for link in links if stream.fits(link.record)]
+        if not fitting and stream.attempt == 0:
+            fitting = links  # nothing is lost yet: any of them can tell what it would have to be
+        ready = {link.record.engine_id: link for link in fitting}
         if not ready:
+            self._wait(stream)
             self._homeless[stream.wire_id] = stream
-            if stream.timer is None:
-                loop = asyncio.get_running_loop()
-                stream.timer = loop.call_later(self._failover_timeout_s, self._give_up, stream)
             return
-        engine_id = self._policy.choose(stream.request, [link.snapshot() for link in ready])
-        link = self._links[engine_id]
+        engine_id = self._policy.choose(stream.request, [link.snapshot() for link in ready.values()])
+        link = ready[engine_id]
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None
@@ -192,12 +210,47 @@ class EngineClient:
         link.num_recent += 1
         link.send(Add(stream.to_submit()))
 
-    def _give_up(self, stream: _Stream) -> None:
-        message = f"No engine was available for this request within {self._failover_timeout_s:g} s."
-        self._fail(stream, EngineError(message))
+    def _wait(self, stream: Stream) -> None:
+        """The stream has no engine: bound for how long."""
+        loop = asyncio.get_running_loop()
+        if stream.give_up_at is None:
+            stream.give_up_at = loop.time() + self._failover_timeout_s
+        if stream.timer is None:
+            stream.timer = loop.call_at(stream.give_up_at, self._give_up, stream)
 
-    def _lose(self, link: EngineLink, reason: str) -> None:
+    def _give_up(self, stream: Stream) -> None:
+        message = f"No engine was available for this request within {self._failover_timeout_s:g} s."
+        self._fail(stream, stream.refusal or EngineError(message))
+
+    def _retry(self, stream: Stream) -> None:
+        """Ask again for a stream that was refused, unless an engine that came has it already, or it has ended."""
+        if self._homeless.pop(stream.wire_id, None) is not None:
+            self._place(stream)
+
+    def _refused(self, stream: Stream, error: QuireError) -> None:
+        """An engine does not take a stream. One that was open already has nobody who could try again: it stays."""
+        stream.engine = None
+        if not isinstance(error, OverloadedError) or stream.attempt == 0:
+            self._fail(stream, error)
+            return
+        stream.attempt += 1
+        stream.refusal = error
+        self._wait(stream)
+        self._homeless[stream.wire_id] = stream
+        asyncio.get_running_loop().call_later(RETRY_S, self._retry, stream)
+
+    # What happens on the links (`engine_links.LinkUser`)
+
+    def on_connected(self, link: EngineLink) -> None:  # noqa: ARG002
+        """An engine is there: streams that wait for one may get it."""
+        self._tell_engines()
+        waiting, self._homeless = list(self._homeless.values()), {}
+        for stream in waiting:
+            self._place(stream)
+
+    def on_lost(self, link: EngineLink, reason: str) -> None:
         """An engine is gone: its streams go elsewhere."""
+        self._tell_engines()
         streams, link.streams = list(link.streams.values()), {}
         if streams:
             logger.warning(
@@ -205,20 +258,18 @@ class EngineClient:
             )
         for stream in streams:
             stream.engine = None
+            stream.give_up_at = stream.refusal = None
             stream.num_losses += 1
             stream.attempt += 1
             if stream.num_losses >= MAX_LOSSES:
                 self._fail(stream, EngineError(f"{stream.num_losses} engines in a row were lost with this request."))
+            elif stream.num_losses == MAX_LOSSES - 1:
+                self._wait(stream)
+                self._trials.add(stream)
             else:
                 self._place(stream)
 
-    # What arrives
-
-    def _on_frame(self, link: EngineLink, payload: bytes) -> None:
-        try:
-            message = engine_message_decoder.decode(payload)
-        except msgspec.MsgspecError as error:
-            raise transport.TransportError(f"not a message of an engine: {error}") from error
+    def on_message(self, link: EngineLink, message: EngineMessage) -> None:
         if isinstance(message, StepOutputs):
             for output in message.outputs:
                 self._on_output(link, output)
@@ -227,8 +278,10 @@ class EngineClient:
         elif isinstance(message, Refused):
             stream = link.streams.pop(message.request_id, None)
             if stream is not None:
-                stream.engine = None
-                self._fail(stream, message.to_error())
+                self._refused(stream, message.to_error())
+
+    def _tell_engines(self) -> None:
+        self._on_engines([link.record for link in self.links()])
 
     def _on_output(self, link: EngineLink, output: EngineOutput) -> None:
         stream = link.streams.get(output.request_id)
@@ -243,6 +296,7 @@ class EngineClient:
         if output.new_token_ids:
             stream.token_ids += output.new_token_ids
             stream.num_losses = 0
+            self._trials.end(stream)
         if output.finish_reason is not None:
             self._forget(stream)
         if output.new_token_ids or output.finish_reason is not None:
@@ -251,102 +305,26 @@ class EngineClient:
 
     # The end of a stream
 
-    def _forget(self, stream: _Stream) -> None:
+    def _forget(self, stream: Stream) -> None:
         stream.call.streams.pop(stream.request.request_id, None)
+        self._streams.pop(stream.request.request_id, None)
         self._homeless.pop(stream.wire_id, None)
+        self._trials.end(stream)
         if stream.timer is not None:
             stream.timer.cancel()
         if stream.engine is not None:
             stream.engine.streams.pop(stream.wire_id, None)
 
-    def _abort(self, stream: _Stream) -> None:
+    def _abort(self, stream: Stream) -> None:
         self._forget(stream)
         if stream.engine is not None:
             stream.engine.send(Abort([stream.wire_id]))
         stream.call.notify()
 
-    def _fail(self, stream: _Stream, error: QuireError) -> None:
+    def _fail(self, stream: Stream, error: QuireError) -> None:
         self._abort(stream)
         stream.call.error = error
         stream.call.notify()
-
-    # Following the directory
-
-    async def _watch(self) -> None:
-        while True:
-            await asyncio.sleep(POLL_S)
-            await self._refresh()
-
-    async def _refresh(self) -> None:
-        """Begin to connect to engines that are new in the directory."""
-        for engine_id in [known for known, task in self._tasks.items() if task.done()]:
-            self._tasks.pop(engine_id).result()
-        try:
-            for engine_id in await asyncio.to_thread(self._directory.engine_ids):
-                if engine_id not in self._tasks:
-                    record = await asyncio.to_thread(self._directory.get, engine_id)
-                    if record is not None:
-                        self._tasks[engine_id] = asyncio.create_task(self._follow(record))
-        except DirectoryError as error:
-            logger.warning("%s Engines that are connected stay so.", error.message)
-
-    async def _follow(self, record: EngineRecord) -> None:
-        """Stay connected to one engine until it has left the directory or nobody answers at its address."""
-        try:
-            while await self._connect(record):
-                if await asyncio.to_thread(self._directory.get, record.engine_id) is None:
-                    return
-                await asyncio.sleep(RECONNECT_S)
-        except DirectoryError as error:
-            logger.warning("%s Engine %s is looked up again.", error.message, record.engine_id)
-
-    async def _connect(self, record: EngineRecord) -> bool:
-        """Connect once and stay until the connection ends. False when the engine is known to be gone."""
-        link = EngineLink(record)
-        try:
-            link.connection = await transport.connect(
-                record.host,
-                record.port,
-                self._secret,
-                self._identity,
-                lambda _, payload: self._on_frame(link, payload),
-                lambda _, reason: self._on_close(link, reason),
-            )
-        except (ConnectionRefusedError, transport.TransportError) as error:
-            logger.info("Engine %s is gone (%s).", record.engine_id, error)
-            await asyncio.to_thread(self._directory.remove, record.engine_id)
-            return False
-        except OSError as error:
-            logger.warning("Engine %s cannot be reached (%s).", record.engine_id, error or type(error).__name__)
-            return True
-        if link.connection.peer != record.engine_id:
-            link.connection.close()  # another engine has taken the address
-            await asyncio.to_thread(self._directory.remove, record.engine_id)
-            return False
-        await self._use(link)
-        return True
-
-    async def _use(self, link: EngineLink) -> None:
-        """Give an engine the streams that wait for one, then stay until its connection ends."""
-        assert link.connection is not None
-        if not link.connection.is_open:
-            return
-        logger.info("Connected to engine %s at %s:%d.", link.record.engine_id, link.record.host, link.record.port)
-        self._on_engine(link.record)
-        self._links[link.record.engine_id] = link
-        waiting, self._homeless = list(self._homeless.values()), {}
-        for stream in waiting:
-            self._place(stream)
-        try:
-            await link.closed.wait()
-        finally:
-            link.connection.close()
-
-    def _on_close(self, link: EngineLink, reason: str) -> None:
-        if self._links.get(link.record.engine_id) is link:
-            del self._links[link.record.engine_id]
-        link.closed.set()
-        self._lose(link, reason)
 
 
 def _without_known(output: EngineOutput, request_id: str, num_known: int) -> EngineOutput:

@@ -13,14 +13,12 @@ import uuid
 
 from ray import serve
 
-from quire.engine.config import EngineConfig
-from quire.engine.core import EngineCore
 from quire.engine.errors import EngineError
-from quire.engine.executor import Executor
-from quire.engine.model_source import ModelInfo, load_model_info
+from quire.engine.model_source import load_model_info
 
+from .assembly import start_core
 from .config import QuireConfig
-from .directory import Directory, EngineRecord, GcsStore
+from .directory import Directory, EngineRecord, GcsStore, Registration
 from .engine_server import EngineServer
 from .logs import configure_logging
 from .placement import node_address
@@ -38,18 +36,18 @@ class Engine:
         context = serve.get_replica_context()
         self._engine_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:6]}"
         configure_logging(f"engine {self._engine_id}")
-        self._directory = Directory(GcsStore(), context.app_name)
+        directory = Directory(GcsStore(), context.app_name)
         info = load_model_info(config.model)
         core = await asyncio.to_thread(start_core, config, info)
-        self._server = EngineServer(core, self._engine_id, self._directory.secret(), config.parallel.step_timeout_s)
+        self._server = EngineServer(core, self._engine_id, directory.secret(), config.parallel)
         host = node_address()
         port = await self._server.start(host)
         self._server.failed.add_done_callback(self._on_core_failure)
-        self._directory.register(
-            EngineRecord(
-                engine_id=self._engine_id, model=info.name, host=host, port=port, max_model_len=core.max_model_len
-            )
+        record = EngineRecord(
+            engine_id=self._engine_id, model=info.name, host=host, port=port, max_model_len=core.max_model_len
         )
+        self._registration = Registration(directory, record)
+        await self._registration.start()
         logger.info("Engine %s serves %s at %s:%d.", self._engine_id, info.name, host, port)
 
     def check_health(self) -> None:
@@ -69,32 +67,12 @@ class Engine:
 
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica: leave the directory first, so that nobody new comes."""
+        if hasattr(self, "_registration"):
+            await self._registration.end()
         if hasattr(self, "_server"):
-            self._directory.remove(self._engine_id)
             await self._server.close()
 
     def _on_core_failure(self, failed: asyncio.Future[BaseException]) -> None:
         logger.critical("Engine %s ends, because its core failed: %r", self._engine_id, failed.result())
         logging.shutdown()
         os._exit(1)
-
-
-def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
-    """The core of one engine on its executor, ready for its first step. Raises `QuireError`, leaving nothing behind."""
-    executor = start_executor(config, info)
-    try:
-        return EngineCore(config, executor, info.max_model_len)
-    except BaseException:
-        executor.shutdown()
-        raise
-
-
-def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:
-    """One rank runs in this process, several are actors. The imports bring torch, or Ray's placement groups."""
-    if config.parallel.tensor_parallel_size == 1:
-        from quire.workers.local_executor import LocalExecutor
-
-        return LocalExecutor(config, info)
-    from .ray_executor import RayExecutor
-
-    return RayExecutor(config, info)

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from quire.engine.config import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.errors import QuireError
 from quire.engine.loop import EngineLoop
@@ -41,10 +42,11 @@ class EngineServer:
     completed with the exception if the core itself fails.
     """
 
-    def __init__(self, core: EngineCore, engine_id: str, secret: bytes, step_timeout_s: float) -> None:
+    def __init__(self, core: EngineCore, engine_id: str, secret: bytes, limits: ParallelConfig) -> None:
+        self._core = core
         self._engine_id = engine_id
         self._secret = secret
-        self._step_timeout_s = step_timeout_s
+        self._limits = limits
         self._event_loop = asyncio.get_running_loop()
         self._engine = EngineLoop(core, self._on_outputs, self._on_failure)
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
@@ -78,12 +80,18 @@ class EngineServer:
         return LoadReport(self._engine.stats(), self.problem())
 
     def problem(self) -> str | None:
-        """Forward progress is health: None as long as the step under way is younger than the step timeout."""
+        """Forward progress is health: None as long as the step under way is younger than the step timeout.
+
+        A step that fails goes on with rebuilding the ranks, which may take as long as their start.
+        """
         if not self._engine.is_alive:
             return "the engine's step loop has ended"
         seconds = self._engine.seconds_in_step()
-        if seconds > self._step_timeout_s:
-            return f"the step under way has taken {seconds:.1f} s, more than {self._step_timeout_s:g} s"
+        allowed = self._limits.step_timeout_s
+        if self._core.is_recovering:
+            allowed += self._limits.startup_timeout_s
+        if seconds > allowed:
+            return f"the step under way has taken {seconds:.1f} s, more than {allowed:g} s"
         return None
 
     # From gateways
@@ -123,7 +131,8 @@ class EngineServer:
     def _on_accepted(self, gateway: transport.Connection, request_id: str, future: Future[None]) -> None:
         error = future.exception()
         if isinstance(error, QuireError):
-            self._owners.pop(request_id, None)
+            if self._owners.get(request_id) is gateway:
+                del self._owners[request_id]
             self._send(gateway, Refused.from_error(request_id, error))
 
     def _abort(self, request_ids: list[str]) -> None:

@@ -42,7 +42,10 @@ class EngineBackend:
         self._client.abort(request_ids)
 
     async def check_health(self) -> None:
-        """Health is forward progress: an engine is connected, and its step loop advances."""
+        """Health is forward progress: an engine is connected, its step loop advances, and new engines are noticed."""
+        problem = self._client.problem()
+        if problem is not None:
+            raise EngineError(f"New engines are not noticed: {problem}.")
         links = self._client.links()
         if not links:
             raise EngineError("No engine is connected.")
@@ -74,18 +77,24 @@ class Gateway:
             self._gateway_id,
             LeastLoaded(),
             failover_timeout_s=config.api.failover_timeout_s,
-            on_engine=self._limit_context,
+            on_engines=self._limit_context,
         )
         self._backend = EngineBackend(self._client, [self._model])
         await self._client.start()
 
-    def _limit_context(self, engine: EngineRecord) -> None:
-        """An engine whose cache is small serves less than the model could: refuse here what it would refuse."""
+    def _limit_context(self, engines: Sequence[EngineRecord]) -> None:
+        """An engine whose cache is small serves less than the model could: refuse here what all of them would refuse.
+
+        While none is there, the limit stays: the next one will be like the last.
+        """
+        lengths = [engine.max_model_len for engine in engines if engine.model == self._model.name]
         processor = self._model.input_processor
-        processor.max_model_len = min(processor.max_model_len, engine.max_model_len)
+        processor.max_model_len = max(lengths, default=processor.max_model_len)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._backend, metrics=GatewayMetrics(self._gateway_id), limits=self._limits)
+        return create_app(
+            self._backend, metrics=GatewayMetrics(self._gateway_id), limits=self._limits, request_ids=False
+        )
 
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica."""

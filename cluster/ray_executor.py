@@ -25,8 +25,9 @@ from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 from . import placement
 from .messages import RankAnswer, encoder, rank_answer_decoder
+from .rank_links import RankLink, RankServer, broadcast, gather
 from .ray_local import LocalRay
-from .transport import RankLink, RankServer, TransportError, broadcast, gather, new_secret
+from .transport import TransportError, new_secret
 from .worker_actor import RankFacts, start_worker
 
 logger = logging.getLogger(__name__)
@@ -42,19 +43,25 @@ class RayExecutor:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        self._config = config
         self._info = info
         self._local_ray = None if ray.is_initialized() else LocalRay.start()
+        self._config = _with_device(config)
         self._group: PlacementGroup | None = None
         self._gang: Gang | None = None
         try:
-            deadline = time.monotonic() + config.parallel.startup_timeout_s
-            plan = placement.plan_ranks(config.parallel.tensor_parallel_size, on_gpu=config.model.device == "cuda")
-            self._group = placement.reserve(plan, config.parallel.startup_timeout_s)
-            self._gang = Gang(config, info, self._group, deadline - time.monotonic())
+            parallel = self._config.parallel
+            deadline = time.monotonic() + parallel.startup_timeout_s
+            on_gpu = self._config.model.device == "cuda"
+            plan = placement.plan_ranks(parallel.tensor_parallel_size, on_gpu=on_gpu)
+            can_grow = self._local_ray is None
+            self._group = placement.reserve(plan, parallel.startup_timeout_s, can_grow=can_grow)
+            self._gang = Gang(self._config, info, self._group, deadline - time.monotonic())
         except BaseException:
             self.shutdown()
             raise
+
+    def preferred_inflight_steps(self) -> int:
+        return 2 if self._config.model.device == "cuda" else 1
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._ranks.facts[0].kv_cache_specs
@@ -92,6 +99,15 @@ class RayExecutor:
         if self._gang is None:
             raise ExecutorError("The executor has been shut down.")
         return self._gang
+
+
+def _with_device(config: EngineConfig) -> EngineConfig:
+    """`device: auto` settled for all ranks alike: cuda where the cluster has a GPU for each."""
+    if config.model.device != "auto":
+        return config
+    num_gpus = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
+    device = "cuda" if num_gpus >= config.parallel.tensor_parallel_size else "cpu"
+    return config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
 
 
 class Gang:
@@ -139,6 +155,8 @@ class Gang:
         try:
             self._runs = [actor.run.remote(host, server.port, secret) for actor in self._actors]
             self._links = server.accept(self._world_size, self._startup_timeout_s)
+            for link in self._links:
+                link.limit_sends(self._step_timeout_s)
         except TransportError as error:
             raise ExecutorError(f"{error.message} {self._cause_of_death()}") from error
         finally:
@@ -147,17 +165,21 @@ class Gang:
         threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
 
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-        """Send a step to all ranks, encoded once."""
+        """Send a step to all ranks, encoded once.
+
+        A rank that hangs does not read either. So the deadline runs before the step is sent, in the gathering thread,
+        and that thread can give the ranks up while this one still waits for room in a socket.
+        """
         future: Future[ModelRunnerOutput] = Future()
         with self._lock:
             if self._error is not None:
                 future.set_exception(self._error)
                 return future
             self._pending.append(future)
-            # A broken link is met by the gathering thread as well, which says why it broke.
-            with contextlib.suppress(TransportError):
-                broadcast(self._links, encoder.encode(step))
-            self._wake.put(True)
+        self._wake.put(True)
+        # A broken link is met by the gathering thread as well, which says why it broke.
+        with contextlib.suppress(TransportError):
+            broadcast(self._links, encoder.encode(step))
         return future
 
     def stop(self, reason: str) -> None:

@@ -22,8 +22,8 @@ MAX_TEMP_DIR_LENGTH = 12  # HAProxy takes socket paths of 97 bytes, and Serve pu
 STOP_TIMEOUT_S = 5.0
 
 
-def environment(folder: Path, *, haproxy: bool) -> dict[str, str]:
-    """The variables for a private Ray in `folder`, with HAProxy or Serve's own proxy as the HTTP tier."""
+def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
+    """The variables for a private Ray in `folder`. `haproxy` starts the HTTP tier; None leaves it to Serve's proxy."""
     variables = {
         # Without these, Ray writes a token into the home directory and makes later clusters ask for it.
         "RAY_AUTH_MODE": "disabled",
@@ -39,12 +39,13 @@ def environment(folder: Path, *, haproxy: bool) -> dict[str, str]:
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
-    if haproxy:
+    if haproxy is not None:
         tier = folder / "h"
         http, grpc, metrics, stats = free_ports(4)
         variables |= {
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(tier / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(tier / "admin.sock"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(tier),
@@ -83,7 +84,7 @@ class LocalRay:
     def start(cls, folder: Path | None = None, *, dashboard: bool = False) -> LocalRay:
         """Start a private Ray. Another Ray on the machine is neither used nor touched."""
         folder = folder or make_folder()
-        for name, value in environment(folder, haproxy=False).items():
+        for name, value in environment(folder, haproxy=None).items():
             os.environ.setdefault(name, value)
         import ray
 

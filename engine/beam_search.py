@@ -7,6 +7,7 @@ step costs little more than the new tokens. Scoring follows Wu et al., "Google's
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -28,10 +29,16 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         most = MAX_LOGPROBS // 2
-        if not 1 <= self.beam_width <= most:
-            raise InvalidRequestError(f"beam_width: must be from 1 to {most}, got {self.beam_width}.", "beam_width")
-        if self.max_tokens < 1:
-            raise InvalidRequestError(f"max_tokens: must be >= 1, got {self.max_tokens}.", "max_tokens")
+        if type(self.beam_width) is not int or not 1 <= self.beam_width <= most:
+            raise InvalidRequestError(
+                f"beam_width: must be an integer from 1 to {most}, got {self.beam_width}.", "beam_width"
+            )
+        if type(self.max_tokens) is not int or self.max_tokens < 1:
+            raise InvalidRequestError(f"max_tokens: must be an integer >= 1, got {self.max_tokens}.", "max_tokens")
+        if not math.isfinite(self.length_penalty):
+            raise InvalidRequestError(
+                f"length_penalty: must be a finite number, got {self.length_penalty}.", "length_penalty"
+            )
 
 
 class Beam(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,12 +42,12 @@ class CacheHistory:
         self.now = 0.0
         self._max_ghosts = max_ghosts
         self._ghosts: OrderedDict[bytes, float] = OrderedDict()  # key -> when it was evicted
-        self._contents: Counter[bytes] = Counter()  # content, whatever its scope -> findable blocks
+        self._contents: Counter[bytes] = Counter()  # content and group, whatever the salt -> findable blocks
         self._events: list[KVEvent] | None = None
 
     def stored(self, key: bytes) -> None:
         self._ghosts.pop(key, None)
-        self._contents[key[:-SCOPE_BYTES]] += 1
+        self._contents[_content(key)] += 1
         if self._events is not None:
             self._events.append(BlockStored(key))
 
@@ -55,7 +55,7 @@ class CacheHistory:
         self._ghosts[key] = self.now
         if len(self._ghosts) > self._max_ghosts:
             self._ghosts.popitem(last=False)
-        content = key[:-SCOPE_BYTES]
+        content = _content(key)
         self._contents[content] -= 1
         if not self._contents[content]:
             del self._contents[content]
@@ -73,8 +73,8 @@ class CacheHistory:
         return self._ghosts.get(key)
 
     def is_elsewhere(self, key: bytes) -> bool:
-        """Whether the same tokens are cached under another salt or LoRA."""
-        return key[:-SCOPE_BYTES] in self._contents
+        """Whether a block that is not cached is cached under another salt or LoRA."""
+        return _content(key) in self._contents
 
     def subscribe(self) -> None:
         """Keep events from now on."""
@@ -87,3 +87,8 @@ class CacheHistory:
         if events:
             self._events = []
         return events
+
+
+def _content(key: bytes) -> bytes:
+    """A key without what differs between salts: the hash of the tokens, and the KV cache group."""
+    return key[:-SCOPE_BYTES] + key[-1:]

@@ -27,7 +27,6 @@ from .step_plan import ScheduledStep
 logger = logging.getLogger(__name__)
 
 MAX_IDLE_S = 0.05  # how late a deadline may be noticed, or a new request, while all others stand aside for a gate
-MAX_FAILURES = 3  # executor failures in a row after which a request that ran in all of them is given up
 
 
 class EngineCore:
@@ -49,13 +48,14 @@ class EngineCore:
         self._executor = executor
         self._clock = clock
         self._woken = threading.Event()
+        self.is_recovering = False  # the ranks are being rebuilt; read from any thread
         self._kv_cache_config = plan_kv_cache(config, executor.kv_cache_specs(), executor.available_kv_cache_bytes())
         kv_cache = KVCacheManager(
             self._kv_cache_config, config.scheduler.max_num_seqs, config.cache.enable_prefix_caching
         )
         self.max_model_len = fit_model_len(config, kv_cache, max_model_len)
         self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates)
-        self._max_inflight_steps = config.scheduler.max_inflight_steps or 1
+        self._max_inflight_steps = config.scheduler.max_inflight_steps or executor.preferred_inflight_steps()
         self._inflight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
         executor.initialize_kv_cache(self._kv_cache_config)
         logger.info(
@@ -103,7 +103,7 @@ class EngineCore:
             result = future.result()
         except ExecutorError as error:
             logger.warning("A step failed; its requests start again: %s", error.message)
-            return outputs + self._recover(error)
+            return outputs + self._recover(step, error)
         return outputs + self.scheduler.update(step, result, self._clock())
 
     def wake(self) -> None:
@@ -139,22 +139,14 @@ class EngineCore:
         if scheduler.requests:
             self._woken.wait(MAX_IDLE_S)
 
-    def _recover(self, error: ExecutorError) -> list[EngineOutput]:
-        """Rebuild the ranks and rewind. Returns the ends of requests that failed too often."""
-        self._inflight.clear()
-        now = self._clock()
-        running = [request for request in self.scheduler.running.requests if request is not None]
-        self.scheduler.rewind(now)
-        outputs = []
-        for request in running:
-            request.num_failures += 1
-            if request.num_failures >= MAX_FAILURES:
-                message = f"The engine failed {request.num_failures} times while it ran this request: {error.message}"
-                ended = self.scheduler.abort(request.request_id, now, "error", message)
-                assert ended is not None
-                outputs.append(ended)
+    def _recover(self, failed: ScheduledStep, error: ExecutorError) -> list[EngineOutput]:
+        """Rebuild the ranks and rewind. Returns the ends of requests that are given up."""
+        self._inflight.clear()  # these failed only because the ranks were gone
+        outputs = self.scheduler.rewind(failed, error.message, self._clock())
+        self.is_recovering = True
         self._executor.restart()
         self._executor.initialize_kv_cache(self._kv_cache_config)
+        self.is_recovering = False
         return outputs
 
 

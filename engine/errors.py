@@ -28,7 +28,7 @@ class ModelNotFoundError(InvalidRequestError):
 
     def __init__(self, model: str, served: list[str]) -> None:
         super().__init__(
-            f"The model {model!r} does not exist. Served here: {', '.join(served)}.", "model", "model_not_found"
+            f"The model {_short(model)} does not exist. Served here: {', '.join(served)}.", "model", "model_not_found"
         )
 
 
@@ -50,3 +50,8 @@ class EngineError(QuireError):
 
 class ExecutorError(QuireError):
     """A step could not be executed (a rank died, hung or raised). The engine's requests can be run again."""
+
+
+def _short(text: str, most: int = 200) -> str:
+    """What a user wrote, quoted, but not a megabyte of it."""
+    return repr(text) if len(text) <= most else f"{text[:most]!r}... ({len(text)} characters)"

@@ -16,6 +16,10 @@ class Executor(Protocol):
     `ExecutorError`; every later one fails as well until `restart()`.
     """
 
+    def preferred_inflight_steps(self) -> int:
+        """How many steps outstanding hide planning behind computing: 1 where both share the CPU, 2 on a GPU."""
+        ...
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """One spec per attention layer, in layer order, for one rank."""
         ...

@@ -9,11 +9,13 @@ up those behind it.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+from .errors import InvalidRequestError, QuireError
 from .request import Request
 from .wait_ledger import WaitCause
 
@@ -49,13 +51,14 @@ class GrammarCompiler(Protocol):
 class GrammarGate:
     """Holds a request back until its grammar is compiled, off the hot path. Equal grammars are compiled once.
 
-    `on_ready` is called from the compiling thread whenever a grammar is done.
+    `on_ready` is called from the compiling thread whenever a grammar is done. Compiled grammars are kept until there
+    are more than `max_cached` of them; those under way are never given up.
     """
 
     cause = WaitCause.GRAMMAR
 
     def __init__(self, compiler: GrammarCompiler, on_ready: Callable[[], None], max_cached: int = 256) -> None:
-        self.version = 0
+        self.version = 0  # written by the compiling thread alone
         self._compiler = compiler
         self._on_ready = on_ready
         self._max_cached = max_cached
@@ -68,10 +71,8 @@ class GrammarGate:
             return True
         future = self._compiled.get(grammar)
         if future is None:
-            future = self._compiled[grammar] = self._threads.submit(self._compiler.compile, grammar)
-            future.add_done_callback(self._done)
-            if len(self._compiled) > self._max_cached:
-                self._compiled.popitem(last=False)
+            self._make_room()
+            future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
         self._compiled.move_to_end(grammar)
         if not future.done():
             return False
@@ -84,6 +85,23 @@ class GrammarGate:
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _done(self, _: Future[object]) -> None:
+    def _make_room(self) -> None:
+        """Forget the compiled grammars that were used least recently, down to one less than the limit."""
+        done = [grammar for grammar, future in self._compiled.items() if future.done()]
+        for grammar in done[: max(len(self._compiled) - self._max_cached + 1, 0)]:
+            del self._compiled[grammar]
+
+    def _compile(self, grammar: str) -> object:
+        try:
+            return self._compiler.compile(grammar)
+        except QuireError:
+            raise
+        except Exception as error:  # whatever a compiler raises, it is about this grammar and ends its requests alone
+            raise InvalidRequestError(f"grammar: it cannot be compiled ({error}).", "grammar") from error
+        finally:
+            with contextlib.suppress(RuntimeError):  # the gate was closed meanwhile
+                self._threads.submit(self._announce)  # runs after this one is done, in the same thread
+
+    def _announce(self) -> None:
         self.version += 1
         self._on_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,16 @@ from .sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from .model_source import ModelInfo
+
+
+class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request is to the scheduler, beside its tokens. Names as in `EngineRequest`."""
+
+    priority: int = 0
+    deadline_ms: int | None = None
+    tenant: str = ""
+    tenant_weight: float = 1.0
+    cache_salt: str | None = None
 
 
 class InputProcessor:
@@ -53,15 +64,14 @@ class InputProcessor:
         params: SamplingParams,
         *,
         param: str = "prompt",
-        priority: int = 0,
-        cache_salt: str | None = None,
+        options: RequestOptions = RequestOptions(),  # noqa: B008 - it is immutable
     ) -> list[EngineRequest]:
         """The `params.n` requests of one prompt: `id`, `id-1`, `id-2`, ... with one seed and choice_index 0, 1, 2, ...
 
         `max_tokens` is cut to what the context leaves (all of it for None). `param` is the name under which the user
         gave the prompt. Raises `InvalidRequestError` naming the field.
         """
-        prompt_token_ids = self.tokenize(prompt) if isinstance(prompt, str) else list(prompt)
+        prompt_token_ids = self.tokenize(prompt) if isinstance(prompt, str) else _integers(prompt, param)
         room = self.room_after(prompt_token_ids, param)
         resolved = self._resolve(params, room)
         seed = params.seed if params.seed is not None else self._random.randint(0, MAX_SEED)
@@ -73,8 +83,11 @@ class InputProcessor:
                 seed=seed,
                 choice_index=choice,
                 eos_token_ids=tuple(self.info.eos_token_ids),
-                priority=priority,
-                cache_salt=cache_salt,
+                priority=options.priority,
+                deadline_ms=options.deadline_ms,
+                tenant=options.tenant,
+                tenant_weight=options.tenant_weight,
+                cache_salt=options.cache_salt,
             )
             for choice in range(params.n)
         ]
@@ -113,3 +126,11 @@ class InputProcessor:
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         return params if max_tokens == params.max_tokens else msgspec.structs.replace(params, max_tokens=max_tokens)
+
+
+def _integers(token_ids: Sequence[int], param: str) -> list[int]:
+    """A copy as Python integers, whatever integers were given (NumPy's, say)."""
+    try:
+        return array("q", list(token_ids)).tolist()
+    except (TypeError, OverflowError) as error:
+        raise InvalidRequestError(f"{param}: token ids must be integers ({error}).", param) from error

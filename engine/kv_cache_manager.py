@@ -56,6 +56,7 @@ class KVCacheManager:
         self._enable_prefix_caching = enable_prefix_caching
         self._policies = tuple(policy_for(group.spec) for group in config.groups)
         self._num_groups = len(config.groups)
+        self.num_full_groups = sum(group.spec.sliding_window is None for group in config.groups)
         self._tables: list[list[list[int]]] = [[[] for _ in range(max_num_seqs)] for _ in config.groups]
         self._num_committed = [0] * max_num_seqs
 
@@ -90,7 +91,8 @@ class KVCacheManager:
     def can_admit(self, num_tokens: int, chunk_tokens: int, hit: PrefixHit, reserve: int) -> bool:
         """Whether the whole request (not only its first chunk) fits in what is free now, with `reserve` blocks left.
 
-        Looking at the whole keeps two long prompts from being admitted together only to preempt each other.
+        With what running requests lack of their prompts in `reserve`, two long prompts are not admitted together only
+        to preempt each other.
         """
         ref_count = self.pool.ref_count
         evictable = sum(1 for table in hit.block_ids for block_id in table if block_id and ref_count[block_id] == 0)
@@ -113,10 +115,11 @@ class KVCacheManager:
         if not self._enable_prefix_caching:
             return None
         self.num_queried_tokens += request.num_prompt_tokens
-        self.num_hit_tokens += hit.num_blocks * self.block_size
+        self.num_hit_tokens += min(hit.num_blocks * self.block_size, request.num_prompt_tokens)
         limit = (request.num_tokens - 1) // self.block_size
         if hit.num_blocks == limit:
-            return PrefixMiss("too_short")
+            missing = request.num_tokens - hit.num_blocks * self.block_size
+            return PrefixMiss("too_short") if missing < self.block_size else None  # the last token is always computed
         suffixes = self._suffixes(request)
         hashes, history = request.block_hashes, self.history
 
@@ -127,6 +130,7 @@ class KVCacheManager:
         doubled = common_hit_length(self._policies, limit, in_double_cache)
         self.num_ghost_hit_tokens += (doubled - hit.num_blocks) * self.block_size
         missed = [hashes[hit.num_blocks] + suffix for suffix in suffixes]
+        missed = [key for key in missed if self.pool.lookup(key) is None]
         evicted = [when for key in missed if (when := history.evicted_at(key)) is not None]
         if evicted:
             return PrefixMiss("evicted", max(evicted))

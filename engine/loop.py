@@ -8,18 +8,24 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from .core import EngineCore
-from .errors import QuireError
+from .errors import EngineError, QuireError
 from .outputs import EngineOutput, EngineRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Job = Callable[[], list[EngineOutput]]
 OnOutputs = Callable[[list[EngineOutput]], None]
 OnFailure = Callable[[BaseException], None]
+
+
+class _Job(NamedTuple):
+    """Something to do between two steps; `future` belongs to whoever waits for it."""
+
+    run: Callable[[], list[EngineOutput]]
+    future: Future[Any] | None = None
 
 
 class EngineLoop:
@@ -38,19 +44,21 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._stats = core.stats()
         self._step_started: float | None = None
+        self._ending = threading.Lock()
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def add(self, request: EngineRequest) -> None:
-        self._put(lambda: self._add(request))
+        self._put(_Job(lambda: self._add(request)))
 
     def abort(self, request_ids: list[str]) -> None:
-        self._put(lambda: self._core.abort(request_ids))
+        self._put(_Job(lambda: self._core.abort(request_ids)))
 
     def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
-        """Run `function(core)` between two steps."""
+        """Run `function(core)` between two steps. The future raises what it raises, or that the loop has ended."""
         future: Future[T] = Future()
 
         def run() -> list[EngineOutput]:
@@ -60,7 +68,7 @@ class EngineLoop:
                 future.set_exception(error)
             return []
 
-        self._put(run)
+        self._put(_Job(run, future))
         return future
 
     def stats(self) -> SchedulerStats:
@@ -84,8 +92,21 @@ class EngineLoop:
         self._core.shutdown()
 
     def _put(self, job: _Job | None) -> None:
-        self._inbox.put(job)
+        with self._ending:
+            if not self._has_ended:
+                self._inbox.put(job)
+            elif job is not None and job.future is not None:
+                job.future.set_exception(EngineError("The engine has ended."))
         self._core.wake()  # it may be waiting for a gate
+
+    def _end(self) -> None:
+        """Nothing is taken in any more; whoever waits for something that will not be done is told."""
+        with self._ending:
+            self._has_ended = True
+            while not self._inbox.empty():
+                job = self._inbox.get()
+                if job is not None and job.future is not None:
+                    job.future.set_exception(EngineError("The engine has ended."))
 
     def _run(self) -> None:
         try:
@@ -96,6 +117,8 @@ class EngineLoop:
         except BaseException as error:
             logger.exception("The engine core failed")
             self._on_failure(error)
+        finally:
+            self._end()
 
     def _take_in(self) -> bool:
         """Handle what has arrived; wait for it when there is nothing else to do. False when the loop should end."""
@@ -106,7 +129,7 @@ class EngineLoop:
                 return True
             if message is None:
                 return False
-            self._publish(message())
+            self._publish(message.run())
 
     def _publish(self, outputs: list[EngineOutput]) -> None:
         self._stats = self._core.stats()

@@ -137,6 +137,7 @@ class RequestState:
             logprobs=None if self.logprobs is None else self.logprobs[first:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=self.error,
         )
 
     def completion(self) -> CompletionOutput:
@@ -149,6 +150,7 @@ class RequestState:
             logprobs=None if self.logprobs is None else list(self.logprobs),
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=self.error,
         )
 
 

@@ -180,6 +180,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
+    error: str | None = None  # why it could not be finished, with finish_reason "error" or "deadline"
 
 
 class RequestOutput(msgspec.Struct, kw_only=True):

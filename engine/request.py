@@ -39,6 +39,7 @@ class Request:
         "ledger",
         "max_total_tokens",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_computed_before",
         "num_failures",
         "num_preemptions",
@@ -80,6 +81,7 @@ class Request:
         self.admitted_at: float | None = None  # when it first got a row
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.first_miss: PrefixMiss | None = None
+        self.num_charged_tokens = len(self.output_token_ids)  # those that its tenant was charged with
         self.num_computed_before = 0  # when it last lost its row
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0

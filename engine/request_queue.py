@@ -31,7 +31,7 @@ _MAX_IDLE_TENANTS = 4096
 class Tenant:
     """What one tenant was served, and the clock of its waiting requests."""
 
-    __slots__ = ("clock", "name", "num_unfinished", "num_waiting", "served", "weight")
+    __slots__ = ("clock", "is_ranked", "name", "num_unfinished", "num_waiting", "served", "weight")
 
     def __init__(self, name: str, weight: float, served: float, now: float) -> None:
         self.name = name
@@ -39,6 +39,7 @@ class Tenant:
         self.served = served  # virtual tokens
         self.num_unfinished = 0
         self.num_waiting = 0
+        self.is_ranked = False  # it has an entry in the heap of its `TenantBook`
         self.clock = QueueClock(now)
 
     def charge(self, cost: float) -> None:
@@ -50,6 +51,9 @@ class TenantBook:
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
+        # Heap of (served when entered, name, tenant), one entry for each tenant that has unfinished requests, and for
+        # some that had. Counters only grow: an entry that is out of date is put right when it comes to the top.
+        self._ranks: list[tuple[float, str, Tenant]] = []
 
     def __getitem__(self, name: str) -> Tenant:
         return self._tenants[name]
@@ -69,10 +73,25 @@ class TenantBook:
             tenant = self._tenants[name] = Tenant(name, weight, 0.0, now)
         tenant.weight = weight
         if tenant.num_unfinished == 0:
-            floor = min((each.served for each in self._tenants.values() if each.num_unfinished), default=0.0)
-            tenant.served = max(tenant.served, floor)
+            tenant.served = max(tenant.served, self._least_served())
+            if not tenant.is_ranked:
+                tenant.is_ranked = True
+                heapq.heappush(self._ranks, (tenant.served, name, tenant))
         tenant.num_unfinished += 1
         return tenant
+
+    def _least_served(self) -> float:
+        """The smallest counter of the tenants that are there; 0 when there is none."""
+        while self._ranks:
+            served, name, tenant = self._ranks[0]
+            if tenant.num_unfinished == 0:
+                heapq.heappop(self._ranks)
+                tenant.is_ranked = False
+            elif served != tenant.served:
+                heapq.heapreplace(self._ranks, (tenant.served, name, tenant))
+            else:
+                return served
+        return 0.0
 
     def leave(self, name: str) -> None:
         """A request of this tenant has ended."""
@@ -141,11 +160,12 @@ class RequestQueue:
 
     def peek(self) -> Request | None:
         """The next request, left in place."""
-        for priority in self._priorities:
-            group = self._classes[priority]
+        while self._priorities:
+            group = self._classes[self._priorities[0]]
             request = self._peek_preempted(group) or self._peek_line(group)
             if request is not None:
                 return request
+            del self._classes[self._priorities.pop(0)]
         return None
 
     def stand_still(self, cause: WaitCause, now: float) -> None:
@@ -181,7 +201,7 @@ class RequestQueue:
             heapq.heappush(group.preempted, (request.arrival_index, request))
             return
         line = group.lines.get(tenant.name)
-        if line is None:
+        if line is None or line.tenant is not tenant:
             line = group.lines[tenant.name] = _TenantLine(tenant)
             heapq.heappush(group.turns, (tenant.served, tenant.name, line))
         deadline = math.inf if request.deadline is None else request.deadline
@@ -205,7 +225,8 @@ class RequestQueue:
                 self._num_entries -= 1
             if not heap:
                 heapq.heappop(group.turns)
-                del group.lines[name]
+                if group.lines.get(name) is line:
+                    del group.lines[name]
             elif served != line.tenant.served:
                 heapq.heapreplace(group.turns, (line.tenant.served, name, line))
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -10,7 +11,12 @@ from .errors import InvalidRequestError
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
+MAX_TOP_K = 2**31 - 1
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, float32 logits overflow
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024  # of one stop string: the end of an answer is compared with it at every token
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,13 +48,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
-        if isinstance(self.stop, str):
-            force(self, "stop", (self.stop,))
-        elif not isinstance(self.stop, tuple):
-            force(self, "stop", tuple(self.stop or ()))
-        if not isinstance(self.stop_token_ids, tuple):
-            force(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
-        if self.top_k == -1:
+        force(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
+        force(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        if type(self.top_k) is int and self.top_k == -1:
             force(self, "top_k", 0)
 
         _check_int("n", self.n, 1, 128)
@@ -57,23 +59,33 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _check_int("top_k", self.top_k, 0, None)
+        _check_int("top_k", self.top_k, 0, MAX_TOP_K)
         _check_float("min_p", self.min_p, 0.0, 1.0)
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, None, open_low=True)
+        _check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, field), bool):
+                raise InvalidRequestError(f"{field}: must be true or false, got {getattr(self, field)!r}.", field)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
         for token_id in self.stop_token_ids:
             _check_int("stop_token_ids", token_id, 0, None)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequestError(f"stop: {len(self.stop)} strings given, at most {MAX_STOP_STRINGS}.", "stop")
+        _check_length("stop", len(self.stop), MAX_STOP_STRINGS)
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise InvalidRequestError(f"stop: must be non-empty strings, got {text!r}.", "stop")
-        for token_id, bias in (self.logit_bias or {}).items():
+            if len(text) > MAX_STOP_CHARS:
+                message = f"stop: a string of {len(text)} characters given, at most {MAX_STOP_CHARS} are allowed."
+                raise InvalidRequestError(message, "stop")
+        bias_by_id = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias_by_id, dict):
+            raise InvalidRequestError(f"logit_bias: must map token ids to numbers, got {bias_by_id!r}.", "logit_bias")
+        _check_length("logit_bias", len(bias_by_id), MAX_LOGIT_BIAS)
+        for token_id, bias in bias_by_id.items():
             _check_int("logit_bias", token_id, 0, None)
             _check_float("logit_bias", bias, -100.0, 100.0)
 
@@ -84,6 +96,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _as_tuple(field: str, values: object) -> tuple[Any, ...]:
+    """A list or tuple as a tuple, None as an empty one. A set has no order, and is refused like anything else."""
+    if values is None:
+        return ()
+    if not isinstance(values, list | tuple):
+        raise InvalidRequestError(f"{field}: must be a list, got {values!r}.", field)
+    return tuple(values)
+
+
+def _check_length(field: str, given: int, most: int) -> None:
+    if given > most:
+        raise InvalidRequestError(f"{field}: {given} entries given, at most {most} are allowed.", field)
 
 
 def _check_int(field: str, value: object, low: int, high: int | None) -> None:

@@ -41,6 +41,9 @@ class LocalExecutor:
             self.shutdown()
             raise
 
+    def preferred_inflight_steps(self) -> int:
+        return 2 if self._worker.device.type == "cuda" else 1
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._call(self._worker.kv_cache_specs)
 

@@ -17,9 +17,10 @@ from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput
 
 from .backend import ServedModel
-from .context import ApiContext, check_choices, json_response, new_id, read_request, stream_response
+from .context import ApiContext, check_choices, json_response, new_id, off_the_loop, read_body, stream_response
 from .generation import Generation, find_model, tokenize
 from .logprobs import chat_logprobs
+from .parsing import parse_request
 from .protocol import ChatCompletionRequest
 from .responses import (
     AssistantMessage,
@@ -35,11 +36,12 @@ from .sse import DONE, event, unless_client_leaves
 
 async def chat_completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
-    request = await read_request(http, ChatCompletionRequest, context.limits)
+    body = await read_body(http, context.limits)
+    request = await off_the_loop(body, lambda: parse_request(ChatCompletionRequest, body))
     served = find_model(context.backend, request.model)
     check_choices(1, request.n, context.limits)
     metrics = context.metrics.start(served.name, request.n or 1)
-    prompt = await tokenize(served, render(served, request), param="messages", add_special_tokens=False)
+    prompt = await off_the_loop(body, lambda: _token_ids(served, request))
     room = served.input_processor.room_after(prompt, "messages")
     params = request.sampling_params(served.info.generation_defaults, room)
     answer_id = new_id("chatcmpl")
@@ -52,6 +54,10 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     return json_response(answer.whole())
 
 
+def _token_ids(served: ServedModel, request: ChatCompletionRequest) -> list[int]:
+    return tokenize(served, render(served, request), param="messages", add_special_tokens=False)
+
+
 def render(served: ServedModel, request: ChatCompletionRequest) -> str:
     """The prompt's text, by the model's chat template. Raises `InvalidRequestError`."""
     messages = request.template_messages()
@@ -62,7 +68,9 @@ def render(served: ServedModel, request: ChatCompletionRequest) -> str:
     try:
         text: str = served.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except TemplateError as error:
-        raise InvalidRequestError(f"messages: the model's chat template refuses them: {error}.", "messages") from error
+        raise InvalidRequestError(
+            f"messages: the model's chat template refuses them: {str(error)[:200]}.", "messages"
+        ) from error
     return text
 
 

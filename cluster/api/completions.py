@@ -10,12 +10,13 @@ from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.outputs import CompletionOutput, EngineRequest
+from quire.engine.outputs import CompletionOutput
 
 from .backend import ServedModel
-from .context import ApiContext, check_choices, json_response, new_id, read_request, stream_response
+from .context import ApiContext, check_choices, json_response, new_id, off_the_loop, read_body, stream_response
 from .generation import Generation, find_model, tokenize
 from .logprobs import completion_logprobs
+from .parsing import parse_request
 from .protocol import CompletionRequest
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .sse import DONE, event, unless_client_leaves
@@ -23,18 +24,21 @@ from .sse import DONE, event, unless_client_leaves
 
 async def completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
-    request = await read_request(http, CompletionRequest, context.limits)
+    body = await read_body(http, context.limits)
+    request = await off_the_loop(body, lambda: parse_request(CompletionRequest, body))
     served = find_model(context.backend, request.model)
-    prompts = request.prompts()
+    prompts = await off_the_loop(body, request.prompts)
     check_choices(len(prompts), request.n, context.limits)
     metrics = context.metrics.start(served.name, len(prompts) * (request.n or 1))
+    token_ids, room = await off_the_loop(body, lambda: _tokenize_all(served, prompts))
+    params = request.sampling_params(served.info.generation_defaults, room)
     answer_id = new_id("cmpl")
     engine_requests = []
-    for i, prompt in enumerate(prompts):
+    for i, prompt_token_ids in enumerate(token_ids):
         request_id = answer_id if len(prompts) == 1 else f"{answer_id}-p{i}"
-        engine_requests.append(await _engine_requests(served, request, request_id, prompt))
+        engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params))
     generation = Generation(context.backend, served, engine_requests, metrics)
-    echoed = _echoed_texts(served, prompts, request.n or 1) if request.echo else []
+    echoed = await off_the_loop(body, lambda: _echoed_texts(served, prompts, params.n)) if request.echo else []
     answer = _CompletionAnswer(answer_id, served, generation, echoed)
     if request.stream:
         return await stream_response(http, answer.events(include_usage=request.include_usage))
@@ -42,16 +46,13 @@ async def completions(http: Request, context: ApiContext) -> Response:
     return json_response(answer.whole())
 
 
-async def _engine_requests(
-    served: ServedModel, request: CompletionRequest, request_id: str, prompt: str | list[int]
-) -> list[EngineRequest]:
-    if isinstance(prompt, str):
-        token_ids = await tokenize(served, prompt, param="prompt", add_special_tokens=True)
-    else:
-        token_ids = prompt
-    room = served.input_processor.room_after(token_ids)
-    params = request.sampling_params(served.info.generation_defaults, room)
-    return served.input_processor.process(request_id, token_ids, params)
+def _tokenize_all(served: ServedModel, prompts: list[str | list[int]]) -> tuple[list[list[int]], int]:
+    """Token ids of each prompt, and what the context leaves after the longest. Raises `InvalidRequestError`."""
+    token_ids = [
+        tokenize(served, prompt, param="prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+    return token_ids, min(served.input_processor.room_after(prompt) for prompt in token_ids)
 
 
 def _echoed_texts(served: ServedModel, prompts: list[str | list[int]], n: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Literal
@@ -15,8 +14,6 @@ from ..metrics import RequestMetrics
 from .backend import Backend, ServedModel
 from .responses import PromptTokensDetails, Usage
 
-_LONG_TEXT = 20_000  # characters: some milliseconds of tokenizing, during which no stream would move
-
 
 def find_model(backend: Backend, name: str) -> ServedModel:
     """Raises `ModelNotFoundError`."""
@@ -27,13 +24,13 @@ def find_model(backend: Backend, name: str) -> ServedModel:
     raise ModelNotFoundError(name, [served.name for served in models])
 
 
-async def tokenize(served: ServedModel, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text; in a thread when it takes long enough to be felt by others. Raises `InvalidRequestError`."""
+def tokenize(served: ServedModel, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text. Raises `InvalidRequestError`. Other threads run meanwhile."""
     served.input_processor.check_length(text, param)
-    encode = served.input_processor.tokenize
-    if len(text) < _LONG_TEXT:
-        return encode(text, add_special_tokens=add_special_tokens)
-    return await asyncio.to_thread(encode, text, add_special_tokens=add_special_tokens)
+    # The batch form, for one text: `encode` would keep the interpreter's lock.
+    (encoding,) = served.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+    token_ids: list[int] = encoding.ids
+    return token_ids
 
 
 class Generation:

@@ -7,6 +7,7 @@ in silence. The harmless ones, which change nothing about the answer, are in `HA
 from __future__ import annotations
 
 import difflib
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -80,6 +81,8 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "vllm_xargs": ({},),
 }
 
+_SHOWN_CHARS = 80
+
 _WANTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -108,9 +111,24 @@ def parse_request(schema: type[T], body: bytes) -> T:
 
 
 def shown(value: object) -> str:
-    """A value as an error message repeats it, short."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    """A value as an error message repeats it, short, also in the time that it takes."""
+    text = repr(_beginning(value, depth=4))
+    return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+
+
+def _beginning(value: object, depth: int) -> object:
+    """As much of a JSON value as could be shown."""
+    match value:
+        case str():
+            return value[:_SHOWN_CHARS]
+        case list() if depth:
+            return [_beginning(item, depth - 1) for item in value[:_SHOWN_CHARS]]
+        case dict() if depth:
+            return {_beginning(k, 0): _beginning(v, depth - 1) for k, v in islice(value.items(), _SHOWN_CHARS)}
+        case list() | dict():
+            return ...
+        case _:
+            return value
 
 
 def _known_fields(schema: type[BaseModel], data: dict[str, Any]) -> dict[str, Any]:
@@ -135,10 +153,11 @@ def _same(value: object, neutral: object) -> bool:
 
 
 def _unknown_field(param: str, candidates: list[str]) -> InvalidRequestError:
+    param = param[:_SHOWN_CHARS]
     prefix, _, name = param.rpartition(".")
     near = difflib.get_close_matches(name, candidates, n=1)
     hint = f" Did you mean {f'{prefix}.{near[0]}' if prefix else near[0]!r}?" if near else ""
-    return InvalidRequestError(f"{param[:80]}: is not a known field.{hint}", param[:80], "unknown_field")
+    return InvalidRequestError(f"{param}: is not a known field.{hint}", param, "unknown_field")
 
 
 def _as_request_error(schema: type[BaseModel], error: ValidationError) -> InvalidRequestError:
@@ -152,6 +171,8 @@ def _as_request_error(schema: type[BaseModel], error: ValidationError) -> Invali
         return InvalidRequestError(f"{param}: is required.", param, "missing_field")
     if kind == "extra_forbidden":
         return _unknown_field(param, _names_at(schema, found["loc"]))
+    if kind == "too_many":
+        return InvalidRequestError(f"{param}: {found['msg']}.", param)
     if kind == "literal_error":
         wanted = f"must be {found['ctx']['expected']}"
     else:

@@ -6,15 +6,20 @@ the default of the model's authors, where they advise one, else OpenAI's.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, model_validator
 from pydantic_core import PydanticCustomError
 
 from quire.engine.errors import InvalidRequestError
-from quire.engine.sampling_params import MAX_LOGPROBS, SamplingParams
+from quire.engine.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16
+MAX_MESSAGES = 4096
+MAX_CONTENT_PARTS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 300
 
 # Fields that mean the same in a request and in `SamplingParams`.
 _SAMPLING_FIELDS = (
@@ -40,6 +45,22 @@ def _wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("quire", message)
 
 
+def _check_length(value: list[Any] | dict[Any, Any], limit: int) -> None:
+    if len(value) > limit:
+        raise PydanticCustomError("too_many", f"must hold at most {limit} entries, got {len(value)}")
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Checks the length of a list before pydantic looks at its entries."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list):
+            _check_length(value, limit)
+        return value
+
+    return BeforeValidator(check)
+
+
 def _stop_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
@@ -48,6 +69,7 @@ def _bias_by_token_id(value: object) -> object:
     """JSON's keys are strings: {"50256": -100}."""
     if not isinstance(value, dict):
         raise _wrong("must be an object from token ids to numbers")
+    _check_length(value, MAX_LOGIT_BIAS)
     if not all(isinstance(key, str) and key.isascii() and key.isdigit() for key in value):
         raise _wrong("keys must be token ids")
     return {int(key): bias for key, bias in value.items()}
@@ -59,6 +81,7 @@ def _joined_text(value: object) -> object:
         return value
     if not isinstance(value, list):
         raise _wrong("must be a string or a list of text parts")
+    _check_length(value, MAX_CONTENT_PARTS)
     texts = []
     for part in value:
         if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
@@ -80,7 +103,18 @@ NotYet = Annotated[None, BeforeValidator(_no_value_yet)]
 
 
 class StrictModel(BaseModel):
+    """Refuses wrong types and unknown fields. pydantic makes a record of every mistake that it finds,
+    so everything that repeats has a bound: a large body must not hold a million of them."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, data: object) -> object:
+        """With more fields than there are, the first so many hold an unknown one: they are enough to be refused."""
+        if isinstance(data, dict) and len(data) > len(cls.model_fields):
+            return dict(islice(data.items(), len(cls.model_fields) + 1))
+        return data
 
 
 class StreamOptions(StrictModel):
@@ -104,8 +138,8 @@ class GenerationRequest(StrictModel):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias_by_token_id)] | None = None
     seed: int | None = None
-    stop: Annotated[list[str], BeforeValidator(_stop_list)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[list[str], _at_most(MAX_STOP_STRINGS), BeforeValidator(_stop_list)] | None = None
+    stop_token_ids: Annotated[list[int], _at_most(MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
@@ -148,10 +182,13 @@ class CompletionRequest(GenerationRequest):
     echo: bool = False
 
     def sampling_params(self, defaults: dict[str, float], room: int) -> SamplingParams:
-        """`room`: tokens that the context leaves. Raises `InvalidRequestError`."""
+        """`room`: tokens that the context leaves after the longest prompt. Raises `InvalidRequestError`.
+
+        The default is not cut to the room here: shorter prompts have more.
+        """
         if self.echo and self.logprobs is not None:
             raise InvalidRequestError("echo: together with logprobs is not supported yet.", "echo", "unsupported")
-        default = min(max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0), room)
+        default = max(DEFAULT_COMPLETION_TOKENS, self.min_tokens or 0)
         return self._sampling_params(self._checked("max_tokens", room) or default, self.logprobs, defaults)
 
     def prompts(self) -> list[str | list[int]]:
@@ -188,7 +225,7 @@ class ChatMessage(StrictModel):
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], FailFast(), _at_most(MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None

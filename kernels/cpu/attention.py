@@ -30,10 +30,9 @@ def paged_attention(
     softcap: float | None,
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    query_lens = np.diff(metadata.query_start_loc_np)
-    chunks = np.flatnonzero(query_lens > 0)
+    chunks = _chunks(metadata, 1)
     if query.dtype == torch.float32:
-        chunks = np.flatnonzero(query_lens > 1)
+        chunks = _chunks(metadata, 2)
         plan = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if plan is not None:
             run_plan(
@@ -44,15 +43,45 @@ def paged_attention(
                 value_cache.data_ptr(),
                 out.data_ptr(),
             )
-    for request in chunks.tolist():
-        start, end = metadata.query_start_loc_np[request : request + 2].tolist()
-        seq_len = int(metadata.seq_lens_np[request])
+    group = query.shape[1] // key_cache.shape[2]
+    for request, start, end, seq_len in chunks:
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
         slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
         key = key_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
         value = value_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
-        out[start:end] = _attend(query[start:end], key, value, scale, sliding_window, softcap)
+        visible = _visible(metadata, end - start, seq_len - first, group, sliding_window)
+        out[start:end] = _attend(query[start:end], key, value, visible, scale, softcap)
     return out
+
+
+def _chunks(metadata: AttentionMetadata, shortest: int) -> list[tuple[int, int, int, int]]:
+    """(request, first query token, end of them, seq_len) of requests with enough query tokens; once per step."""
+    key = ("chunks", shortest)
+    chunks = metadata.plans.get(key)
+    if chunks is None:
+        starts, seq_lens = metadata.query_start_loc_np, metadata.seq_lens_np
+        requests = np.flatnonzero(np.diff(starts) >= shortest)
+        columns = (requests, starts[requests], starts[requests + 1], seq_lens[requests])
+        chunks = metadata.plans[key] = list(zip(*(column.tolist() for column in columns), strict=True))
+    return chunks
+
+
+def _visible(
+    metadata: AttentionMetadata, num_queries: int, num_keys: int, group: int, sliding_window: int | None
+) -> Tensor | None:
+    """[group * num_queries, num_keys] bool, which of the last keys each query attends to; the same for every layer."""
+    if num_queries == 1:
+        return None
+    plan = ("visible", num_queries, num_keys, group, sliding_window)
+    visible = metadata.plans.get(plan)
+    if visible is None:
+        query_position = torch.arange(num_keys - num_queries, num_keys)[:, None]
+        key_position = torch.arange(num_keys)
+        visible = key_position <= query_position
+        if sliding_window is not None:
+            visible &= key_position > query_position - sliding_window
+        visible = metadata.plans[plan] = visible.repeat(group, 1)
+    return visible
 
 
 def _decode_plan(
@@ -96,22 +125,14 @@ def _slots(metadata: AttentionMetadata, request: int, first: int, seq_len: int, 
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, sliding_window: int | None, softcap: float | None
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float, softcap: float | None
 ) -> Tensor:
     """Dense attention of one request: query [q, H, d] of its last q positions, key and value [KV heads, k, d]."""
     num_queries, num_heads, head_dim = query.shape
-    num_kv_heads, num_keys = key.shape[:2]
+    num_kv_heads = key.shape[0]
     group = num_heads // num_kv_heads
     # The query heads of a group become rows of one matrix product, so that no key is read twice: [KV heads, G * q, d].
     rows = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-    visible = None
-    if num_queries > 1:
-        query_position = torch.arange(num_keys - num_queries, num_keys)[:, None]
-        key_position = torch.arange(num_keys)
-        visible = key_position <= query_position
-        if sliding_window is not None:
-            visible &= key_position > query_position - sliding_window
-        visible = visible.repeat(group, 1)
     if softcap is None:
         attended = F.scaled_dot_product_attention(rows[None], key[None], value[None], attn_mask=visible, scale=scale)[0]
     else:

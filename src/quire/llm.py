@@ -7,14 +7,12 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from quire.cluster.assembly import start_core
 from quire.engine.beam_search import Beam, BeamSearchParams
 from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig, SchedulerConfig
-from quire.engine.core import EngineCore
-from quire.engine.errors import ConfigError
-from quire.engine.executor import Executor
 from quire.engine.input_processor import InputProcessor
 from quire.engine.llm import Message, OfflineEngine, Prompt
-from quire.engine.model_source import ModelInfo, load_model_info
+from quire.engine.model_source import load_model_info
 from quire.engine.outputs import RequestOutput, SchedulerStats
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.tokenizer import load_tokenizer
@@ -81,12 +79,7 @@ class LLM:
         )
         info = load_model_info(config.model)
         tokenizer = load_tokenizer(info)
-        executor = build_executor(config, info)
-        try:
-            core = EngineCore(config, executor, info.max_model_len)
-        except ConfigError:
-            executor.shutdown()
-            raise
+        core = start_core(config, info)
         input_processor = InputProcessor(info, tokenizer, seed=seed)
         input_processor.max_model_len = core.max_model_len
         self._engine = OfflineEngine(core, input_processor, tokenizer)
@@ -155,14 +148,3 @@ class LLM:
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # __init__ did not get that far
             self.shutdown()
-
-
-def build_executor(config: EngineConfig, info: ModelInfo) -> Executor:
-    """One rank runs in this process; more are Ray actors. The model is loaded when this returns."""
-    if config.parallel.tensor_parallel_size == 1:
-        from quire.workers.local_executor import LocalExecutor
-
-        return LocalExecutor(config, info)
-    from quire.cluster.ray_executor import RayExecutor
-
-    return RayExecutor(config, info)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import threading
+import tracemalloc
 from typing import Any
 
 import httpx
 import pytest
 from fake_backend import DEFAULT_ANSWER, FakeBackend
 
+from quire.cluster.api import completions as completions_module
+from quire.cluster.api.parsing import parse_request
+from quire.cluster.api.protocol import ChatCompletionRequest
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
 
 MODEL = "smollm2-135m-instruct"
@@ -31,20 +36,32 @@ CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"temperature": "hot"}, "temperature", None, "temperature: must be a number, got 'hot'."),
     ({"temperature": 2.5}, "temperature", None, "temperature: must be a number >= 0 and <= 2, got 2.5."),
     ({"top_p": 0}, "top_p", None, "top_p: must be a number > 0 and <= 1, got 0.0."),
-    ({"top_k": -2}, "top_k", None, "top_k: must be an integer >= 0, got -2."),
+    ({"top_k": -2}, "top_k", None, "top_k: must be an integer from 0 to 2147483647, got -2."),
     ({"min_p": 1.5}, "min_p", None, "min_p: must be a number >= 0 and <= 1, got 1.5."),
     ({"presence_penalty": 3}, "presence_penalty", None, "presence_penalty: must be a number >= -2 and <= 2, got 3.0."),
-    ({"repetition_penalty": 0}, "repetition_penalty", None, "repetition_penalty: must be a number > 0, got 0.0."),
+    (
+        {"repetition_penalty": 0},
+        "repetition_penalty",
+        None,
+        "repetition_penalty: must be a number >= 0.01 and <= 100, got 0.0.",
+    ),
     ({"n": 0}, "n", None, "n: must be an integer from 1 to 128, got 0."),
     ({"n": 33}, "n", None, "n: 33 answers in one request (prompts x n), at most 32 are allowed."),
     ({"seed": 2**63}, "seed", None, f"seed: must be an integer from {-(2**63)} to {2**63 - 1}, got {2**63}."),
-    ({"stop": ["a"] * 17}, "stop", None, "stop: 17 strings given, at most 16."),
+    ({"stop": ["a"] * 17}, "stop", None, "stop: must hold at most 16 entries, got 17."),
     ({"stop": ""}, "stop", None, "stop: must be non-empty strings, got ''."),
     (
         {"stop_token_ids": [49152]},
         "stop_token_ids",
         None,
         "stop_token_ids: token ids must be from 0 to 49151, got 49152.",
+    ),
+    ({"stop_token_ids": [1] * 129}, "stop_token_ids", None, "stop_token_ids: must hold at most 128 entries, got 129."),
+    (
+        {"logit_bias": {str(i): 1 for i in range(301)}},
+        "logit_bias",
+        None,
+        "logit_bias: must hold at most 300 entries, got 301.",
     ),
     ({"logit_bias": {"49152": 1}}, "logit_bias", None, "logit_bias: token ids must be from 0 to 49151, got 49152."),
     ({"logit_bias": {"1": 101}}, "logit_bias", None, "logit_bias: must be a number >= -100 and <= 100, got 101.0."),
@@ -122,6 +139,65 @@ async def test_bodies_that_are_not_json(
     assert response.status_code == 400
     assert response.json() == error(message, None, None if content.startswith(b"[") else "invalid_json")
     await still_answers(client)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [1] * 60_000}, "messages"),
+        ({"messages": [1] * 4096}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [1] * 60_000}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": "x", **{f"x{i}": 1 for i in range(20_000)}}]}, None),
+        ({"stop": [1] * 60_000}, "stop"),
+        ({"stop_token_ids": ["a"] * 40_000}, "stop_token_ids"),
+        ({"logit_bias": dict.fromkeys(map(str, range(18_000)), "a")}, "logit_bias"),
+        ({"tools": [[1] * 90_000]}, "tools"),
+    ],
+)
+def test_a_large_body_of_mistakes_costs_as_much_as_one(fields: dict[str, Any], param: str | None) -> None:
+    """By what is allocated, which is exact where seconds are not: one record per mistake would take 100 times this."""
+    body = json.dumps({**CHAT, **fields}).encode()
+    tracemalloc.start()
+    try:
+        with pytest.raises(InvalidRequestError) as caught:
+            parse_request(ChatCompletionRequest, body)
+        assert tracemalloc.get_traced_memory()[1] < 20 * len(body)
+    finally:
+        tracemalloc.stop()
+    assert param is None or caught.value.param == param
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize(("size", "in_loop"), [(100, True), (20_000, False)])
+async def test_what_takes_long_is_done_off_the_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, size: int, in_loop: bool
+) -> None:
+    """Parsing and tokenizing, by the size of the whole body: many short prompts are as long as one long one."""
+    threads: dict[str, int] = {}
+
+    def noting(name: str, function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            threads[name] = threading.get_ident()
+            return function(*args, **kwargs)
+
+        return run
+
+    monkeypatch.setattr(completions_module, "parse_request", noting("parse", completions_module.parse_request))
+    monkeypatch.setattr(completions_module, "tokenize", noting("tokenize", completions_module.tokenize))
+    body = {**COMPLETION, "max_tokens": 1, "prompt": ["word " * (size // 40)] * 8}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    assert {name: ident == threading.get_ident() for name, ident in threads.items()} == {
+        "parse": in_loop,
+        "tokenize": in_loop,
+    }
+
+
+async def test_sampling_parameters_are_built_once_per_request(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    body = {**COMPLETION, "prompt": ["a", "b c d", [1, 2]], "n": 2, "stop_token_ids": [7] * 128}
+    assert (await client.post("/v1/completions", json=body)).status_code == 200
+    first, *others = backend.requests
+    assert len(others) == 5
+    assert all(request.sampling_params is first.sampling_params for request in others)
 
 
 @pytest.mark.parametrize("field", ["model", "messages"])

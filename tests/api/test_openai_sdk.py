@@ -8,8 +8,8 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import LiveServer
 from fake_backend import DEFAULT_ANSWER
+from live_server import LiveServer
 
 MODEL = "smollm2-135m-instruct"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]

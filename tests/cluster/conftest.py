@@ -7,19 +7,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 import yaml
+from cluster_processes import wait_for
 
 from quire.cluster.ray_local import LocalRay, environment, free_ports, make_folder
 
 _FOLDER = make_folder()
-os.environ.update(environment(_FOLDER, haproxy=False))  # before anything imports Ray
+os.environ.update(environment(_FOLDER, haproxy=None))  # before anything imports Ray
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,25 +68,3 @@ def answers(url: str) -> bool:
         return httpx.post(f"{url}/v1/completions", json=body, timeout=60).status_code == 200
     except httpx.TransportError:
         return False
-
-
-def wait_for(condition: Callable[[], object], timeout_s: float, describe: Callable[[], object] = lambda: "") -> None:
-    """Until `condition()` is true. Polls, because it is other processes that are waited for."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {describe()}"
-        time.sleep(0.05)
-
-
-def processes(name: str) -> list[psutil.Process]:
-    """The processes of this session's Ray whose name begins so, oldest first."""
-    found = [p for p in psutil.Process().children(recursive=True) if command(p).startswith(name)]
-    return sorted(found, key=lambda process: process.create_time())
-
-
-def command(process: psutil.Process) -> str:
-    """The first word of a process's command line; empty for one that has ended."""
-    try:
-        return (process.cmdline() or [""])[0]
-    except psutil.NoSuchProcess:
-        return ""

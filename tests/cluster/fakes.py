@@ -14,10 +14,11 @@ from fake_executor import FakeExecutor, expected_tokens
 
 from quire.cluster.directory import Directory, EngineRecord
 from quire.cluster.engine_server import EngineServer
+from quire.engine.config import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
-__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "start_engine"]
+__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "make_core", "start_engine"]
 
 MODEL = "fake"
 HOST = "127.0.0.1"
@@ -55,15 +56,18 @@ class PacedExecutor(FakeExecutor):
         return super().execute(step)
 
 
-def fake_core(step_s: float = 0.0, **scheduler: object) -> EngineCore:
-    return make_core(PacedExecutor(step_s), max_model_len=800, **{"max_num_seqs": 32, **scheduler})
+def fake_core(step_s: float = 0.0, *, max_model_len: int = 800, **scheduler: object) -> EngineCore:
+    return make_core(PacedExecutor(step_s), max_model_len=max_model_len, **{"max_num_seqs": 32, **scheduler})
 
 
 async def start_engine(
     directory: Directory, engine_id: str, core: EngineCore | None = None, *, model: str = MODEL
 ) -> EngineServer:
     """An engine on a fake core, listening and registered."""
-    server = EngineServer(core or fake_core(), engine_id, directory.secret(), step_timeout_s=5.0)
+    core = core or fake_core()
+    server = EngineServer(core, engine_id, directory.secret(), ParallelConfig(step_timeout_s=5.0))
     port = await server.start(HOST)
-    directory.register(EngineRecord(engine_id=engine_id, model=model, host=HOST, port=port, max_model_len=800))
+    directory.register(
+        EngineRecord(engine_id=engine_id, model=model, host=HOST, port=port, max_model_len=core.max_model_len)
+    )
     return server

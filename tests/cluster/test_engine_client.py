@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 
+import msgspec
 import pytest
-from fakes import MODEL, DictStore, expected_tokens, fake_core, start_engine
+from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine
 
-from quire.cluster.directory import Directory, EngineRecord
+from quire.cluster import directory as directory_module
+from quire.cluster import engine_links, transport
+from quire.cluster.directory import Directory, EngineRecord, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
+from quire.cluster.gateway import EngineBackend
 from quire.cluster.router import EngineSnapshot, LeastLoaded
+from quire.engine.config import ParallelConfig
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
-from quire.engine.outputs import EngineOutput, EngineRequest, SchedulerStats
+from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.engine.sampling_params import SamplingParams
 
 
@@ -52,6 +59,14 @@ async def until(condition, timeout_s: float = 5.0) -> None:
     async with asyncio.timeout(timeout_s):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def fill(engine: EngineServer, num_tokens: int) -> None:
+    """Occupy an engine with one row and one place in its queue."""
+    engine._engine.add(request("x0", num_tokens))
+    await until(lambda: engine.load().stats.num_running == 1)
+    engine._engine.add(request("x1", num_tokens))
+    await until(lambda: engine.load().stats.num_waiting == 1)
 
 
 def is_idle(engine: EngineServer) -> bool:
@@ -127,6 +142,87 @@ async def test_streams_survive_the_loss_of_their_engine(directory: Directory, cl
     await second.close()
 
 
+@pytest.mark.parametrize("problem", [transport.TransportError("no handshake in time"), TimeoutError()])
+async def test_an_engine_that_cannot_be_reached_stays_and_is_tried_again(
+    directory: Directory, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
+    monkeypatch.setattr(engine_links, "RECONNECT_S", 0.01)
+    connect, num_attempts = transport.connect, 0
+
+    async def at_the_third_attempt(*arguments: object) -> transport.Connection:
+        nonlocal num_attempts
+        num_attempts += 1
+        assert directory.engine_ids() == ["e1"]
+        if num_attempts < 3:
+            raise problem
+        return await connect(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transport, "connect", at_the_third_attempt)
+    engine = await start_engine(directory, "e1")
+    client = EngineClient(directory, "gateway-1", LeastLoaded())
+    await client.start()
+    assert await collect(client, request("r")) == {"r": expected()}
+    assert num_attempts == 3
+    await client.close()
+    await engine.close()
+
+
+async def test_another_engine_at_the_address_is_not_taken_for_the_one_that_left(
+    directory: Directory, client: EngineClient
+) -> None:
+    engine = await start_engine(directory, "e2")
+    record = directory.get("e2")
+    assert record is not None
+    directory.register(EngineRecord(engine_id="e1", model=MODEL, host=record.host, port=record.port, max_model_len=800))
+    await until(lambda: directory.engine_ids() == ["e2"] and len(client.links()) == 1)
+    assert client.links()[0].record == record
+    await engine.close()
+
+
+async def test_an_engine_writes_its_entry_again_until_it_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory_module, "REGISTER_S", 0.02)
+    directory = Directory(DictStore(), "app")
+    record = EngineRecord(engine_id="e1", model=MODEL, host="h", port=1, max_model_len=800)
+    registration = Registration(directory, record)
+    await registration.start()
+    assert directory.get("e1") == record
+    directory.remove("e1")  # by a gateway that could not reach it
+    await until(lambda: directory.get("e1") == record)
+    await registration.end()
+    await asyncio.sleep(0.1)
+    assert directory.engine_ids() == []
+
+
+async def test_a_look_into_the_directory_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_links, "POLL_S", 0.01)
+    store = DictStore()
+    directory = Directory(store, "app")
+    client = EngineClient(directory, "gateway-1", LeastLoaded())
+    backend = EngineBackend(client, [])
+    await client.start()
+    engine = await start_engine(directory, "e1")
+    await until(lambda: len(client.links()) == 1)
+    await backend.check_health()
+
+    def fails(prefix: str) -> list[str]:
+        raise RuntimeError("an error that nobody expected")
+
+    monkeypatch.setattr(store, "keys", fails)
+    await until(lambda: client.problem() is not None)
+    with pytest.raises(EngineError, match=r"New engines are not noticed: .*an error that nobody expected"):
+        await backend.check_health()
+    monkeypatch.undo()
+    await until(lambda: client.problem() is None)
+    second = await start_engine(directory, "e2")
+    await until(lambda: len(client.links()) == 2)
+    await backend.check_health()
+    await client.close()
+    with pytest.raises(EngineError, match="the directory of engines is not followed"):
+        await backend.check_health()
+    await engine.close()
+    await second.close()
+
+
 async def test_with_no_engine_the_error_says_so(directory: Directory) -> None:
     client = EngineClient(directory, "g", LeastLoaded(), failover_timeout_s=0.05)
     await client.start()
@@ -161,6 +257,56 @@ async def test_a_request_that_keeps_losing_its_engine_is_given_up(directory: Dir
         await stream
 
 
+async def test_bystanders_of_a_request_that_kills_engines_go_on(directory: Directory, client: EngineClient) -> None:
+    """Whoever has "poison" in its hands is lost. The others had no token between two losses, and still survive."""
+
+    def at_its_core(engine: EngineServer) -> bool:
+        return any(request_id.startswith("poison") for request_id in engine._owners)
+
+    client._failover_timeout_s = 30.0
+    innocent = [asyncio.create_task(collect(client, request(f"r{i}", 8, seed=i))) for i in range(5)]
+    poison = asyncio.create_task(collect(client, request("poison")))
+    await asyncio.sleep(0)
+    for i in range(20):
+        engine = await start_engine(directory, f"e{i}", fake_core(step_s=0.1))
+        await until(lambda engine=engine: at_its_core(engine) or all(task.done() for task in innocent))
+        for gateway in list(engine._gateways):
+            assert gateway._transport is not None
+            gateway._transport.abort()
+        directory.remove(f"e{i}")
+        await engine.close()
+        if poison.done():
+            break
+    with pytest.raises(EngineError, match="3 engines in a row were lost"):
+        await poison
+    last = await start_engine(directory, "last")
+    assert await asyncio.gather(*innocent) == [{f"r{i}": expected(8, seed=i)} for i in range(5)]
+    await last.close()
+
+
+async def test_a_large_request_neither_fills_the_buffer_nor_harms_others(
+    directory: Directory, client: EngineClient
+) -> None:
+    """12 choices of 1.5 MB each: sent as the engine reads them, on the one connection that it started with."""
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.005, max_queued_requests=None))
+    await until(lambda: len(client.links()) == 1)
+    (link,) = client.links()
+    others = [asyncio.create_task(collect(client, request(f"r{i}", 100, seed=i))) for i in range(3)]
+    large = [msgspec.structs.replace(request(f"x{i}", 2), tenant="t" * 1_500_000) for i in range(12)]
+    sending = asyncio.create_task(collect(client, *large))
+    most = 0
+    while not sending.done():
+        assert link.connection is not None
+        assert link.connection._transport is not None
+        most = max(most, link.connection._transport.get_write_buffer_size())
+        await asyncio.sleep(0.001)
+    assert most < 4 << 20
+    assert await sending == {f"x{i}": expected(2) for i in range(12)}
+    assert await asyncio.gather(*others) == [{f"r{i}": expected(100, seed=i)} for i in range(3)]
+    assert client.links() == [link]
+    await engine.close()
+
+
 async def test_refusals_keep_their_type(directory: Directory, client: EngineClient) -> None:
     engine = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1, max_queued_requests=1))
     too_long = EngineRequest(
@@ -178,6 +324,63 @@ async def test_refusals_keep_their_type(directory: Directory, client: EngineClie
     await streams[0].aclose()
     assert await waiting == {"w": expected(5)}
     await engine.close()
+
+
+async def test_a_stream_that_lost_its_engine_waits_for_room_at_a_full_one(
+    directory: Directory, client: EngineClient
+) -> None:
+    """Whether it had a token or not: its client has been told that the request is accepted."""
+    first = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1))
+    begun = asyncio.create_task(collect(client, request("begun", 30)))
+    waiting = asyncio.create_task(collect(client, request("waiting", 30)))
+    await until(lambda: first.load().stats.num_generation_tokens > 3)
+    full = await start_engine(directory, "e2", fake_core(step_s=0.01, max_num_seqs=1, max_queued_requests=1))
+    await until(lambda: len(client.links()) == 2)
+    await fill(full, 100)
+    await first.close()
+    assert await asyncio.gather(begun, waiting) == [{"begun": expected(30)}, {"waiting": expected(30)}]
+    await until(lambda: is_idle(full))
+    await full.close()
+
+
+async def test_a_stream_that_finds_no_room_in_time_says_why(directory: Directory, client: EngineClient) -> None:
+    client._failover_timeout_s = 0.6
+    first = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1))
+    begun = asyncio.create_task(collect(client, request("begun", 100)))
+    waiting = asyncio.create_task(collect(client, request("waiting")))
+    await until(lambda: first.load().stats.num_generation_tokens > 3)
+    full = await start_engine(directory, "e2", fake_core(step_s=0.05, max_num_seqs=1, max_queued_requests=1))
+    await until(lambda: len(client.links()) == 2)
+    await fill(full, 500)
+    await first.close()
+    with pytest.raises(OverloadedError):
+        await waiting
+    begun.cancel()
+    await full.close()
+
+
+async def test_a_request_goes_to_engines_that_can_hold_it(directory: Directory) -> None:
+    """Also when it has lost its engine and a smaller one has no other work."""
+    seen: list[list[int]] = []
+    client = EngineClient(
+        directory, "g", LeastLoaded(), on_engines=lambda records: seen.append([r.max_model_len for r in records])
+    )
+    await client.start()
+    large = await start_engine(directory, "e1", fake_core(step_s=0.005, max_model_len=400))
+    small = await start_engine(directory, "e2", fake_core(max_model_len=100))
+    await until(lambda: len(client.links()) == 2)
+    stream = asyncio.create_task(collect(client, request("r", 200)))
+    await until(lambda: large.load().stats.num_generation_tokens > 3)
+    await large.close()
+    await until(lambda: len(client.links()) == 1)
+    assert await collect(client, request("short", 97)) == {"short": expected(97)}
+    assert not stream.done()
+    another = await start_engine(directory, "e3", fake_core(max_model_len=400))
+    assert await stream == {"r": expected(200)}
+    assert seen[-3:] == [[400, 100], [100], [100, 400]]
+    await client.close()
+    await small.close()
+    await another.close()
 
 
 async def test_fifty_open_and_close_cycles_leave_nothing(directory: Directory, client: EngineClient) -> None:
@@ -210,7 +413,7 @@ async def test_repeats_are_dropped_and_a_gap_is_an_error(directory: Directory, c
 
 
 async def test_a_stalled_step_is_a_problem(directory: Directory) -> None:
-    server = EngineServer(fake_core(step_s=0.3), "e", directory.secret(), step_timeout_s=0.05)
+    server = EngineServer(fake_core(step_s=0.3), "e", directory.secret(), ParallelConfig(step_timeout_s=0.05))
     await server.start("127.0.0.1")
     assert server.problem() is None
     server._engine.add(request("r", 2))
@@ -219,6 +422,34 @@ async def test_a_stalled_step_is_a_problem(directory: Directory) -> None:
     await until(lambda: server.problem() is None)
     await server.close()
     assert server.problem() == "the engine's step loop has ended"
+
+
+@pytest.mark.parametrize(("startup_timeout_s", "healthy"), [(60.0, True), (0.05, False)])
+async def test_rebuilding_the_ranks_may_take_as_long_as_starting_them(
+    directory: Directory, startup_timeout_s: float, healthy: bool
+) -> None:
+    restarting, go_on = threading.Event(), threading.Event()
+
+    class SlowRestart(PacedExecutor):
+        def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+            self._fail_steps = {0}
+            return super().execute(step)
+
+        def restart(self) -> None:
+            restarting.set()
+            assert go_on.wait(10)
+            super().restart()
+
+    limits = ParallelConfig(step_timeout_s=0.05, startup_timeout_s=startup_timeout_s)
+    server = EngineServer(make_core(SlowRestart()), "e", directory.secret(), limits)
+    await server.start("127.0.0.1")
+    server._engine.add(request("r", 2))
+    await asyncio.to_thread(restarting.wait, 10)
+    await asyncio.sleep(0.15)
+    assert (server.problem() is None) == healthy
+    go_on.set()
+    await until(lambda: server.problem() is None)
+    await server.close()
 
 
 def test_the_directory_keeps_records_and_one_secret() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
-from conftest import processes, wait_for
+from cluster_processes import processes, wait_for
 from ray.util.placement_group import placement_group_table
 
 from quire import LLM, SamplingParams
@@ -17,6 +19,7 @@ from quire.cluster.ray_executor import RayExecutor
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ExecutorError, QuireError
 from quire.engine.model_source import load_model_info
+from quire.engine.outputs import SchedulerOutput
 
 WORKER = "ray::WorkerActor"
 PROMPTS = ["The capital of France is", "One, two, three,", "def fibonacci(n):", "Water boils at"]
@@ -87,6 +90,25 @@ def test_a_lost_rank_costs_time_and_no_token(
     assert received == one_rank["greedy"][0]
     assert two_ranks.stats().num_used_blocks == 0
     wait_for(lambda: len(processes(WORKER)) == 2, 20)
+
+
+def test_a_step_that_a_hung_rank_does_not_read_meets_its_deadline(
+    two_ranks: LLM, one_rank: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step larger than the sockets' buffers: whoever sends it waits, and is freed when the ranks are given up."""
+    gang = two_ranks._engine.core._executor._gang  # type: ignore[attr-defined]
+    monkeypatch.setattr(gang, "_step_timeout_s", 1.0)
+    os.kill(processes(WORKER)[0].pid, signal.SIGSTOP)
+    nothing = np.zeros(0, np.int32)
+    released = list(range(1 << 24))
+    step = SchedulerOutput(
+        step_id=0, rows=nothing, num_scheduled_tokens=nothing, num_computed_tokens=nothing, released_rows=released
+    )
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(gang.execute, step).result(20)
+    with pytest.raises(ExecutorError, match=r"A step hangs: ranks \[0, 1\] did not answer within 1 s"):
+        future.result(20)
+    assert tokens(two_ranks, GREEDY) == one_rank["greedy"]  # on ranks that were rebuilt
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from conftest import processes, wait_for
+from cluster_processes import processes, wait_for
 
 ENGINE, GATEWAY = "ray::ServeReplica:quire:Engine", "ray::ServeReplica:quire:Gateway"
 MODEL = "smollm2-135m-instruct"

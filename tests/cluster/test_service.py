@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from conftest import command, wait_for
+from cluster_processes import command, wait_for
 
 from quire.cluster.ray_local import free_ports
 

@@ -6,21 +6,14 @@ import asyncio
 import socket
 import struct
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from quire.cluster import transport
-from quire.cluster.transport import (
-    Connection,
-    FrameReader,
-    Handshake,
-    RankServer,
-    TransportError,
-    broadcast,
-    connect_rank,
-    gather,
-)
+from quire.cluster.rank_links import RankServer, broadcast, connect_rank, gather
+from quire.cluster.transport import Connection, FrameReader, Handshake, TransportError
 
 SECRET = b"s" * 32
 HOST = "127.0.0.1"
@@ -159,16 +152,53 @@ async def test_heartbeats_keep_an_idle_connection(monkeypatch: pytest.MonkeyPatc
 
 
 async def test_a_peer_that_does_not_read_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MAX_BUFFERED_BYTES", 1 << 20)
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 0.2)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    assert connection._transport is not None
+    connection._transport.pause_reading()
+    connection._beats_unheard = -1_000_000  # it goes on giving signs of life
+    accepted = await there.opened.get()
+    for _ in range(20):
+        accepted.send(bytes(1 << 20))
+    assert "does not read" in await asyncio.wait_for(there.closed.get(), 5)
+
+
+async def test_a_peer_that_reads_slowly_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much waits for it, and a loop that stood still blames nobody."""
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 0.02)
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 0.2)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    accepted = await there.opened.get()
+    for _ in range(6):
+        accepted.send(bytes(30 << 20))
+    drained = asyncio.create_task(accepted.drain())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    time.sleep(0.5)  # the loop does stand still
+    assert [len(await asyncio.wait_for(here.frames.get(), 10)) for _ in range(6)] == [30 << 20] * 6
+    await asyncio.wait_for(drained, 5)
+    assert connection.is_open
+    assert accepted.is_open
+
+
+async def test_whoever_waits_to_send_hears_of_a_lost_connection() -> None:
     here, there = Peer(), Peer()
     port = await listen(there)
     connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
     assert connection._transport is not None
     connection._transport.pause_reading()
     accepted = await there.opened.get()
-    for _ in range(20):
-        accepted.send(bytes(1 << 20))
-    assert "does not read" in await asyncio.wait_for(there.closed.get(), 5)
+    accepted.send(bytes(30 << 20))
+    drained = asyncio.create_task(accepted.drain())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    connection._transport.abort()
+    await asyncio.wait_for(drained, 5)
 
 
 def connect_all(server: RankServer, world_size: int) -> tuple[list, list]:
@@ -209,6 +239,17 @@ def test_silent_ranks_are_named() -> None:
     ranks[1].send(b"here")
     with pytest.raises(TimeoutError, match=r"ranks \[0, 2\] did not answer within 0.05 s"):
         gather(links, 0.05)
+
+
+def test_a_rank_that_does_not_read_ends_a_send() -> None:
+    """And only a send: a rank that reads may take as long as it likes."""
+    links, ranks = connect_all(RankServer(HOST, SECRET), 1)
+    links[0].limit_sends(0.2)
+    timer = threading.Timer(0.5, ranks[0].send, [b"late"])
+    timer.start()
+    assert links[0].recv() == b"late"
+    with pytest.raises(TransportError, match="rank 0"):
+        links[0].send(bytes(60 << 20))
 
 
 def test_missing_ranks_are_named_and_strangers_are_turned_away() -> None:

@@ -48,6 +48,9 @@ class _Executor:
     def call(self, method: str, *args: Any) -> list[Any]:
         raise NotImplementedError
 
+    def preferred_inflight_steps(self) -> int:
+        return 1
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self.call("kv_cache_specs")[0]
 

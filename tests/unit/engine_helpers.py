@@ -17,7 +17,9 @@ from quire.engine.sampling_params import SamplingParams
 def make_request(
     request_id: str, prompt: list[int], max_tokens: int = 8, seed: int = 0, **fields: object
 ) -> EngineRequest:
-    params = {name: fields.pop(name) for name in ("min_tokens", "stop_token_ids", "ignore_eos") if name in fields}
+    params = {
+        name: fields.pop(name) for name in ("min_tokens", "stop_token_ids", "ignore_eos", "logprobs") if name in fields
+    }
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     return EngineRequest(
         request_id=request_id,

@@ -14,7 +14,7 @@ import numpy as np
 
 from quire.engine.errors import ExecutorError
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
-from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
+from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, NewRow, SchedulerOutput
 
 VOCABULARY = 50
 EMPTY = (-1, -1)
@@ -52,7 +52,11 @@ def expected_tokens(prompt: list[int], count: int, seed: int = 0, choice_index: 
 
 
 class FakeExecutor:
-    """Implements `Executor`. `fail_steps`: numbers of execute() calls that fail, after which it must be restarted."""
+    """Implements `Executor`.
+
+    `fail_steps`: numbers of execute() calls that fail, after which it must be restarted. `poison`: request ids that
+    break every step that computes them, from the one on in which they have `poison_from` tokens.
+    """
 
     def __init__(
         self,
@@ -60,14 +64,21 @@ class FakeExecutor:
         block_size: int = 4,
         num_blocks: int = 64,
         fail_steps: tuple[int, ...] = (),
+        poison: frozenset[str] = frozenset(),
+        poison_from: int = 0,
     ) -> None:
         self._specs = [KVCacheSpec(block_size, 1, 1, 1, window) for window in windows]
         self._num_blocks = num_blocks
         self._fail_steps = set(fail_steps)
+        self._poison = poison
+        self._poison_from = poison_from
         self._broken = False
         self.num_calls = 0
         self.num_restarts = 0
         self.steps: list[SchedulerOutput] = []
+
+    def preferred_inflight_steps(self) -> int:
+        return 1
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._specs
@@ -86,7 +97,7 @@ class FakeExecutor:
 
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
-        if self.num_calls in self._fail_steps:
+        if not self._broken and (self.num_calls in self._fail_steps or self._is_poisoned(step)):
             self._broken = True
         self.num_calls += 1
         if self._broken:
@@ -95,6 +106,14 @@ class FakeExecutor:
             self.steps.append(step)
             future.set_result(self._run(step))
         return future
+
+    def _is_poisoned(self, step: SchedulerOutput) -> bool:
+        ids = {row: new.request_id for row, new in self._rows.items()} | {r.row: r.request_id for r in step.new_rows}
+        ends = (step.num_computed_tokens + step.num_scheduled_tokens).tolist()
+        return any(
+            ids[row] in self._poison and end >= self._poison_from
+            for row, end in zip(step.rows.tolist(), ends, strict=True)
+        )
 
     def restart(self) -> None:
         self._broken = False
@@ -131,7 +150,24 @@ class FakeExecutor:
             if start + count == len(tokens):
                 sampled[index, 0] = pick(self._read(row, 0, start + count - 1), self._rows[row])
                 tokens.append(int(sampled[index, 0]))
-        return ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=sampled)
+        return ModelRunnerOutput(
+            step_id=step.step_id, sampled_token_ids=sampled, logprobs=self._logprobs(step.rows.tolist(), sampled)
+        )
+
+    def _logprobs(self, rows: list[int], sampled: IntArray) -> BatchLogprobs | None:
+        """For the rows that asked, as many as any of them asked for: tokens 0, 1, 2, ... with logprobs -1, -2, ..."""
+        asked = {i: self._rows[row].sampling_params.logprobs for i, row in enumerate(rows) if sampled[i, 0] >= 0}
+        wanted = {i: count for i, count in asked.items() if count is not None}
+        if not wanted:
+            return None
+        indices, most = np.array(list(wanted), np.int32), max(wanted.values())
+        top = np.tile(np.arange(most, dtype=np.int32), (len(indices), 1))
+        return BatchLogprobs(
+            indices=indices,
+            token_ids=np.hstack([sampled[indices], top]),
+            logprobs=np.hstack([np.full((len(indices), 1), -0.5, np.float32), -1.0 - top.astype(np.float32)]),
+            sampled_ranks=np.ones(len(indices), np.int32),
+        )
 
     def _check_window(self, row: int, start: int) -> None:
         """Everything before `start` that a token at `start` attends to is there."""

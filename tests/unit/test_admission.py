@@ -33,11 +33,13 @@ def make(clock: Clock, executor: FakeExecutor | None = None, **options: object) 
 
 def finish(core: EngineCore, clock: Clock, collector: Collector, step_s: float = 1.0) -> list[str]:
     """Run to the end, a step taking `step_s`. Returns request ids in the order in which they ended."""
-    while core.has_work:
+    for _ in range(1000):
+        if not core.has_work:
+            return list(collector.ends)
         clock.now += step_s
         collector.take(core.step())
         core.scheduler.kv_cache.check_integrity()
-    return list(collector.ends)
+    raise AssertionError("the engine does not finish")
 
 
 def start(core: EngineCore, *requests: object) -> Collector:
@@ -156,6 +158,84 @@ def test_an_idle_tenant_saves_up_no_credit() -> None:
 # ---- limits ---------------------------------------------------------------------------------------------------------
 
 
+def test_short_answers_are_charged_to_their_tenant() -> None:
+    """Answers that end inside the block in which their prompt ends cost what they cost: 1 + 2 * 15 against 15 + 2."""
+    clock = Clock()
+    core = make(clock, FakeExecutor(block_size=16), max_num_seqs=1)
+    requests = [make_request(f"a{i}", [i], 15, tenant="a") for i in range(40)]
+    requests += [make_request(f"b{i}", [i] * 15, 1, tenant="b") for i in range(40)]
+    order = finish(core, clock, start(core, *requests))
+    assert [name[0] for name in order[:48]].count("a") == 17  # 17 * 31 against 31 * 17
+
+
+def test_priority_classes_come_and_go() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1, policy="priority")
+    finish(core, clock, start(core, *[make_request(f"r{i}", [1], 1, priority=i) for i in range(40)]))
+    assert core.scheduler.waiting.queue.peek() is None
+    assert core.scheduler.waiting.queue._classes == {}
+
+
+def test_many_tenants_cost_no_more_than_few_and_none_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.engine.request_queue._MAX_IDLE_TENANTS", 4)
+    clock = Clock()
+    core = make(clock, max_num_seqs=1)
+    for turn in range(3):
+        names = [f"t{i}-{turn}" for i in range(12)]
+        requests = [make_request(name, [1] * 4, 2, tenant=name.split("-")[0]) for name in names]
+        assert set(finish(core, clock, start(core, *requests))) == set(names)
+    again = [make_request(f"{t}{i}", [1] * 4, 2, tenant=t) for i in range(3) for t in ("t1", "t2")]
+    order = finish(core, clock, start(core, *again))
+    assert [name[:2] for name in order] == ["t1", "t2", "t1", "t2", "t1", "t2"]
+
+
+def test_an_open_stream_is_taken_over_although_the_queue_is_full() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1, max_queued_requests=1)
+    collector = start(core, make_request("first", [1], 2))
+    with pytest.raises(OverloadedError):
+        core.add_request(make_request("new", [2], 2))
+    resumed = make_request("resumed", [3], 4, resume_token_ids=expected_tokens([3], 1))
+    collector.start(resumed)
+    core.add_request(resumed)
+    finish(core, clock, collector)
+    assert collector.tokens["resumed"] == expected_tokens([3], 4)
+
+
+def test_a_newcomer_waits_for_what_a_long_prompt_still_needs() -> None:
+    """Two prompts that fit one after the other are not admitted together only to preempt each other."""
+    clock = Clock()
+    executor = FakeExecutor(num_blocks=65)
+    core = make(clock, executor, max_model_len=250, long_prefill_token_threshold=16, max_num_batched_tokens=64)
+    collector = start(core, make_request("a", [1] * 180, 4), make_request("b", [2] * 160, 4))
+    finish(core, clock, collector)
+    assert core.stats().num_preemptions == 0
+    assert report(collector, "b").wait_s["KV_BLOCKS"] > 0
+
+
+def test_a_newcomer_leaves_a_block_for_each_running_request() -> None:
+    clock = Clock()
+    core = make(clock, FakeExecutor(num_blocks=5), max_model_len=16)
+    collector = start(core, make_request("a", [1] * 8, 4), make_request("b", [2] * 8, 4))
+    finish(core, clock, collector)  # 4 blocks: both prompts fit, but not their first tokens
+    assert core.stats().num_preemptions == 0
+
+
+def test_idle_time_does_not_count_in_the_drain_rate() -> None:
+    clock = Clock()
+    core = make(clock, max_num_seqs=1, max_queued_tokens=100, max_num_batched_tokens=10)
+    collector = start(core, make_request("first", [1] * 40, 1))
+    finish(core, clock, collector)
+    core.step()  # nothing to do: the loop rests
+    clock.now += 1000.0
+    start(core, make_request("second", [2] * 90, 1))
+    core.step()
+    start(core, make_request("third", [3] * 90, 1))
+    with pytest.raises(OverloadedError) as caught:
+        core.add_request(make_request("fourth", [4] * 20, 1))
+    assert caught.value.retry_after_s == pytest.approx(9.0)  # 90 tokens at 10 a second, as measured before the rest
+
+
 def test_a_full_queue_refuses_with_an_estimate() -> None:
     clock = Clock()
     core = make(clock, max_num_seqs=1, max_queued_tokens=100, max_num_batched_tokens=10)
@@ -232,6 +312,26 @@ def test_who_stands_aside_does_not_hold_up_the_others() -> None:
     assert finish(core, clock, collector) == ["blocked"]
 
 
+def test_a_gate_that_opens_while_it_is_asked_is_asked_again() -> None:
+    """It refuses one request, changes its mind, and refuses another: the first must not be lost."""
+
+    class Moody(ToyGate):
+        def enter(self, request: Request) -> bool:
+            if request.request_id == "first" and self.version == 0:
+                self.version = 1
+                return False
+            return request.request_id == "first" and super().enter(request)
+
+    clock = Clock()
+    core = make(clock, gates=(Moody(WaitCause.REMOTE_KV, 1),))
+    collector = start(core, make_request("first", [1], 2), make_request("second", [2], 2))
+    for _ in range(5):
+        clock.now += 1.0
+        collector.take(core.step())
+    assert set(collector.ends) == {"first"}
+    assert core.scheduler.waiting.num_aside == 1
+
+
 def test_a_gate_that_refuses_for_good_ends_the_request_alone() -> None:
     clock = Clock()
     first = ToyGate(WaitCause.ENCODER_BUDGET, 9)
@@ -270,6 +370,8 @@ class SlowCompiler:
         self.compiled.append(grammar)
         if grammar == "broken":
             raise InvalidRequestError("structured_outputs: not a grammar", "structured_outputs")
+        if grammar == "crash":
+            raise ValueError("a fault of the compiler")
         return object()
 
 
@@ -296,6 +398,34 @@ def test_the_grammar_gate_compiles_off_the_hot_path() -> None:
     assert collector.ends["broken"].finish_reason == "error"
     assert collector.tokens["a"] == expected_tokens([1], 3)
     assert report(collector, "a").wait_s["GRAMMAR"] > 0
+
+
+def test_a_compiler_that_crashes_ends_that_request_alone() -> None:
+    compiler = SlowCompiler()
+    compiler.may_go.set()
+    woken = threading.Event()
+    gate = GrammarGate(compiler, woken.set)
+    core = make_core(gates=(gate,))
+    collector = start(core, make_request("crash", [1], 2, grammar="crash"), make_request("plain", [2], 2))
+    while core.has_work:
+        collector.take(core.step())
+    gate.close()
+    assert collector.ends["crash"].error == "grammar: it cannot be compiled (a fault of the compiler)."
+    assert collector.tokens["plain"] == expected_tokens([2], 2)
+
+
+def test_more_grammars_than_the_gate_keeps_are_each_compiled_once() -> None:
+    compiler = SlowCompiler()
+    gate = GrammarGate(compiler, lambda: None, max_cached=2)
+    core = make_core(gates=(gate,), max_num_seqs=8)
+    collector = start(core, *[make_request(f"r{i}", [i], 2, grammar=f"g{i}") for i in range(8)])
+    core.step()
+    compiler.may_go.set()
+    while core.has_work:
+        collector.take(core.step())
+    gate.close()
+    assert len(collector.ends) == 8
+    assert compiler.compiled == [f"g{i}" for i in range(8)]
 
 
 # ---- ledgers --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from small_tokenizers import byte_level
 
 from quire.engine.async_engine import AsyncEngine
 from quire.engine.core import EngineCore
-from quire.engine.errors import EngineError, InvalidRequestError
+from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
 from quire.engine.input_processor import InputProcessor
 from quire.engine.outputs import RequestOutput
 from quire.engine.sampling_params import SamplingParams
@@ -84,3 +84,46 @@ async def test_a_dead_engine_raises_everywhere() -> None:
     with pytest.raises(EngineError, match="no machine left"):
         await collect(engine, [1], SamplingParams())
     await engine.shutdown()
+
+
+async def test_a_full_queue_raises_with_an_estimate() -> None:
+    engine = make(make_core(max_num_seqs=1, max_queued_requests=1))
+    first = engine.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=190, seed=0))
+    await anext(first)
+    second = asyncio.create_task(collect(engine, [2], SamplingParams(max_tokens=2, seed=0)))
+    while engine.stats().num_waiting == 0:
+        await anext(first)
+    with pytest.raises(OverloadedError) as caught:
+        await collect(engine, [3], SamplingParams(max_tokens=2, seed=0, n=2))
+    assert caught.value.retry_after_s >= 1.0
+    await first.aclose()
+    assert (await second)[-1].finished
+    await engine.shutdown()
+
+
+async def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
+    engine = make()
+    prompt, params = [1, 2], SamplingParams(max_tokens=30, seed=0)
+    first = engine.generate({"prompt_token_ids": prompt}, params, "a")
+    outputs = [await anext(first)]
+    with pytest.raises(InvalidRequestError, match="'a' is in use"):
+        await anext(engine.generate({"prompt_token_ids": prompt}, params, "a"))
+    outputs += [output async for output in first]
+    assert [token for output in outputs for token in output.outputs[0].token_ids] == expected_tokens(prompt, 30)
+    await engine.shutdown()
+
+
+async def test_a_request_that_the_engine_gives_up_raises() -> None:
+    engine = make(make_core(FakeExecutor(poison=frozenset({"bad"}))))
+    with pytest.raises(EngineError, match="3 times in a row"):
+        async for _ in engine.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=5), "bad"):
+            pass
+    assert (await collect(engine, [4], SamplingParams(max_tokens=2, seed=0)))[-1].finished
+    await engine.shutdown()
+
+
+async def test_nothing_hangs_on_an_engine_that_has_ended() -> None:
+    engine = make()
+    await engine.shutdown()
+    with pytest.raises(EngineError):
+        await collect(engine, [1], SamplingParams())

@@ -85,7 +85,7 @@ def test_the_context_ends_the_search() -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(InvalidRequestError, match="beam_width: must be from 1 to 10, got 11"):
+    with pytest.raises(InvalidRequestError, match="beam_width: must be an integer from 1 to 10, got 11"):
         BeamSearchParams(beam_width=11, max_tokens=1)
     with pytest.raises(InvalidRequestError, match="max_tokens"):
         BeamSearchParams(beam_width=1, max_tokens=0)

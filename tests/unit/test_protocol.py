@@ -32,7 +32,7 @@ def refused(make: Any, **fields: Any) -> tuple[str | None, str]:
 def test_defaults_are_openais() -> None:
     assert completion().sampling_params({}, 100) == SamplingParams(max_tokens=16)
     assert chat().sampling_params({}, 100) == SamplingParams(max_tokens=100)
-    assert completion().sampling_params({}, 5).max_tokens == 5
+    assert completion().sampling_params({}, 5).max_tokens == 16  # cut per prompt, by the input processor
     assert completion(min_tokens=20).sampling_params({}, 100).max_tokens == 20
 
 

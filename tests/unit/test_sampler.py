@@ -208,3 +208,24 @@ def test_wrong_logits_are_refused(logits: torch.Tensor) -> None:
         sample(logits.expand(2, -1), batch)
     with pytest.raises(ValueError, match="float32"):
         sample(logits[None].double(), batch)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_row_hurts_no_other(logits: torch.Tensor, broken: float) -> None:
+    rows = rows_of(*[SamplingParams(temperature=1.0, top_p=0.9)] * 3)
+    batch = rows.gather(np.arange(3, dtype=np.int32), np.full(3, 5, np.int32), NO_TOKENS)
+    whole = logits.repeat(3, 1)
+    expected = sample(whole, batch).token_ids.tolist()
+    whole[1] = broken
+    tokens = sample(whole, batch).token_ids.tolist()
+    assert (tokens[0], tokens[2]) == (expected[0], expected[2])
+    assert 0 <= tokens[1] < VOCAB
+
+
+def test_ignored_eos_is_not_forbidden_by_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 5.0, 1.0] + [0.0] * (VOCAB - 3)])
+    position = np.ones(1, np.int32)
+    for ignore_eos, expected in ((True, 1), (False, 2)):
+        params = SamplingParams(temperature=0.0, min_tokens=4, ignore_eos=ignore_eos)
+        batch = rows_of(params, eos_token_ids=(1,)).gather(np.zeros(1, np.int32), position, NO_TOKENS)
+        assert sample(logits, batch).token_ids.tolist() == [expected]

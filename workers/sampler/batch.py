@@ -82,7 +82,8 @@ class SamplingRows:
         for by_row in (self._stop_token_ids, self._logit_bias, self._counts):
             by_row.pop(row, None)
         if params.min_tokens:
-            stop_token_ids = {*new.eos_token_ids, *params.stop_token_ids}
+            eos_token_ids = () if params.ignore_eos else new.eos_token_ids
+            stop_token_ids = {*eos_token_ids, *params.stop_token_ids}
             self._stop_token_ids[row] = np.array(sorted(i for i in stop_token_ids if i < self._vocab_size), np.int64)
         if params.logit_bias:
             bias = {i: value for i, value in params.logit_bias.items() if i < self._vocab_size}

@@ -77,14 +77,25 @@ def _add(logits: Tensor, entries: LogitEntries) -> None:
 
 def _sample_random(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
     """Tokens of the rows with a temperature. logits [r, vocab] are theirs; returns [r] int64."""
+    highest = logits.amax(dim=-1, keepdim=True)
+    broken = ~torch.isfinite(highest)  # NaN, or infinite: of one row, and the others must not suffer for it
+    if broken.any():
+        logits = torch.where(broken, _one_hot_logits(logits), logits)
+        highest = torch.where(broken, 0.0, highest)
     # The highest logit becomes 0 before the division, so that no temperature, however small, overflows.
-    scores = logits - logits.amax(dim=-1, keepdim=True)
+    scores = logits - highest
     scores /= torch.from_numpy(batch.temperature[rows]).to(logits.device)[:, None]
     keep_top_k(scores, batch.top_k[rows])
     keep_top_p(scores, batch.top_p[rows])
     keep_min_p(scores, batch.min_p[rows])
     numbers = uniform(batch.seeds[rows], batch.choice_indices[rows], batch.positions[rows], DRAW_TOKEN)
     return _pick(scores.exp_(), torch.from_numpy(numbers).to(logits.device))
+
+
+def _one_hot_logits(logits: Tensor) -> Tensor:
+    """Logits that leave each row its greedy choice alone, NaN counting as never."""
+    choice = torch.nan_to_num(logits, nan=-torch.inf).argmax(dim=-1, keepdim=True)
+    return torch.full_like(logits, -torch.inf).scatter_(1, choice, 0.0)
 
 
 def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
