@@ -26,13 +26,13 @@ GATEWAY_OPTIONS: dict[str, Any] = {
     "ray_actor_options": {"num_cpus": 0.1},
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 10.0,
-    "graceful_shutdown_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 600.0,  # a gateway that is not needed any more has the time of a long stream
     "graceful_shutdown_wait_loop_s": 0.2,
 }
 ENGINE_OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 10.0,
-    "graceful_shutdown_timeout_s": 10.0,
+    "graceful_shutdown_timeout_s": 10.0,  # its streams go on at another engine
     "graceful_shutdown_wait_loop_s": 0.2,
     "max_constructor_retry_count": 1,  # what keeps an engine from starting does not go away by itself
 }

@@ -31,7 +31,8 @@ DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
             "min_replicas": 1,
             "max_replicas": 2,
             "target_ongoing_requests": 128,
-        }
+        },
+        "graceful_shutdown_timeout_s": 600,
     },
     ENGINE: {"num_replicas": 1},
 }

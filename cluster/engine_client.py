@@ -78,7 +78,7 @@ class Stream:
         return self.request.request_id if self.attempt == 0 else f"{self.request.request_id}@{self.attempt}"
 
     def fits(self, engine: EngineRecord) -> bool:
-        """Whether an engine's context holds the request to its end: a smaller one would cut an answer that has begun."""
+        """Whether an engine's context holds the request to its end: a smaller one would cut an open answer."""
         request = self.request
         return len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 1) <= engine.max_model_len
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from quire.cluster.app import bind
 from quire.cluster.autoscaling import EngineLoadPolicy
 from quire.cluster.config import QuireConfig, ServiceConfig, load_service, override
 from quire.engine.errors import ConfigError
@@ -139,3 +140,13 @@ def test_engines_for_a_load(running: list[int], waiting: list[int], usage: list[
     policy = EngineLoadPolicy(target_requests_per_engine=32, target_kv_cache_usage=0.8)
     assert policy(SimpleNamespace(aggregated_metrics=reported)) == (engines, {})  # type: ignore[arg-type]
     assert policy(SimpleNamespace(aggregated_metrics=None)) == (0, {})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"), [({}, 600.0), ({"Gateway": {"graceful_shutdown_timeout_s": 30}}, 30.0)]
+)
+def test_a_gateway_that_is_not_needed_has_the_time_of_a_long_stream(
+    options: dict[str, dict[str, object]], seconds: float
+) -> None:
+    application = bind(QuireConfig(), options)
+    assert application._bound_deployment._deployment_config.graceful_shutdown_timeout_s == seconds
