@@ -133,6 +133,26 @@ def chat(
             converse(answer, system)
 
 
+@app.command(epilog="Examples:  quire check /models/my-llama   ·   quire check my-model.gguf --tensor-parallel-size 2")
+@takes_engine_options
+def check(
+    path: Annotated[str | None, typer.Argument(help="A model, as for --model.")] = None,
+    *,
+    engine: EngineOverrides,
+) -> None:
+    """Say what a model needs and whether it fits this machine, without loading it. Status 1 when it does not."""
+    from quire.engine.config import EngineConfig
+    from quire.engine.model_source import load_model_info
+    from quire.workers.model_check import check_model
+
+    given = {"model": path} if path is not None else {}
+    config = EngineConfig.model_validate({**engine, "model": {**engine.get("model", {}), **given}})
+    result = check_model(config, load_model_info(config.model))
+    print(result)
+    if result.capacity is None:
+        raise typer.Exit(1)
+
+
 @app.command()
 def version() -> None:
     """Print the version of Quire and of what it runs on."""

@@ -19,7 +19,7 @@ from .errors import ConfigError, EngineError, ExecutorError
 from .executor import Executor
 from .gates import Gate
 from .kv_cache_manager import KVCacheManager
-from .kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
+from .kv_cache_spec import KVCacheConfig, KVCacheSpec, block_bytes, group_layers
 from .outputs import EngineOutput, EngineRequest, ModelRunnerOutput, RequestReport, SchedulerStats
 from .scheduler import Scheduler
 from .step_plan import ScheduledStep
@@ -155,15 +155,14 @@ def plan_kv_cache(config: EngineConfig, specs: list[KVCacheSpec], available_byte
 
     All groups draw from one pool, so a block must be large enough for the largest group.
     """
-    groups = group_layers(specs)
-    block_bytes = max(group.spec.block_bytes * len(group.layer_indices) for group in groups)
-    num_blocks = config.cache.num_kv_blocks or available_bytes // block_bytes
+    bytes_per_block = block_bytes(specs)
+    num_blocks = config.cache.num_kv_blocks or available_bytes // bytes_per_block
     if num_blocks < 2:
         raise ConfigError(
             f"cache: {available_bytes:,} bytes of KV cache hold {num_blocks} blocks; at least 2 blocks of "
-            f"{block_bytes:,} bytes are needed. Raise cache.memory_bytes or lower cache.block_size."
+            f"{bytes_per_block:,} bytes are needed. Raise cache.memory_bytes or lower cache.block_size."
         )
-    return KVCacheConfig(num_blocks, config.cache.block_size, groups)
+    return KVCacheConfig(num_blocks, config.cache.block_size, group_layers(specs))
 
 
 def fit_model_len(config: EngineConfig, kv_cache: KVCacheManager, max_model_len: int) -> int:

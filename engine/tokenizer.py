@@ -29,9 +29,25 @@ _DIGITS_APART = ("smollm",)
 def load_tokenizer(info: ModelInfo) -> PreTrainedTokenizerFast:
     """The tokenizer of a model, with its chat template where it has one. Does not import torch.
 
-    Raises `ConfigError` when the model has no tokenizer, or one of a kind that is not supported.
+    Raises `ConfigError` when the model has no tokenizer, one of a kind that is not supported, or another model's.
     """
-    return _from_gguf(info) if info.format == "gguf" else _from_directory(info)
+    tokenizer = _from_gguf(info) if info.format == "gguf" else _from_directory(info)
+    _check_vocabulary(info, tokenizer)
+    return tokenizer
+
+
+def _check_vocabulary(info: ModelInfo, tokenizer: PreTrainedTokenizerFast) -> None:
+    """Special tokens beyond the embedding are only told: some checkpoints of text models know one for images."""
+    backend = tokenizer.backend_tokenizer
+    largest = max(backend.get_vocab(with_added_tokens=False).values(), default=-1)
+    if largest >= info.vocab_size:
+        raise ConfigError(
+            f"model: the tokenizer of {info.path} does not fit the model: it has token ids up to {largest}, the "
+            f"embedding has rows 0 to {info.vocab_size - 1}."
+        )
+    beyond = sorted(id_ for id_ in backend.get_added_tokens_decoder() if id_ >= info.vocab_size)
+    if beyond:
+        logger.warning("%s: special tokens %s have no row in the embedding of %d", info.name, beyond, info.vocab_size)
 
 
 def _from_directory(info: ModelInfo) -> PreTrainedTokenizerFast:

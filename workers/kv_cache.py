@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, shared_layers
 
 from .layers.attention import LayerCache
 
@@ -23,18 +23,12 @@ def allocate_kv_cache(
         two groups, layers 0 2 4 and 1 3 5:   memory 0: layers 0, 1   memory 1: layers 2, 3   memory 2: layers 4, 5
     """
     caches: dict[int, LayerCache] = {}
-    for sharing in zip_longest_layers(config):
+    for sharing in shared_layers(config.groups):
         num_bytes = config.num_blocks * max(specs[layer].block_bytes for layer in sharing)
         memory = _zeros(num_bytes, device)
         for layer in sharing:
             caches[layer] = _view(memory, specs[layer], config.num_blocks, dtype)
     return [caches[layer] for layer in range(len(specs))]
-
-
-def zip_longest_layers(config: KVCacheConfig) -> list[list[int]]:
-    """The layers that share memory: the first of every group, the second of every group, and so on."""
-    longest = max(len(group.layer_indices) for group in config.groups)
-    return [[g.layer_indices[i] for g in config.groups if i < len(g.layer_indices)] for i in range(longest)]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

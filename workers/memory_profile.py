@@ -9,7 +9,8 @@ import torch
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
-from quire.engine.kv_cache_spec import KVCacheSpec
+from quire.engine.kv_cache_groups import policy_for
+from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +38,23 @@ def check_weights_fit(weight_bytes: int, device: torch.device, name: str) -> Non
 
 
 def kv_cache_bytes(
-    config: EngineConfig, specs: list[KVCacheSpec], max_model_len: int, device: torch.device, activation_bytes: int
+    config: EngineConfig,
+    specs: list[KVCacheSpec],
+    max_model_len: int,
+    device: torch.device,
+    activation_bytes: int,
+    reserved_bytes: int = 0,
 ) -> int:
     """Bytes that one rank gives to its KV cache: what the user says, else a share of what is free.
 
     Never more than `max_num_seqs` requests of `max_model_len` could use. `activation_bytes` is what a step needs beside
-    the weights (measured on GPU). Raises `ConfigError`, saying how much is missing, when what the user says is not
-    there.
+    the weights (measured on GPU); `reserved_bytes` are still free but spoken for. Raises `ConfigError`, saying how much
+    is missing, when what the user says is not there.
     """
-    free = free_bytes(device)
-    block_bytes = sum(spec.block_bytes for spec in specs)
+    free = max(0, free_bytes(device) - reserved_bytes)
+    bytes_per_block = block_bytes(specs)
     if config.cache.num_kv_blocks is not None:
-        return _available("num_kv_blocks", config.cache.num_kv_blocks * block_bytes, free)
+        return _available("num_kv_blocks", config.cache.num_kv_blocks * bytes_per_block, free)
     if config.cache.memory_bytes is not None:
         return _available("memory_bytes", config.cache.memory_bytes, free)
     if device.type == "cuda":
@@ -56,8 +62,9 @@ def kv_cache_bytes(
         usable = int(total * config.cache.gpu_memory_utilization) - (total - free) - activation_bytes
     else:
         usable = int(free * HOST_CACHE_SHARE) // config.parallel.tensor_parallel_size
-    blocks_per_request = -(-max_model_len // config.cache.block_size)
-    most = (config.scheduler.max_num_seqs * blocks_per_request + 1) * block_bytes  # and the null block
+    chunk = config.scheduler.max_num_batched_tokens
+    blocks_per_request = sum(policy_for(group.spec).max_blocks(max_model_len, chunk) for group in group_layers(specs))
+    most = (config.scheduler.max_num_seqs * blocks_per_request + 1) * bytes_per_block  # and the null block
     logger.info("KV cache: %d bytes usable of %d free on %s, %d useful", usable, free, device.type, most)
     return max(0, min(usable, most))
 

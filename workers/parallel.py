@@ -65,6 +65,13 @@ class ParallelContext:
             dist.destroy_process_group()
 
 
+def planned_rank(rank: int, world_size: int) -> ParallelContext:
+    """A rank of a model that is built to be looked at and never run: it has no peers."""
+    context = ParallelContext()
+    context.rank, context.world_size = rank, world_size
+    return context
+
+
 def split_range(size: int, rank: int, world_size: int) -> range:
     """Part `rank` of `size` things cut in `world_size` contiguous parts; the first `size % world_size` have one more.
 

@@ -56,11 +56,11 @@ class Worker:
         else:
             torch.cuda.set_device(self.device)
         family = family_of(self._info.hf_config)
-        spec = family.spec(self._info.hf_config)
-        with _building(torch.device("meta"), self.dtype):
+        spec = family.decoder_spec(self._info.hf_config, self._info.max_model_len)
+        with building(torch.device("meta"), self.dtype):
             weight_bytes = sum(p.nbytes for p in Decoder(spec, self._parallel).parameters())
         check_weights_fit(weight_bytes, self.device, self._info.name)
-        with _building(self.device, self.dtype):
+        with building(self.device, self.dtype):
             model = Decoder(spec, self._parallel)
         if self._config.model.load_format == "dummy":
             load_dummy(model)
@@ -189,7 +189,7 @@ def default_num_threads(world_size: int) -> int:
 
 
 @contextmanager
-def _building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+def building(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
     """Parameters made inside are of `dtype` on `device`. The default type is torch's own global, so it is put back."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)

@@ -97,7 +97,13 @@ def test_help_and_version_import_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [(), ("bench",), *[(c, "--help") for c in ("serve", "generate", "chat", "bench")], ("bench", "serve", "-h")]
+    "args",
+    [
+        (),
+        ("bench",),
+        *[(c, "--help") for c in ("serve", "generate", "chat", "check", "bench")],
+        ("bench", "serve", "-h"),
+    ],
 )
 def test_help(run: Any, args: tuple[str, ...]) -> None:
     status, out, err = run(*args)
@@ -106,7 +112,7 @@ def test_help(run: Any, args: tuple[str, ...]) -> None:
     assert err == ""
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "check"])
 def test_every_command_has_examples_and_the_engine_options(run: Any, command: str) -> None:
     _, out, _ = run(command, "--help")
     assert f"quire {command}" in out.split("Example", 1)[1]

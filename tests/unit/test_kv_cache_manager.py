@@ -13,7 +13,7 @@ from fake_executor import FakeExecutor
 from quire.engine.block_hash import ROOT, group_scope, hash_block, hash_scope
 from quire.engine.kv_cache_groups import FullAttention, SlidingWindow, common_hit_length
 from quire.engine.kv_cache_manager import KVCacheManager
-from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, block_bytes, group_layers, shared_layers
 from quire.engine.request import Request
 
 
@@ -141,6 +141,22 @@ def test_hashes_depend_on_everything_that_matters() -> None:
     scopes = {hash_scope(), hash_scope("a"), hash_scope(None, "a"), hash_scope(""), hash_scope("a", "a")}
     assert len(scopes) == 5
     assert {len(group_scope(scope, 1)) for scope in scopes} == {17}
+
+
+def test_windowed_layers_are_grouped_by_the_number_of_full_ones() -> None:
+    """5 windowed layers for each full one: a block is as large as two layers, not ten."""
+    window, full = KVCacheSpec(4, 1, 8, 4, sliding_window=6), KVCacheSpec(4, 1, 8, 4)
+    specs = [full if layer % 6 == 5 else window for layer in range(12)]
+    groups = group_layers(specs)
+    assert [group.layer_indices for group in groups] == [(0, 1), (2, 3), (4, 6), (7, 8), (9, 10), (5, 11)]
+    assert shared_layers(groups) == [[0, 2, 4, 7, 9, 5], [1, 3, 6, 8, 10, 11]]
+    assert block_bytes(specs) == 2 * full.block_bytes
+
+
+def test_windowed_layers_fewer_than_full_ones_are_one_group() -> None:
+    window, full = KVCacheSpec(4, 1, 8, 4, sliding_window=6), KVCacheSpec(4, 1, 8, 4)
+    assert [group.layer_indices for group in group_layers([full, full, window])] == [(0, 1), (2,)]
+    assert [group.layer_indices for group in group_layers([window] * 3)] == [(0, 1, 2)]
 
 
 def test_a_windowed_prefix_can_be_found_at_every_block_of_a_chunked_prompt() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from quire.kernels.ops import AttentionMetadata, paged_attention, write_kv
@@ -11,6 +12,7 @@ from quire.kernels.ops import AttentionMetadata, paged_attention, write_kv
 from ..models.spec import AttentionSpec
 from ..parallel import ParallelContext
 from .linear import QKVParallelLinear, RowParallelLinear, shard_heads
+from .qk_norm import qk_norm
 from .rotary import Rotation, rotate
 
 
@@ -23,7 +25,7 @@ class LayerCache:
 
 
 class Attention(nn.Module):
-    """Projections, rotation, cache write, attention, output projection."""
+    """Projections, norm, rotation, cache write, attention, output projection."""
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, parallel: ParallelContext) -> None:
         super().__init__()
@@ -33,19 +35,35 @@ class Attention(nn.Module):
         self.qkv = QKVParallelLinear(
             hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, shard, bias=spec.qkv_bias
         )
+        self.qk_norm = qk_norm(spec, shard, parallel)
         part = range(shard.heads.start * spec.head_dim, shard.heads.stop * spec.head_dim)
         self.output = RowParallelLinear(
             spec.num_heads * spec.head_dim, hidden_size, part, parallel, bias=spec.output_bias
         )
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
         """x: [num_tokens, hidden_size] -> the same shape. Writes the tokens' keys and values to `cache`."""
-        num_tokens, head_dim = x.shape[0], self._spec.head_dim
-        qkv = self.qkv(x).view(num_tokens, -1, head_dim)
+        spec = self._spec
+        num_tokens = x.shape[0]
+        heads = self.qkv(x).view(num_tokens, -1, spec.head_dim)
         num_rotated = self._num_heads + self.num_kv_heads
-        rotated = rotate(qkv[:, :num_rotated], rotation)  # queries and keys lie side by side: one rotation for both
-        query, key, value = rotated[:, : self._num_heads], rotated[:, self._num_heads :], qkv[:, num_rotated:]
+        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        if self.qk_norm is not None:
+            rotated = torch.cat(self.qk_norm(rotated[:, : self._num_heads], rotated[:, self._num_heads :]), dim=1)
+        if spec.qkv_clip is not None:
+            rotated, value = rotated.clamp(-spec.qkv_clip, spec.qkv_clip), value.clamp(-spec.qkv_clip, spec.qkv_clip)
+        if rotation is not None:  # queries and keys lie side by side: one rotation for both
+            rotated = rotate(rotated, rotation)
+        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
         write_kv(key, value, cache.key, cache.value, metadata.slot_mapping)
-        attended = paged_attention(query, cache.key, cache.value, metadata, scale=self._spec.scale)
-        out: Tensor = self.output(attended.view(num_tokens, self._num_heads * head_dim))
+        attended = paged_attention(
+            query,
+            cache.key,
+            cache.value,
+            metadata,
+            scale=spec.scale,
+            sliding_window=spec.sliding_window,
+            softcap=spec.softcap,
+        )
+        out: Tensor = self.output(attended.view(num_tokens, self._num_heads * spec.head_dim))
         return out

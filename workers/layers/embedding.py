@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.spec import PositionSpec
 from ..parallel import ParallelContext
-from .parameter import WHOLE, Piece, ShardedParameter, rows
+from .parameter import WHOLE, Piece, ShardedParameter, replicated, rows
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -15,19 +16,23 @@ class VocabParallelEmbedding(nn.Module):
 
         50 tokens, 4 ranks, 13 rows each:   0-12 | 13-25 | 26-38 | 39-49 and 2 rows of padding
 
-    It serves as embedding (`forward`), as head (`logits`), or as both where the model ties them.
+    It serves as embedding (`forward`), as head (`logits`), or as both where the model ties them. `bias` is the head's.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelContext) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, parallel: ParallelContext, *, bias: bool = False) -> None:
         super().__init__()
         self._vocab_size = vocab_size
         self._parallel = parallel
         num_rows = -(-vocab_size // parallel.world_size)
         self._start = parallel.rank * num_rows
         own = range(min(self._start, vocab_size), min(self._start + num_rows, vocab_size))
-        shape = (vocab_size, hidden_size)
-        piece = Piece(shape, rows(own, shape), rows(range(len(own)), shape))
-        self.weight = ShardedParameter(torch.zeros(num_rows, hidden_size), {WHOLE: piece})
+
+        def share(shape: tuple[int, ...]) -> ShardedParameter:
+            piece = Piece(shape, rows(own, shape), rows(range(len(own)), shape))
+            return ShardedParameter(torch.zeros(num_rows, *shape[1:]), {WHOLE: piece})
+
+        self.weight = share((vocab_size, hidden_size))
+        self.bias = share((vocab_size,)) if bias else None
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
@@ -40,4 +45,18 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32, whole on every rank."""
-        return self._parallel.all_gather(F.linear(hidden, self.weight))[:, : self._vocab_size].float()
+        return self._parallel.all_gather(F.linear(hidden, self.weight, self.bias))[:, : self._vocab_size].float()
+
+
+class PositionEmbedding(nn.Module):
+    """Learned absolute positions, whole on every rank."""
+
+    def __init__(self, spec: PositionSpec, hidden_size: int) -> None:
+        super().__init__()
+        self._offset = spec.offset
+        shape = (spec.num_rows, hidden_size)
+        self.weight = ShardedParameter(torch.empty(shape), replicated(shape))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size]."""
+        return F.embedding(positions + self._offset, self.weight)

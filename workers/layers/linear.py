@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quire.engine.errors import ConfigError
 
 from ..parallel import ParallelContext, split_range
-from .parameter import WHOLE, Piece, ShardedParameter, rows, whole
+from .parameter import WHOLE, Piece, ShardedParameter, replicated, rows, whole
 
 
 class ColumnParallelLinear(nn.Module):
@@ -82,12 +82,7 @@ class RowParallelLinear(nn.Module):
         shape, own = (out_features, in_features), (out_features, len(part))
         piece = Piece(shape, (slice(0, out_features), slice(part.start, part.stop)), whole(own))
         self.weight = ShardedParameter(torch.empty(own), {WHOLE: piece})
-        vector = (out_features,)
-        self.bias = (
-            ShardedParameter(torch.empty(vector), {WHOLE: Piece(vector, whole(vector), whole(vector))})
-            if bias
-            else None
-        )
+        self.bias = ShardedParameter(torch.empty(out_features), replicated((out_features,))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, this rank's part of in_features] -> [num_tokens, out_features]."""
@@ -101,6 +96,7 @@ class HeadShard:
 
     heads: range
     kv_heads: range
+    counts_kv_heads: bool = True  # this rank is the first that has them: sums over the ranks take each once
 
 
 def shard_heads(num_heads: int, num_kv_heads: int, rank: int, world_size: int) -> HeadShard:
@@ -129,4 +125,8 @@ def shard_heads(num_heads: int, num_kv_heads: int, rank: int, world_size: int) -
     kv_head = next(index for index, owners in enumerate(ranks) if rank in owners)
     owners = ranks[kv_head]
     own = split_range(group, rank - owners.start, len(owners))
-    return HeadShard(range(kv_head * group + own.start, kv_head * group + own.stop), range(kv_head, kv_head + 1))
+    return HeadShard(
+        range(kv_head * group + own.start, kv_head * group + own.stop),
+        range(kv_head, kv_head + 1),
+        rank == owners.start,
+    )

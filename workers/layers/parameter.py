@@ -62,6 +62,11 @@ class ShardedParameter(nn.Parameter):
             self.data[place.target].copy_(source.read(place.source))
 
 
+def replicated(shape: tuple[int, ...]) -> dict[str, Piece]:
+    """The pieces of a parameter that every rank holds whole."""
+    return {WHOLE: Piece(shape, whole(shape), whole(shape))}
+
+
 def whole(shape: tuple[int, ...]) -> Index:
     """The index of everything."""
     return tuple(slice(0, size) for size in shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Mapping
@@ -18,9 +19,11 @@ from quire.engine.model_source import ModelInfo
 
 from ..layers.parameter import ShardedParameter, TensorSource
 from ..models.decoder import Decoder
-from ..models.families import Family
+from ..models.families import Family, Place
+from ..models.spec import DecoderSpec
 from .gguf import open_gguf
 from .safetensors import open_safetensors
+from .views import RowsOfGroups, Transposed
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +54,17 @@ def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: b
     logger.info("loaded %d tensors of %s in %.1f s", len(plan), info.name, time.monotonic() - started)
 
 
+def check_weights(model: Decoder, family: Family, info: ModelInfo) -> None:
+    """Raise what `load_weights` would, without reading any tensor. `model` may be on the meta device."""
+    with _open(model, info) as sources:
+        _plan(model, family, sources, info)
+
+
 def load_dummy(model: nn.Module, seed: int = 0) -> None:
     """Random weights of the right shapes, for benchmarks: small enough that activations stay finite."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
-        if name.rsplit(".", 2)[-2].endswith("norm"):
+        if "norm" in name and name.endswith("weight"):
             parameter.data.fill_(1.0)
         else:
             values = torch.empty(parameter.shape).normal_(0.0, _DUMMY_STD, generator=generator)
@@ -75,32 +84,60 @@ def _open(model: Decoder, info: ModelInfo) -> AbstractContextManager[dict[str, T
 
 
 def _plan(
-    model: nn.Module, family: Family, sources: Mapping[str, TensorSource], info: ModelInfo
+    model: Decoder, family: Family, sources: Mapping[str, TensorSource], info: ModelInfo
 ) -> dict[tuple[str, str], TensorSource]:
     """Which tensor fills which (parameter, piece). Raises `ConfigError` unless they match one to one."""
     # Tied weights appear once among the named parameters; a head that a checkpoint stores all the same has no place.
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter_of(model, name) for name, _ in model.named_parameters()}
     tied_head = "head.weight" not in parameters
-    wanted = {(name, piece) for name in parameters for piece in parameter_of(model, name).pieces}
+    wanted = {(name, piece) for name, parameter in parameters.items() for piece in parameter.pieces}
     plan: dict[tuple[str, str], TensorSource] = {}
     unexpected, misshapen = [], []
     for name, source in sources.items():
-        target = family.target(name)
-        if family.ignores(name) or (tied_head and target is not None and target[0] == "head.weight"):
+        found = family.place(name)
+        if family.ignores(name) or (tied_head and found is not None and found[0].module == "head"):
             continue
-        if target not in wanted or target in plan:
+        place, kind = found or (Place(""), "")
+        target = f"{place.module}.{kind}"
+        filled = [(target, piece) for piece in place.pieces]
+        if any(piece not in wanted or piece in plan for piece in filled):
             unexpected.append(name)
             continue
-        plan[target] = source
-        expected = parameter_of(model, target[0]).pieces[target[1]].shape
-        if source.shape != expected:
-            misshapen.append(f"{name} {list(source.shape)} instead of {list(expected)}")
+        pieces = parameters[target].pieces
+        shapes = [pieces[piece].shape for piece in place.pieces]
+        views = _views(source, place, shapes, model.spec)
+        if views is None:
+            misshapen.append(f"{name} {list(source.shape)} instead of {list(_shape_in_file(place, shapes))}")
+        plan.update(zip(filled, views or [source] * len(filled), strict=True))
     missing = [f"{name} ({piece})" if piece else name for name, piece in sorted(wanted - plan.keys())]
     faults = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
     if any(faults.values()):
         listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in faults.items() if names)
         raise ConfigError(f"model: the weights in {info.path} do not fit its configuration. {listed}.")
     return plan
+
+
+def _shape_in_file(place: Place, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape of a tensor that holds pieces of these shapes below each other."""
+    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+    return shape[::-1] if place.transposed else shape
+
+
+def _views(
+    source: TensorSource, place: Place, shapes: list[tuple[int, ...]], spec: DecoderSpec
+) -> list[TensorSource] | None:
+    """The pieces of a checkpoint tensor. None when it has another shape than they have together."""
+    if source.shape != _shape_in_file(place, shapes):
+        return None
+    if place.transposed:
+        source = Transposed(source)
+    if len(shapes) == 1:
+        return [source]
+    # The KV heads of a model are the same in all layers.
+    num_groups = spec.layers[0].attention.num_kv_heads if place.per_kv_head else 1
+    sizes = [shape[0] // num_groups for shape in shapes]
+    ends = list(itertools.accumulate(sizes))
+    return [RowsOfGroups(source, ends[-1], range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _listed(names: list[str]) -> str:

@@ -12,29 +12,39 @@ from quire.engine.kv_cache_spec import KVCacheSpec
 from quire.kernels.ops import AttentionMetadata
 
 from ..layers.attention import Attention, LayerCache
-from ..layers.embedding import VocabParallelEmbedding
-from ..layers.mlp import GatedMLP
-from ..layers.norm import RMSNorm
+from ..layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from ..layers.mlp import MLP, GatedMLP
+from ..layers.moe import MixtureOfExperts
+from ..layers.norm import Norm, norm_or_identity
 from ..layers.rotary import RotaryEmbedding, Rotation
 from ..parallel import ParallelContext
-from .spec import DecoderSpec, LayerSpec
+from .spec import DecoderSpec, LayerSpec, MLPSpec, MoESpec
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Attention and an MLP, each added to the residual stream, one after the other or side by side."""
 
-    def __init__(self, spec: LayerSpec, model: DecoderSpec, parallel: ParallelContext) -> None:
+    def __init__(self, spec: LayerSpec, hidden_size: int, parallel: ParallelContext) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.attention = Attention(spec.attention, model.hidden_size, parallel)
-        self.mlp_norm = RMSNorm(model.hidden_size, model.norm_eps)
-        self.mlp = GatedMLP(spec.mlp, model.hidden_size, parallel)
+        self._spec = spec
+        self.attention_norm = norm_or_identity(spec.attention_norm, hidden_size)
+        self.attention = Attention(spec.attention, hidden_size, parallel)
+        self.attention_out_norm = norm_or_identity(spec.attention_out_norm, hidden_size)
+        self.mlp_norm = norm_or_identity(spec.mlp_norm, hidden_size)
+        self.mlp = _mlp(spec.mlp, hidden_size, parallel)
+        self.mlp_out_norm = norm_or_identity(spec.mlp_out_norm, hidden_size)
 
-    def forward(self, x: Tensor, rotation: Rotation, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
         """x: [num_tokens, hidden_size], the residual stream; overwritten and returned."""
-        x += self.attention(self.attention_norm(x), rotation, cache, metadata)
-        x += self.mlp(self.mlp_norm(x))
-        return x
+        spec = self._spec
+        normed = self.attention_norm(x)
+        attended = self.attention_out_norm(self.attention(normed, rotation, cache, metadata))
+        if spec.parallel:
+            mlp_input = normed if spec.mlp_norm is None else self.mlp_norm(x)
+            attended += self.mlp_out_norm(self.mlp(mlp_input))
+            return x.add_(attended, alpha=spec.residual_multiplier)
+        x.add_(attended, alpha=spec.residual_multiplier)
+        return x.add_(self.mlp_out_norm(self.mlp(self.mlp_norm(x))), alpha=spec.residual_multiplier)
 
 
 class Decoder(nn.Module):
@@ -43,20 +53,29 @@ class Decoder(nn.Module):
     Raises `ConfigError` when the model cannot be cut in as many ranks as there are.
     """
 
+    embedding_multiplier: Tensor  # []
+
     def __init__(self, spec: DecoderSpec, parallel: ParallelContext) -> None:
         super().__init__()
         check_tensor_parallel_size(spec, parallel.world_size)
         self.spec = spec
         self.embedding = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel)
-        self.rotary = RotaryEmbedding(spec.rotary)
-        layers = [DecoderLayer(layer, spec, parallel) for layer in spec.layers]
+        # A tensor, since it is rounded to the dtype of the model, as it was in training.
+        self.register_buffer("embedding_multiplier", torch.tensor(spec.embedding_multiplier), persistent=False)
+        self.positions = None if spec.positions is None else PositionEmbedding(spec.positions, spec.hidden_size)
+        # Layers with equal specs share one rotation, computed once per step.
+        wanted = [layer.attention.rotary for layer in spec.layers]
+        rotary_specs = list(dict.fromkeys(rotary for rotary in wanted if rotary is not None))
+        self.rotaries = nn.ModuleList(RotaryEmbedding(rotary) for rotary in rotary_specs)
+        self._rotary_of_layer = [None if rotary is None else rotary_specs.index(rotary) for rotary in wanted]
+        layers = [DecoderLayer(layer, spec.hidden_size, parallel) for layer in spec.layers]
         self.layers = nn.ModuleList(layers)
         self._num_kv_heads = [layer.attention.num_kv_heads for layer in layers]
-        self.norm = RMSNorm(spec.hidden_size, spec.norm_eps)
+        self.norm = Norm(spec.norm, spec.hidden_size)
         self.head = (
             self.embedding
             if spec.tie_embeddings
-            else VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+            else VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel, bias=spec.head_bias)
         )
 
     def forward(
@@ -71,14 +90,24 @@ class Decoder(nn.Module):
         The final norm is left to `logits`, which only the rows that sample go through.
         """
         x: Tensor = self.embedding(token_ids)
-        rotation = self.rotary(positions, x.dtype)
-        for layer, cache, layer_metadata in zip(self.layers, caches, metadata, strict=True):
-            x = layer(x, rotation, cache, layer_metadata)
+        if self.spec.embedding_multiplier != 1.0:
+            x *= self.embedding_multiplier
+        if self.positions is not None:
+            x += self.positions(positions)
+        rotations = [rotary(positions, x.dtype) for rotary in self.rotaries]
+        for layer, rotary, cache, layer_metadata in zip(
+            self.layers, self._rotary_of_layer, caches, metadata, strict=True
+        ):
+            x = layer(x, None if rotary is None else rotations[rotary], cache, layer_metadata)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
-        return self.head.logits(self.norm(hidden))
+        logits = self.head.logits(self.norm(hidden))
+        if self.spec.logits_multiplier != 1.0:
+            logits = logits * self.spec.logits_multiplier
+        softcap = self.spec.logits_softcap
+        return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
         """What each layer of this rank caches, in layer order."""
@@ -88,6 +117,7 @@ class Decoder(nn.Module):
                 num_kv_heads=num_kv_heads,
                 head_dim=layer.attention.head_dim,
                 dtype_bytes=dtype.itemsize,
+                sliding_window=layer.attention.sliding_window,
             )
             for num_kv_heads, layer in zip(self._num_kv_heads, self.spec.layers, strict=True)
         ]
@@ -103,3 +133,9 @@ def check_tensor_parallel_size(spec: DecoderSpec, size: int) -> None:
         raise ConfigError(
             f"tensor_parallel_size: {size} ranks cannot share {limit} attention heads; sizes 1 to {limit} work."
         )
+
+
+def _mlp(spec: MLPSpec | MoESpec, hidden_size: int, parallel: ParallelContext) -> nn.Module:
+    if isinstance(spec, MoESpec):
+        return MixtureOfExperts(spec, hidden_size, parallel)
+    return (GatedMLP if spec.gated else MLP)(spec, hidden_size, parallel)

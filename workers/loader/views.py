@@ -1,0 +1,50 @@
+"""Checkpoint tensors seen as the tensors that a model wants: transposed, or as one of several pieces in one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..layers.parameter import Index, TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A matrix with rows and columns exchanged; a vector as it is."""
+
+    source: TensorSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.source.shape[::-1]
+
+    def read(self, index: Index) -> Tensor:
+        return self.source.read(index[::-1]).t()
+
+
+@dataclass(frozen=True, slots=True)
+class RowsOfGroups:
+    """The rows `part` of each group of `group_size` rows, one group after the other.
+
+    group_size 4, part 2..2:   rows 0 1 [2] 3 | 4 5 [6] 7   are rows 0, 1 of this view
+    """
+
+    source: TensorSource
+    group_size: int
+    part: range
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.source.shape[0] // self.group_size * len(self.part), *self.source.shape[1:])
+
+    def read(self, index: Index) -> Tensor:
+        wanted, size = index[0], len(self.part)
+        first, last = wanted.start // size, -(-wanted.stop // size)
+        if last - first <= 1:  # inside one group: nothing else is touched
+            start = first * self.group_size + self.part.start - first * size
+            return self.source.read((slice(start + wanted.start, start + wanted.stop), *index[1:]))
+        groups = self.source.read((slice(first * self.group_size, last * self.group_size), *index[1:]))
+        grouped = groups.view(last - first, self.group_size, *groups.shape[1:])
+        rows = grouped[:, self.part.start : self.part.stop].flatten(0, 1)
+        return rows[wanted.start - first * size : wanted.stop - first * size]

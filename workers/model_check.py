@@ -1,0 +1,128 @@
+"""What a model needs and whether this machine has it, without loading it: `quire check`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError
+from quire.engine.kv_cache_groups import policy_for
+from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
+from quire.engine.model_source import ModelInfo
+
+from .loader.load import check_weights
+from .memory_profile import free_bytes, kv_cache_bytes
+from .models.decoder import Decoder
+from .models.families import family_of
+from .parallel import planned_rank
+from .worker import building, resolve_device, resolve_dtype
+
+
+class Capacity(NamedTuple):
+    """What the KV cache of one engine would hold."""
+
+    cache_bytes: int  # on each rank
+    num_tokens: int  # of requests short enough for any window
+    num_full_requests: int  # of `max_model_len` tokens, at the same time
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """A model on this machine, as it is configured."""
+
+    architecture: str
+    format: str
+    max_model_len: int
+    num_parameters: int  # tied ones once, padding not counted
+    dtype: str
+    device: str
+    weight_bytes: tuple[int, ...]  # of each rank
+    kv_bytes_per_token: int  # on rank 0, in all layers
+    kv_window_bytes_per_token: int  # of these, in layers that keep only a window
+    free_bytes: int  # before loading
+    capacity: Capacity | None  # None: it does not fit
+    advice: str  # why it does not fit and what would, else empty
+
+    def __str__(self) -> str:
+        per_rank = ", ".join(f"{size:,}" for size in self.weight_bytes)
+        window = (
+            f" ({self.kv_window_bytes_per_token:,} of them only in a window)" if self.kv_window_bytes_per_token else ""
+        )
+        lines = {
+            "family": f"{self.architecture} ({self.format})",
+            "parameters": f"{self.num_parameters:,}",
+            "context": f"{self.max_model_len:,} tokens",
+            "weights": f"{per_rank} bytes per rank, {self.dtype} on {self.device}",
+            "KV cache": f"{self.kv_bytes_per_token:,} bytes per token and rank{window}",
+            "free memory": f"{self.free_bytes:,} bytes",
+            "fits": self.advice,
+        }
+        if self.capacity is not None:
+            lines["fits"] = (
+                f"yes: {self.capacity.cache_bytes:,} bytes of KV cache hold {self.capacity.num_tokens:,} tokens, "
+                f"{self.capacity.num_full_requests:,} requests of the whole context"
+            )
+        return "\n".join(f"{name:<12} {value}" for name, value in lines.items())
+
+
+def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
+    """Raises `ConfigError` when the model cannot work wherever it runs: its tensors do not match, or cannot be cut."""
+    family = family_of(info.hf_config)
+    spec = family.decoder_spec(info.hf_config, info.max_model_len)
+    device = resolve_device(config.model.device)
+    dtype = resolve_dtype(config.model.dtype, device, info)
+    size = config.parallel.tensor_parallel_size
+    with building(torch.device("meta"), dtype):
+        whole = Decoder(spec, planned_rank(0, 1))
+        ranks = [whole] if size == 1 else [Decoder(spec, planned_rank(rank, size)) for rank in range(size)]
+    if config.model.load_format != "dummy":
+        check_weights(whole, family, info)
+    weight_bytes = tuple(sum(p.nbytes for p in rank.parameters()) for rank in ranks)
+    specs = ranks[0].kv_cache_specs(config.cache.block_size, dtype)
+    free = free_bytes(device)
+    # Ranks on one host share its memory; a GPU is its rank's alone.
+    reserved = max(weight_bytes) if device.type == "cuda" else sum(weight_bytes)
+    try:
+        capacity, advice = _capacity(config, specs, info.max_model_len, device, reserved, free), ""
+    except ConfigError as error:
+        capacity, advice = None, f"no: {error.message}"
+    return ModelCheck(
+        architecture=next(name for name in info.hf_config["architectures"] if family_of({"architectures": [name]})),
+        format=info.format,
+        max_model_len=info.max_model_len,
+        num_parameters=sum(p.numel() for p in whole.parameters()),
+        dtype=str(dtype).removeprefix("torch."),
+        device=str(device),
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=_per_token(specs),
+        kv_window_bytes_per_token=_per_token([spec for spec in specs if spec.sliding_window is not None]),
+        free_bytes=free,
+        capacity=capacity,
+        advice=advice,
+    )
+
+
+def _per_token(specs: list[KVCacheSpec]) -> int:
+    return sum(spec.block_bytes // spec.block_size for spec in specs)
+
+
+def _capacity(
+    config: EngineConfig, specs: list[KVCacheSpec], max_model_len: int, device: torch.device, reserved: int, free: int
+) -> Capacity:
+    """Raises `ConfigError`, saying what is missing and what would fit, when the model does not."""
+    if reserved > free:
+        raise ConfigError(
+            f"the weights take {reserved:,} bytes, {reserved - free:,} more than are free. "
+            "A shorter dtype or, on GPUs, a larger tensor_parallel_size makes them smaller."
+        )
+    cache_bytes = kv_cache_bytes(config, specs, max_model_len, device, 0, reserved_bytes=reserved)
+    groups = group_layers(specs)
+    num_blocks = (config.cache.num_kv_blocks or cache_bytes // block_bytes(specs)) - 1  # one is the null block
+    chunk = config.scheduler.max_num_batched_tokens
+    per_request = sum(policy_for(group.spec).max_blocks(max_model_len, chunk) for group in groups)
+    if num_blocks < len(groups):
+        raise ConfigError(f"{cache_bytes:,} bytes of KV cache are less than one block of each group of layers.")
+    return Capacity(cache_bytes, num_blocks // len(groups) * config.cache.block_size, num_blocks // per_request)

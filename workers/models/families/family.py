@@ -1,0 +1,74 @@
+"""What a family is: how its configuration becomes a `DecoderSpec`, and where the tensors of its checkpoints go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...layers.parameter import WHOLE
+from ..spec import DecoderSpec
+
+HFConfig = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where the tensors of one checkpoint module go.
+
+    `{0}` and `{1}` in the names stand for the first and second number in the checkpoint's name (the layer, the expert).
+    Several pieces lie below each other in one tensor; where they are `per_kv_head`, that repeats for every KV head:
+
+        stacked:       q q q q k k v v           per KV head:   q q k v | q q k v
+    """
+
+    module: str  # of ours
+    pieces: tuple[str, ...] = (WHOLE,)
+    per_kv_head: bool = False
+    transposed: bool = False  # weights are [in, out]
+
+    def numbered(self, numbers: list[str]) -> Place:
+        return replace(
+            self, module=self.module.format(*numbers), pieces=tuple(piece.format(*numbers) for piece in self.pieces)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture.
+
+    `spec` is given the configuration over `defaults`, and `max_model_len`. `modules` maps the names of checkpoint
+    modules, with `{}` for numbers. `prefix` begins all names but those of checkpoints saved without the head. Tensors
+    that match `ignored` are known to be of no use.
+    """
+
+    spec: Callable[[HFConfig, int], DecoderSpec]
+    modules: Mapping[str, Place]
+    prefix: str = "model."
+    ignored: tuple[str, ...] = (r"\.rotary_emb\.inv_freq$",)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def decoder_spec(self, config: HFConfig, max_model_len: int) -> DecoderSpec:
+        """Raises `ConfigError` when the configuration asks for something that is not supported."""
+        given = {key: value for key, value in config.items() if value is not None}
+        return self.spec({**self.defaults, **given}, max_model_len)
+
+    def place(self, name: str) -> tuple[Place, str] | None:
+        """Where a checkpoint tensor goes, and its kind (weight or bias). None when it has no place."""
+        module, _, kind = name.rpartition(".")
+        numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
+        generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module)
+        place = self.modules.get(generic) or self.modules.get(self.prefix + generic)
+        return None if place is None else (place.numbered(numbers), kind)
+
+    def ignores(self, name: str) -> bool:
+        return any(re.search(pattern, name) for pattern in self.ignored)
+
+
+def name_map(top: Mapping[str, str], layers: str, layer: Mapping[str, Place]) -> dict[str, Place]:
+    """The whole map from the modules outside the layers, the name of the list of layers, and the modules of a layer."""
+    inside = {
+        f"{layers}.{{}}.{name}": replace(place, module=f"layers.{{0}}.{place.module}") for name, place in layer.items()
+    }
+    return {name: Place(module) for name, module in top.items()} | inside
