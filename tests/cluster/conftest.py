@@ -58,7 +58,7 @@ def service(cluster: str, repo_root: Path, tmp_path_factory: pytest.TempPathFact
         yield url
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(30)
+        process.wait(90)  # Serve lets its replicas finish, one deployment after the other
 
 
 def answers(url: str) -> bool:
