@@ -96,10 +96,6 @@ class InputProcessor:
         """Tokens that the context leaves for the answer, at least 1. Raises `InvalidRequestError`."""
         if not prompt_token_ids:
             raise InvalidRequestError(f"{param}: must hold at least one token, got none.", param)
-        vocab_size = self.info.vocab_size
-        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
-            bad = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < vocab_size)
-            raise InvalidRequestError(f"{param}: token ids must be from 0 to {vocab_size - 1}, got {bad}.", param)
         room = self.max_model_len - len(prompt_token_ids)
         if room < 1:
             raise InvalidRequestError(
@@ -108,6 +104,10 @@ class InputProcessor:
                 param,
                 "context_length_exceeded",
             )
+        vocab_size = self.info.vocab_size
+        if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
+            bad = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < vocab_size)
+            raise InvalidRequestError(f"{param}: token ids must be from 0 to {vocab_size - 1}, got {bad}.", param)
         return room
 
     def _resolve(self, params: SamplingParams, room: int) -> SamplingParams:
