@@ -21,6 +21,14 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
 
+class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt positions whose content is not their token ids but a medium (an image, say), named by its hash."""
+
+    offset: int
+    length: int
+    content_hash: bytes
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request as an engine receives it: validated, tokenized, and with everything that decides its tokens.
 
@@ -29,7 +37,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     engine computes them again and goes on after them (its first output has `first_index == len(resume_token_ids)`).
     `max_tokens` in `sampling_params` is already resolved against the context length. `deadline_ms` counts from the
     arrival at the engine. `tenant` is who the request is for (an API key): tenants share the engine by `tenant_weight`.
-    `grammar` is compiled before the request gets its turn.
+    `grammar` is compiled before the request gets its turn. `cache_salt`, `lora_id` and `media` decide, beside the
+    tokens, what its blocks hold: only requests that agree in them share a prefix.
     """
 
     request_id: str
@@ -41,6 +50,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     resume_token_ids: list[int] = []
     priority: int = 0
     cache_salt: str | None = None
+    lora_id: str | None = None
+    media: tuple[MediaSpan, ...] = ()
     deadline_ms: int | None = None
     tenant: str = ""
     tenant_weight: float = 1.0

@@ -75,7 +75,7 @@ class Request:
         self.row = -1
         self.tenant = source.tenant
         self.deadline = None if source.deadline_ms is None else now + source.deadline_ms / 1000
-        self.scope = hash_scope(source.cache_salt)
+        self.scope = hash_scope(source.cache_salt, source.lora_id)
         self.block_hashes: list[BlockHash] = []
         self.ledger = WaitLedger(now)
         self.admitted_at: float | None = None  # when it first got a row
@@ -112,9 +112,15 @@ class Request:
         hashes = self.block_hashes
         parent = hashes[-1] if hashes else ROOT
         for index in range(len(hashes), num_blocks):
-            parent = hash_block(parent, self.token_slice(index * block_size, (index + 1) * block_size))
+            start, stop = index * block_size, (index + 1) * block_size
+            parent = hash_block(parent, self.token_slice(start, stop), self._media_key(start, stop))
             hashes.append(parent)
         return hashes
+
+    def _media_key(self, start: int, stop: int) -> bytes:
+        """What the media say of the block of these positions: which of them begins where, seen from its start."""
+        spans = [each for each in self.source.media if each.offset < stop and each.offset + each.length > start]
+        return b"".join((each.offset - start).to_bytes(8, "little", signed=True) + each.content_hash for each in spans)
 
     @property
     def sort_key(self) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from fake_executor import FakeExecutor
 
@@ -69,13 +70,22 @@ class Collector:
                 self.ends[output.request_id] = output
 
 
-def run(core: EngineCore, requests: list[EngineRequest], max_steps: int = 10_000) -> Collector:
-    """Run requests that all arrive at once to their ends, checking the cache after every step."""
+def run(
+    core: EngineCore,
+    requests: list[EngineRequest],
+    max_steps: int = 10_000,
+    abort_at: Mapping[int, list[str]] = MappingProxyType({}),
+) -> Collector:
+    """Run requests that all arrive at once to their ends, checking the cache after every step.
+
+    `abort_at`: after so many steps, these are aborted.
+    """
     collector = Collector()
     for request in requests:
         collector.start(request)
         core.add_request(request)
-    for _ in range(max_steps):
+    for step in range(max_steps):
+        collector.take(core.abort(abort_at.get(step, [])))
         if not core.has_work:
             return collector
         collector.take(core.step())

@@ -37,6 +37,7 @@ FEATURES = {
     "failures": {"fail_steps": (3, 15)},
     "shared_prefix": {"prefix": 17},
     "no_cache": {"caching": False},
+    "aborts": {"aborts": (0, 2, 5, 9)},
 }
 
 
@@ -48,6 +49,7 @@ def test_features_in_pairs_leave_the_tokens_alone(pair: tuple[str, ...]) -> None
     for name in pair:
         options.update(FEATURES[name])
     prefix = [7] * options.pop("prefix", 0)
+    aborts = options.pop("aborts", ())
     model = {name: options.pop(name) for name in ("windows", "num_blocks", "fail_steps") if name in options}
     if "windows" in model and "num_blocks" in model:
         model["num_blocks"] = 24 if None in model["windows"] else 16
@@ -55,8 +57,12 @@ def test_features_in_pairs_leave_the_tokens_alone(pair: tuple[str, ...]) -> None
     executor = FakeExecutor(**{"num_blocks": 200, **model})
     core = make_core(executor, max_model_len=80, **options)
     requests = [make_request(f"r{i}", prefix + prompt, 20, seed=i) for i, prompt in enumerate(prompts(8))]
-    collector = run(core, requests)
+    leaving = {step: make_request(f"leaves{step}", prefix + [step] * 9, 20) for step in aborts}
+    collector = run(
+        core, [*leaving.values(), *requests], abort_at={step: [r.request_id] for step, r in leaving.items()}
+    )
     check(collector, requests)
+    assert {collector.ends[request.request_id].finish_reason for request in leaving.values()} <= {"abort"}
     stats = core.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     if "preempted" in pair and not {"few_rows", "failures", "all_windows"} & set(pair):

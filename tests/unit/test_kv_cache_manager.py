@@ -14,6 +14,7 @@ from quire.engine.block_hash import ROOT, group_scope, hash_block, hash_scope
 from quire.engine.kv_cache_groups import FullAttention, SlidingWindow, common_hit_length
 from quire.engine.kv_cache_manager import KVCacheManager
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, block_bytes, group_layers, shared_layers
+from quire.engine.outputs import MediaSpan
 from quire.engine.request import Request
 
 
@@ -66,6 +67,34 @@ def test_a_block_is_found_only_behind_the_same_prefix() -> None:
     admit(kv, 0, [1, 2, 3, 4, 5, 6, 7, 8])
     other = Request(make_request("o", [9, 2, 3, 4, 5, 6, 7, 8, 0]), 1, 0, 1000)
     assert kv.find_prefix(other).num_blocks == 0
+
+
+def test_only_requests_that_agree_in_lora_and_media_share_blocks() -> None:
+    prompt = list(range(13))
+    image = (MediaSpan(5, 2, b"image"),)
+    variants: dict[str, dict[str, object]] = {
+        "plain": {},
+        "lora": {"lora_id": "a"},
+        "image": {"media": image},
+        "other image": {"media": (MediaSpan(5, 2, b"other"),)},
+        "moved image": {"media": (MediaSpan(6, 2, b"image"),)},
+        "both": {"lora_id": "a", "media": image},
+    }
+    cached = {}
+    core = make_core()
+    for name, fields in variants.items():
+        first = run(core, [make_request(name, prompt, 1, **fields)]).ends[name]
+        again = run(core, [make_request(f"{name} again", prompt, 1, **fields)]).ends[f"{name} again"]
+        cached[name] = (first.num_cached_tokens, again.num_cached_tokens)
+    # The block before the image is the same with and without it.
+    assert cached == {
+        "plain": (0, 12),
+        "lora": (0, 12),
+        "image": (4, 12),
+        "other image": (4, 12),
+        "moved image": (4, 12),
+        "both": (4, 12),
+    }
 
 
 def test_growth_is_all_or_nothing() -> None:
