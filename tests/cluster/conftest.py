@@ -51,14 +51,22 @@ def service(cluster: str, repo_root: Path, tmp_path_factory: pytest.TempPathFact
     (folder / "service.yaml").write_text(yaml.safe_dump(config))
     command = [str(Path(sys.executable).parent / "serve"), "run", "service.yaml", "--address", cluster]
     with (folder / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log, preexec_fn=heed_interrupts)
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(lambda: answers(url), 120, lambda: (folder / "log").read_text())
         yield url
     finally:
         process.send_signal(signal.SIGINT)
-        process.wait(90)  # Serve lets its replicas finish, one deployment after the other
+        try:
+            process.wait(90)  # Serve lets its replicas finish, one deployment after the other
+        finally:
+            process.kill()
+
+
+def heed_interrupts() -> None:
+    """In a new process: a shell that runs tests in the background lets them, and so their children, ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def answers(url: str) -> bool:
