@@ -13,10 +13,8 @@ from quire.engine.kv_cache_groups import policy_for
 from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
 from quire.engine.model_source import ModelInfo
 
-from .loader.load import check_weights
+from .blueprints import blueprint_of
 from .memory_profile import free_bytes, kv_cache_bytes
-from .models.decoder import Decoder
-from .models.families import family_of
 from .parallel import planned_rank
 from .worker import building, resolve_device, resolve_dtype
 
@@ -34,6 +32,7 @@ class ModelCheck:
     """A model on this machine, as it is configured."""
 
     architecture: str
+    implementation: str  # who computes it, and why
     format: str
     max_model_len: int
     num_parameters: int  # tied ones once, padding not counted
@@ -53,6 +52,7 @@ class ModelCheck:
         )
         lines = {
             "family": f"{self.architecture} ({self.format})",
+            "runs": self.implementation,
             "parameters": f"{self.num_parameters:,}",
             "context": f"{self.max_model_len:,} tokens",
             "weights": f"{per_rank} bytes per rank, {self.dtype} on {self.device}",
@@ -70,16 +70,15 @@ class ModelCheck:
 
 def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
     """Raises `ConfigError` when the model cannot work wherever it runs: its tensors do not match, or cannot be cut."""
-    family = family_of(info.hf_config)
-    spec = family.decoder_spec(info.hf_config, info.max_model_len)
+    blueprint = blueprint_of(info)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device, info)
     size = config.parallel.tensor_parallel_size
     with building(torch.device("meta"), dtype):
-        whole = Decoder(spec, planned_rank(0, 1))
-        ranks = [whole] if size == 1 else [Decoder(spec, planned_rank(rank, size)) for rank in range(size)]
+        whole = blueprint.build(planned_rank(0, 1))
+        ranks = [whole] if size == 1 else [blueprint.build(planned_rank(rank, size)) for rank in range(size)]
     if config.model.load_format != "dummy":
-        check_weights(whole, family, info)
+        blueprint.check(whole, info)
     weight_bytes = tuple(sum(p.nbytes for p in rank.parameters()) for rank in ranks)
     specs = ranks[0].kv_cache_specs(config.cache.block_size, dtype)
     free = free_bytes(device)
@@ -90,7 +89,8 @@ def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
     except ConfigError as error:
         capacity, advice = None, f"no: {error.message}"
     return ModelCheck(
-        architecture=next(name for name in info.hf_config["architectures"] if family_of({"architectures": [name]})),
+        architecture=blueprint.architecture,
+        implementation=blueprint.implementation,
         format=info.format,
         max_model_len=info.max_model_len,
         num_parameters=sum(p.numel() for p in whole.parameters()),

@@ -10,7 +10,7 @@ from quire.engine.outputs import BatchLogprobs, ModelRunnerOutput, SchedulerOutp
 
 from .input_batch import InputBatch, gather_inputs
 from .layers.attention import LayerCache
-from .models.decoder import Decoder
+from .models.model import Model
 from .request_table import RequestTable
 from .sampler import SamplerOutput, sample
 
@@ -20,7 +20,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Decoder,
+        model: Model,
         caches: list[LayerCache],
         config: KVCacheConfig,
         *,
@@ -32,9 +32,7 @@ class ModelRunner:
         self._caches = caches
         self._device = device
         self._block_size = config.block_size
-        self._table = RequestTable(
-            max_num_seqs, max_model_len, config.block_size, len(config.groups), model.spec.vocab_size
-        )
+        self._table = RequestTable(max_num_seqs, max_model_len, config.block_size, len(config.groups), model.vocab_size)
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
         self._group_of_layer = [groups[layer] for layer in range(len(caches))]
 

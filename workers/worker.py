@@ -17,12 +17,12 @@ from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 
+from .blueprints import blueprint_of
 from .kv_cache import allocate_kv_cache
-from .loader.load import load_dummy, load_weights
+from .loader.load import load_dummy
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
 from .model_runner import ModelRunner
-from .models.decoder import Decoder
-from .models.families import family_of
+from .models.model import Model
 from .parallel import ParallelContext
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Worker:
         self._parallel = parallel
         self.device = resolve_device(config.model.device, device_index)
         self.dtype = resolve_dtype(config.model.dtype, self.device, info)
-        self._model: Decoder | None = None
+        self._model: Model | None = None
         self._runner: ModelRunner | None = None
 
     def load_model(self) -> None:
@@ -55,23 +55,24 @@ class Worker:
             torch.set_num_threads(self._config.model.num_threads or default_num_threads(self._parallel.world_size))
         else:
             torch.cuda.set_device(self.device)
-        family = family_of(self._info.hf_config)
-        spec = family.decoder_spec(self._info.hf_config, self._info.max_model_len)
+        blueprint = blueprint_of(self._info)
         with building(torch.device("meta"), self.dtype):
-            weight_bytes = sum(p.nbytes for p in Decoder(spec, self._parallel).parameters())
+            weight_bytes = sum(p.nbytes for p in blueprint.build(self._parallel).parameters())
         check_weights_fit(weight_bytes, self.device, self._info.name)
         with building(self.device, self.dtype):
-            model = Decoder(spec, self._parallel)
+            model = blueprint.build(self._parallel)
         if self._config.model.load_format == "dummy":
             load_dummy(model)
         else:
-            load_weights(model, family, self._info, progress=self._parallel.rank == 0)
+            blueprint.load(model, self._info, progress=self._parallel.rank == 0)
         self._model = model.to(self.device).eval()  # the weights are there already; this moves the buffers
         logger.info(
-            "rank %d of %d: %s, %d bytes of weights as %s on %s, %d threads",
+            "rank %d of %d: %s (%s: %s), %d bytes of weights as %s on %s, %d threads",
             self._parallel.rank,
             self._parallel.world_size,
             self._info.name,
+            blueprint.architecture,
+            blueprint.implementation,
             weight_bytes,
             self.dtype,
             self.device,
@@ -110,7 +111,7 @@ class Worker:
         return self._runner.execute(step)
 
     @property
-    def model(self) -> Decoder:
+    def model(self) -> Model:
         if self._model is None:
             raise RuntimeError("load_model was not called")
         return self._model

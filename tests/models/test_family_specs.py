@@ -15,7 +15,7 @@ HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embed
 
 def spec_of(architecture: str, max_model_len: int = 4096, **config: Any) -> DecoderSpec:
     whole = {"architectures": [architecture], **SIZES, **HEADS, **config}
-    return family_of(whole).decoder_spec(whole, max_model_len)
+    return family_of(whole)[1].decoder_spec(whole, max_model_len)
 
 
 def windows(spec: DecoderSpec) -> list[int | None]:

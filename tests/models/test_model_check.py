@@ -31,7 +31,7 @@ def test_counts(tmp_path: Path) -> None:
     assert result.weight_bytes == (4 * num_parameters,)
     assert result.kv_bytes_per_token == 3 * 2 * 2 * 16 * 4  # layers, keys and values, KV heads, head_dim, float32
     assert result.capacity is not None
-    assert str(result).splitlines()[1] == f"parameters   {num_parameters:,}"
+    assert str(result).splitlines()[2] == f"parameters   {num_parameters:,}"
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "cohere2"])

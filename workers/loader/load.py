@@ -20,6 +20,7 @@ from quire.engine.model_source import ModelInfo
 from ..layers.parameter import ShardedParameter, TensorSource
 from ..models.decoder import Decoder
 from ..models.families import Family, Place
+from ..models.model import Model
 from ..models.spec import DecoderSpec
 from .gguf import open_gguf
 from .safetensors import open_safetensors
@@ -60,7 +61,7 @@ def check_weights(model: Decoder, family: Family, info: ModelInfo) -> None:
         _plan(model, family, sources, info)
 
 
-def load_dummy(model: nn.Module, seed: int = 0) -> None:
+def load_dummy(model: Model, seed: int = 0) -> None:
     """Random weights of the right shapes, for benchmarks: small enough that activations stay finite."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():

@@ -78,6 +78,10 @@ class Decoder(nn.Module):
             else VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel, bias=spec.head_bias)
         )
 
+    @property
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
     def forward(
         self,
         token_ids: Tensor,

@@ -23,9 +23,9 @@ FAMILIES: Mapping[str, Family] = {
 __all__ = ["FAMILIES", "Family", "HFConfig", "Place", "family_of"]
 
 
-def family_of(config: HFConfig) -> Family:
-    """The family of a configuration. Raises `ConfigError` when its architecture is not supported."""
+def family_of(config: HFConfig) -> tuple[str, Family]:
+    """The architecture of a configuration and its family. Raises `ConfigError` when there is none."""
     for architecture in config.get("architectures") or []:
         if architecture in FAMILIES:
-            return FAMILIES[architecture]
+            return architecture, FAMILIES[architecture]
     raise ConfigError(f"model: architecture {config.get('architectures')} is not supported; {', '.join(FAMILIES)} are.")

@@ -1,0 +1,78 @@
+"""What a model is to the worker and the model runner, however it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+
+from quire.engine.kv_cache_spec import KVCacheSpec
+from quire.engine.model_source import ModelInfo
+from quire.kernels.ops import AttentionMetadata
+
+from ..layers.attention import LayerCache
+from ..parallel import ParallelContext
+
+
+class Model(Protocol):
+    """One rank of a decoder-only model: a module (`torch.nn.Module`) over the paged KV cache."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of `logits`."""
+        ...
+
+    def __call__(
+        self,
+        token_ids: Tensor,  # [num_tokens] int64
+        positions: Tensor,  # [num_tokens] int64
+        caches: Sequence[LayerCache],  # one per layer
+        metadata: Sequence[AttentionMetadata],  # one per layer
+    ) -> Tensor:
+        """The hidden state of every token, [num_tokens, hidden_size]. Writes keys and values to `caches`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Rows of what the forward returned, [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
+        ...
+
+    def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
+        """What each layer of this rank caches, in layer order."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+
+    def to(self, device: torch.device) -> Self: ...
+
+    def eval(self) -> Self: ...
+
+
+class Blueprint(Protocol):
+    """How a model is built and filled. Making one reads the configuration, not the weights."""
+
+    @property
+    def architecture(self) -> str: ...
+
+    @property
+    def implementation(self) -> str:
+        """Who computes it and why, in words."""
+        ...
+
+    def build(self, parallel: ParallelContext) -> Model:
+        """One rank, of torch's default type on torch's default device, its weights not yet filled.
+
+        Raises `ConfigError` when the model cannot be cut in as many ranks as there are.
+        """
+        ...
+
+    def load(self, model: Any, info: ModelInfo, *, progress: bool) -> None:
+        """Fill what `build` made. Raises `ConfigError` naming every tensor that does not match."""
+        ...
+
+    def check(self, model: Any, info: ModelInfo) -> None:
+        """Raise what `load` would, without reading a tensor. `model` may be on the meta device."""
+        ...
