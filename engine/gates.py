@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 from .errors import InvalidRequestError, QuireError
+from .grammar.spec import GrammarSpec
 from .request import Request
 from .wait_ledger import WaitCause
 
@@ -43,7 +44,7 @@ class Gate(Protocol):
 
 
 class GrammarCompiler(Protocol):
-    def compile(self, grammar: str) -> object:
+    def compile(self, grammar: GrammarSpec) -> object:
         """May take long; called from another thread. Raises `InvalidRequestError`."""
         ...
 
@@ -62,7 +63,7 @@ class GrammarGate:
         self._compiler = compiler
         self._on_ready = on_ready
         self._max_cached = max_cached
-        self._compiled: OrderedDict[str, Future[object]] = OrderedDict()
+        self._compiled: OrderedDict[GrammarSpec, Future[object]] = OrderedDict()
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
 
     def enter(self, request: Request) -> bool:
@@ -91,7 +92,7 @@ class GrammarGate:
         for grammar in done[: max(len(self._compiled) - self._max_cached + 1, 0)]:
             del self._compiled[grammar]
 
-    def _compile(self, grammar: str) -> object:
+    def _compile(self, grammar: GrammarSpec) -> object:
         try:
             return self._compiler.compile(grammar)
         except QuireError:

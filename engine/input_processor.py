@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from .errors import InvalidRequestError
+from .grammar.spec import GrammarSpec
 from .outputs import EngineRequest
 from .sampling_params import MAX_SEED, SamplingParams
 
@@ -25,6 +26,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenant: str = ""
     tenant_weight: float = 1.0
     cache_salt: str | None = None
+    grammar: GrammarSpec | None = None
 
 
 class InputProcessor:
@@ -88,6 +90,7 @@ class InputProcessor:
                 tenant=options.tenant,
                 tenant_weight=options.tenant_weight,
                 cache_salt=options.cache_salt,
+                grammar=options.grammar,
             )
             for choice in range(params.n)
         ]

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from .grammar.spec import GrammarSpec
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
@@ -37,8 +38,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     engine computes them again and goes on after them (its first output has `first_index == len(resume_token_ids)`).
     `max_tokens` in `sampling_params` is already resolved against the context length. `deadline_ms` counts from the
     arrival at the engine. `tenant` is who the request is for (an API key): tenants share the engine by `tenant_weight`.
-    `grammar` is compiled before the request gets its turn. `cache_salt`, `lora_id` and `media` decide, beside the
-    tokens, what its blocks hold: only requests that agree in them share a prefix.
+    `grammar` is what the output must match; it is compiled before the request gets its turn. `cache_salt`, `lora_id`
+    and `media` decide, beside the tokens, what its blocks hold: only requests that agree in them share a prefix.
     """
 
     request_id: str
@@ -55,7 +56,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline_ms: int | None = None
     tenant: str = ""
     tenant_weight: float = 1.0
-    grammar: str | None = None
+    grammar: GrammarSpec | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

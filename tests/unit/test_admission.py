@@ -12,6 +12,7 @@ from fake_executor import FakeExecutor, expected_tokens
 from quire.engine.core import EngineCore
 from quire.engine.errors import InvalidRequestError, OverloadedError
 from quire.engine.gates import GrammarGate
+from quire.engine.grammar import GrammarSpec
 from quire.engine.outputs import RequestReport
 from quire.engine.request import Request
 from quire.engine.wait_ledger import WaitCause
@@ -358,6 +359,10 @@ def test_a_preempted_or_aborted_request_gives_its_gates_back() -> None:
     assert gate.holders == []
 
 
+def lark(source: str) -> GrammarSpec:
+    return GrammarSpec(kind="lark", source=source)
+
+
 class SlowCompiler:
     """Compiles when the test lets it."""
 
@@ -365,12 +370,12 @@ class SlowCompiler:
         self.may_go = threading.Event()
         self.compiled: list[str] = []
 
-    def compile(self, grammar: str) -> object:
+    def compile(self, grammar: GrammarSpec) -> object:
         assert self.may_go.wait(10)
-        self.compiled.append(grammar)
-        if grammar == "broken":
+        self.compiled.append(grammar.source)
+        if grammar.source == "broken":
             raise InvalidRequestError("structured_outputs: not a grammar", "structured_outputs")
-        if grammar == "crash":
+        if grammar.source == "crash":
             raise ValueError("a fault of the compiler")
         return object()
 
@@ -381,9 +386,9 @@ def test_the_grammar_gate_compiles_off_the_hot_path() -> None:
     gate = GrammarGate(compiler, lambda: core.wake() if core else None)
     core = make_core(gates=(gate,))
     requests = [
-        make_request("a", [1], 3, grammar="g"),
-        make_request("b", [2], 3, grammar="g"),
-        make_request("broken", [3], 3, grammar="broken"),
+        make_request("a", [1], 3, grammar=lark("g")),
+        make_request("b", [2], 3, grammar=lark("g")),
+        make_request("broken", [3], 3, grammar=lark("broken")),
         make_request("plain", [4], 3),
     ]
     collector = start(core, *requests)
@@ -406,7 +411,7 @@ def test_a_compiler_that_crashes_ends_that_request_alone() -> None:
     woken = threading.Event()
     gate = GrammarGate(compiler, woken.set)
     core = make_core(gates=(gate,))
-    collector = start(core, make_request("crash", [1], 2, grammar="crash"), make_request("plain", [2], 2))
+    collector = start(core, make_request("crash", [1], 2, grammar=lark("crash")), make_request("plain", [2], 2))
     while core.has_work:
         collector.take(core.step())
     gate.close()
@@ -418,7 +423,7 @@ def test_more_grammars_than_the_gate_keeps_are_each_compiled_once() -> None:
     compiler = SlowCompiler()
     gate = GrammarGate(compiler, lambda: None, max_cached=2)
     core = make_core(gates=(gate,), max_num_seqs=8)
-    collector = start(core, *[make_request(f"r{i}", [i], 2, grammar=f"g{i}") for i in range(8)])
+    collector = start(core, *[make_request(f"r{i}", [i], 2, grammar=lark(f"g{i}")) for i in range(8)])
     core.step()
     compiler.may_go.set()
     while core.has_work:
