@@ -13,7 +13,7 @@ from ray.serve import Application, Deployment
 
 from quire.engine.config import EngineConfig, ModelConfig
 
-from .config import ENGINE, GATEWAY, QuireConfig
+from .config import GATEWAY, QuireConfig
 from .engine_replica import Engine
 from .gateway import Gateway
 from .placement import CPU_PER_RANK
@@ -39,17 +39,21 @@ ENGINE_OPTIONS: dict[str, Any] = {
 
 
 def build(args: QuireConfig) -> Application:
-    """The deployments `Gateway` and `Engine` of one model. A config file's `deployments:` overrides their options."""
+    """The deployments `Gateway` and one `Engine` per model. A config file's `deployments:` overrides their options."""
     return bind(args, {})
 
 
 def bind(args: QuireConfig, options: Mapping[str, Mapping[str, Any]]) -> Application:
     """The same with Serve's options by deployment name, over those that are set here."""
-    config = args.model_copy(update={"model": args.model.model_copy(update={"device": _device(args.model)})})
-    engine_options = {"ray_actor_options": engine_actor_options(config), **ENGINE_OPTIONS, **options.get(ENGINE, {})}
-    engine = _deployment(Engine).options(name=ENGINE, **engine_options).bind(config)
+    engines = [_bind_engine(name, config, options.get(name, {})) for name, config in args.engines().items()]
     gateway_options = {**GATEWAY_OPTIONS, **options.get(GATEWAY, {})}
-    return _deployment(Gateway).options(name=GATEWAY, **gateway_options).bind(config, engine)
+    return _deployment(Gateway).options(name=GATEWAY, **gateway_options).bind(args, *engines)
+
+
+def _bind_engine(name: str, engine: EngineConfig, options: Mapping[str, Any]) -> Application:
+    config = engine.model_copy(update={"model": engine.model.model_copy(update={"device": _device(engine.model)})})
+    options = {"ray_actor_options": engine_actor_options(config), **ENGINE_OPTIONS, **options}
+    return _deployment(Engine).options(name=name, **options).bind(config)
 
 
 def engine_actor_options(config: EngineConfig) -> dict[str, float]:

@@ -1,41 +1,18 @@
-"""The configuration of a service: `QuireConfig`, and Ray Serve config files that hold one as `args:`.
-
-A file is checked as a whole before anything starts. Serve's own schemas ignore keys that they do not know, so a typo in
-`autoscaling_config` would be silent; here every unknown key is an error with its line and the nearest right key.
-"""
+"""The configuration of a service: `QuireConfig`, which Ray Serve config files hold as `args:` (`config_file.py`)."""
 
 from __future__ import annotations
 
-import difflib
-import types
-import typing
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
+import re
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
 from quire.engine.config import EngineConfig, Section
 from quire.engine.errors import ConfigError
 
 IMPORT_PATH = "quire.cluster.app:build"
 GATEWAY, ENGINE = "Gateway", "Engine"
-DEPLOYMENTS = (GATEWAY, ENGINE)
-
-# What `configs/smollm2-cpu.yaml` spells out, for a service without a file.
-DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
-    GATEWAY: {
-        "autoscaling_config": {
-            "min_replicas": 1,
-            "max_replicas": 2,
-            "target_ongoing_requests": 128,
-        },
-        "graceful_shutdown_timeout_s": 600,
-    },
-    ENGINE: {"num_replicas": 1},
-}
 
 
 class ApiConfig(Section):
@@ -49,58 +26,78 @@ class ApiConfig(Section):
 
 
 class QuireConfig(EngineConfig):
-    """What `args:` of a config file holds: the engine's sections, and `api`."""
+    """What `args:` of a config file holds: the sections of one engine, or `models:` with those of each; and `api`.
 
+    With `models:`, sections next to it hold for every model that does not say otherwise.
+    """
+
+    models: tuple[EngineConfig, ...] = Field(
+        (), min_length=1, description="Models served together, the default one first; each has engines of its own."
+    )
     api: ApiConfig = ApiConfig()
 
+    @field_validator("models", mode="before")
+    @classmethod
+    def _with_shared_settings(cls, entries: Any, info: ValidationInfo) -> Any:
+        """Each entry with what stands next to `models:`. A model's name alone is short for `model: NAME`."""
+        if not isinstance(entries, list | tuple):
+            return entries
+        shared = {key: value for key, value in info.data.items() if key in EngineConfig.model_fields}
+        named = shared["model"].model_fields_set & {"model", "served_model_name"} if "model" in shared else ()
+        if named:
+            raise ValueError(f"names the models; {', '.join(sorted(named))} next to it names another one")
+        return [_merged(shared, entry) for entry in entries]
 
-@dataclass(frozen=True, slots=True)
-class ServiceConfig:
-    """A service as it will be deployed. `deployments` are Serve's options by deployment name."""
+    @field_validator("models")
+    @classmethod
+    def _told_apart(cls, models: tuple[EngineConfig, ...]) -> tuple[EngineConfig, ...]:
+        for i, engine in enumerate(models):
+            for other in models[:i]:
+                if _deployment_name(engine) == _deployment_name(other):
+                    raise ValueError(
+                        f"two models are called {engine.model.name!r}: give one of them another served_model_name"
+                        if engine.model.name == other.model.name
+                        else f"{engine.model.name!r} and {other.model.name!r} are too alike: both would be "
+                        f"{_deployment_name(engine)!r}"
+                    )
+        return models
 
-    quire: QuireConfig = field(default_factory=QuireConfig)
-    application: str = "quire"
-    route_prefix: str = "/"
-    host: str = "127.0.0.1"
-    port: int = 8000
-    deployments: dict[str, dict[str, Any]] = field(default_factory=lambda: dict(DEFAULT_OPTIONS))
+    def engines(self) -> dict[str, EngineConfig]:
+        """The engine of each model by the name of its Serve deployment, the default model first.
+
+        `Engine` where there is one model; with `models:`, `Engine-NAME` for each, so that one more leaves the names of
+        the others as they are.
+        """
+        return {_deployment_name(engine): engine for engine in self.models} or {ENGINE: self}
 
 
-def load_service(path: Path) -> ServiceConfig:
-    """Read and check a Ray Serve config file. Raises `ConfigError` naming the file, the line and the key."""
-    from ray.serve.schema import ServeDeploySchema
+def _merged(shared: Mapping[str, Section], entry: Any) -> Any:
+    """The configuration of one model as a user would write it in full."""
+    data = {"model": entry} if isinstance(entry, str) else entry
+    if isinstance(data, EngineConfig):
+        data = data.model_dump(exclude_unset=True)
+    if not isinstance(data, Mapping):
+        return entry
+    if isinstance(data.get("model"), str):
+        data = {**data, "model": {"model": data["model"]}}
+    sections = {key: section.model_dump(exclude_unset=True) for key, section in shared.items()}
+    given = {key: {**sections.get(key, {}), **value} for key, value in data.items() if isinstance(value, Mapping)}
+    return {**sections, **data, **given}
 
-    try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}).") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not YAML: {error.problem}.") from error
-    if not isinstance(data, dict) or root is None:
-        raise ConfigError(f"{path}: must hold a mapping, as the files in configs/ do.")
-    _check_keys(path, root, ServeDeploySchema)
-    _validate(path, root, (), ServeDeploySchema, data)
-    application, node = _the_application(path, root, data)
-    _check_keys(path, _child(node, "args"), QuireConfig, prefix="args.")
-    quire = _validate(path, node, ("args",), QuireConfig, application.get("args") or {})
-    http = data.get("http_options") or {}
-    return ServiceConfig(
-        quire=quire,
-        application=application.get("name", "default"),
-        route_prefix=application.get("route_prefix", "/"),
-        host=http.get("host", "127.0.0.1"),
-        port=http.get("port", 8000),
-        deployments=dict(_deployments(path, node, application)),
-    )
+
+def _deployment_name(engine: EngineConfig) -> str:
+    """Serve makes file names of it, and shows it in paths."""
+    return f"{ENGINE}-{re.sub(r'[^A-Za-z0-9._-]', '-', engine.model.name)}"
 
 
 def override(config: QuireConfig, overrides: Mapping[str, Mapping[str, Any]]) -> QuireConfig:
     """`config` with the given values (section -> key -> value). Raises `ConfigError`."""
-    data = config.model_dump()
-    for section, values in overrides.items():
-        data[section] = {**data[section], **values}
+    data = config.model_dump(exclude_unset=True)
+    if config.models and {"model", "served_model_name"} & set(overrides.get("model", {})):
+        raise ConfigError("model: the configuration names several models, of which none can be replaced here.")
+    for target in data["models"] if config.models else (data,):
+        for section, values in overrides.items():
+            target[section] = {**target.get(section, {}), **values}
     return validate(data)
 
 
@@ -110,113 +107,14 @@ def validate(data: Mapping[str, Any]) -> QuireConfig:
         return QuireConfig.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ConfigError(f"{_dotted(first['loc'])}: {_said(first)}") from error
+        raise ConfigError(f"{dotted(first['loc'])}: {said(first)}") from error
 
 
-def _the_application(path: Path, root: yaml.Node, data: dict[str, Any]) -> tuple[dict[str, Any], yaml.Node]:
-    """The one application of ours in the file, and its node."""
-    nodes = _child(root, "applications")
-    ours = [i for i, each in enumerate(data["applications"]) if each.get("import_path") == IMPORT_PATH]
-    if len(ours) != 1 or not isinstance(nodes, yaml.SequenceNode):
-        raise ConfigError(f"{path}: needs exactly one application with import_path: {IMPORT_PATH}, has {len(ours)}.")
-    return data["applications"][ours[0]], nodes.value[ours[0]]
-
-
-def _deployments(path: Path, node: yaml.Node, application: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    from ray.serve.config import AutoscalingConfig
-
-    entries = _child(node, "deployments")
-    for index, entry in enumerate(application.get("deployments") or []):
-        name = entry["name"]
-        if name not in DEPLOYMENTS:
-            assert isinstance(entries, yaml.SequenceNode)
-            line = _line(_child(entries.value[index], "name"))
-            raise ConfigError(f"{path}:{line}: there is no deployment {name!r}. {_nearest(name, DEPLOYMENTS)}")
-        if isinstance(entry.get("autoscaling_config"), dict):
-            # Serve's schema of the file takes any mapping here, and fails later.
-            assert isinstance(entries, yaml.SequenceNode)
-            node = entries.value[index]
-            _validate(path, node, ("autoscaling_config",), AutoscalingConfig, entry["autoscaling_config"])
-        yield name, {key: value for key, value in entry.items() if key != "name"}
-
-
-# Unknown keys
-
-
-def _check_keys(path: Path, node: yaml.Node | None, model: type[BaseModel], prefix: str = "") -> None:
-    """Every key of a mapping must be a field of `model`, and so on below it. Raises `ConfigError`."""
-    if not isinstance(node, yaml.MappingNode):
-        return
-    known = model.model_fields
-    for key_node, value_node in node.value:
-        key = key_node.value
-        if key not in known:
-            raise ConfigError(
-                f"{path}:{_line(key_node)}: there is no key {prefix + key!r}. {_nearest(key, list(known))}"
-            )
-        for inner in _models_in(known[key].annotation):
-            items = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
-            for item in items:
-                _check_keys(path, item, inner, f"{prefix}{key}.")
-
-
-def _models_in(annotation: Any) -> list[type[BaseModel]]:
-    """The pydantic models that an annotation allows (Optional, Union and list looked through), at most one of them."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
-        return [model for part in typing.get_args(annotation) for model in _models_in(part)][:1]
-    return []
-
-
-def _nearest(key: str, known: list[str] | tuple[str, ...]) -> str:
-    matches = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    return f"Did you mean {matches[0]!r}?" if matches else f"Known here: {', '.join(sorted(known))}."
-
-
-# Values
-
-
-def _validate(
-    path: Path, node: yaml.Node, below: tuple[str, ...], model: type[BaseModel], data: Mapping[str, Any]
-) -> Any:
-    """`data` as `model`; an error says at which line the value stands."""
-    try:
-        return model.model_validate(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        loc = (*below, *first["loc"])
-        raise ConfigError(f"{path}:{_line_of(node, loc)}: {_dotted(loc)}: {_said(first)}") from error
-
-
-def _said(error: Any) -> str:
+def said(error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ").splitlines()[0].rstrip(".!")
     given = error.get("input")
     return f"{message}, got {given!r}." if isinstance(given, str | int | float | bool) else f"{message}."
 
 
-def _dotted(loc: tuple[int | str, ...]) -> str:
+def dotted(loc: tuple[int | str, ...]) -> str:
     return ".".join(str(part) for part in loc)
-
-
-def _line_of(node: yaml.Node, loc: tuple[int | str, ...]) -> int:
-    """The line of the deepest part of `loc` that the file has (pydantic adds names of union members, which it has
-    not)."""
-    for part in loc:
-        below = _child(node, part)
-        if below is not None:
-            node = below
-    return _line(node)
-
-
-def _child(node: yaml.Node | None, key: int | str) -> yaml.Node | None:
-    if isinstance(node, yaml.SequenceNode) and isinstance(key, int) and key < len(node.value):
-        found: yaml.Node = node.value[key]
-        return found
-    if isinstance(node, yaml.MappingNode):
-        return next((value for name, value in node.value if name.value == key), None)
-    return None
-
-
-def _line(node: yaml.Node | None) -> int:
-    return 1 if node is None else node.start_mark.line + 1

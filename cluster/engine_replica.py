@@ -13,11 +13,11 @@ import uuid
 
 from ray import serve
 
+from quire.engine.config import EngineConfig
 from quire.engine.errors import EngineError
 from quire.engine.model_source import load_model_info
 
 from .assembly import start_core
-from .config import QuireConfig
 from .directory import Directory, EngineRecord, GcsStore, Registration
 from .engine_server import EngineServer
 from .logs import configure_logging
@@ -32,7 +32,7 @@ class Engine:
     Where the core itself fails, the process ends: its state cannot be trusted, and its streams go on elsewhere.
     """
 
-    async def __init__(self, config: QuireConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         context = serve.get_replica_context()
         self._engine_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:6]}"
         configure_logging(f"engine {self._engine_id}")

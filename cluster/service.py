@@ -28,9 +28,10 @@ from typing import Any
 import psutil
 
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.model_source import ModelInfo, load_model_info
+from quire.engine.model_source import load_model_info
 
-from .config import ServiceConfig, load_service, override
+from .config import override
+from .config_file import ServiceConfig, load_service
 from .ray_local import LocalRay, environment, make_folder
 
 logger = logging.getLogger(__name__)
@@ -45,12 +46,12 @@ class Ready:
     """A service that has just given its first answer."""
 
     url: str
-    model: str
+    models: list[str]
     seconds: dict[str, float]  # how long each part of the start took, in order
 
     @property
     def curl(self) -> str:
-        body = {"model": self.model, "messages": [{"role": "user", "content": "Hello!"}]}
+        body = {"model": self.models[0], "messages": [{"role": "user", "content": "Hello!"}]}
         return f"curl {self.url}/v1/chat/completions -H 'Content-Type: application/json' -d '{json.dumps(body)}'"
 
 
@@ -75,14 +76,14 @@ def serve(
         port=port or service.port,
     )
     clock = _Clock()
-    info = _check(service)
+    models = _check(service)
     clock.lap("checks")
     with _ended_by_signals(), _private_folder() as folder, _owning_all_descendants():
         ray = _start(service, folder, clock, dashboard=dashboard)
         try:
-            _first_answer(service, info)
+            _first_answers(service, models)
             clock.lap("first answer")
-            (on_ready or _print_ready)(Ready(_url(service), info.name, clock.laps))
+            (on_ready or _print_ready)(Ready(_url(service), models, clock.laps))
             while True:
                 signal.pause()
         finally:
@@ -91,16 +92,17 @@ def serve(
 
 def _print_ready(ready: Ready) -> None:
     parts = " · ".join(f"{name} {seconds:.1f} s" for name, seconds in ready.seconds.items())
-    print(f"Quire serves {ready.model} at {ready.url}/v1 after {sum(ready.seconds.values()):.1f} s ({parts})")
+    models, seconds = ", ".join(ready.models), sum(ready.seconds.values())
+    print(f"Quire serves {models} at {ready.url}/v1 after {seconds:.1f} s ({parts})")
     print(f"\n  {ready.curl}\n\nCtrl-C ends it.", flush=True)
 
 
 # Before anything is started
 
 
-def _check(service: ServiceConfig) -> ModelInfo:
-    """What can be known without starting anything. Raises `ConfigError`."""
-    info = load_model_info(service.quire.model)
+def _check(service: ServiceConfig) -> list[str]:
+    """The models' names, after what can be known without starting anything. Raises `ConfigError`."""
+    models = [load_model_info(engine.model).name for engine in service.quire.engines().values()]
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -114,7 +116,7 @@ def _check(service: ServiceConfig) -> ModelInfo:
         raise ConfigError(
             f"Too little memory: {available >> 20} MiB are available, at least {MIN_MEMORY_BYTES >> 20} MiB are needed."
         )
-    return info
+    return models
 
 
 # The start
@@ -171,9 +173,14 @@ def _reason(application: str) -> str:
     return ""
 
 
-def _first_answer(service: ServiceConfig, info: ModelInfo) -> None:
-    """Ask for one token through the front door, until it comes. Raises `EngineError` when it does not."""
-    body = json.dumps({"model": info.name, "prompt": [0], "max_tokens": 1}).encode()
+def _first_answers(service: ServiceConfig, models: list[str]) -> None:
+    """Ask each model for one token through the front door, until it comes. Raises `EngineError` when it does not."""
+    for model in models:
+        _first_answer(service, model)
+
+
+def _first_answer(service: ServiceConfig, model: str) -> None:
+    body = json.dumps({"model": model, "prompt": [0], "max_tokens": 1}).encode()
     request = urllib.request.Request(f"{_url(service)}/v1/completions", body, {"Content-Type": "application/json"})
     deadline = time.monotonic() + service.quire.api.failover_timeout_s
     while True:

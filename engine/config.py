@@ -6,6 +6,7 @@ once, in `resolve()`, which says what it chose.
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -38,6 +39,11 @@ class ModelConfig(Section):
         None, ge=1, description="CPU threads of one rank; the machine's cores shared by the ranks when not given."
     )
     seed: int = Field(0, description="Seed from which requests without one of their own draw theirs (offline use).")
+
+    @property
+    def name(self) -> str:
+        """The model's name in the API. The same on every node: links in the file system are not followed."""
+        return self.served_model_name or os.path.basename(os.path.abspath(os.path.expanduser(self.model)))
 
 
 class ParallelConfig(Section):

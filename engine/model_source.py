@@ -98,7 +98,7 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
         raise ConfigError(f"max_model_len: {config.max_model_len} is more than the model's own limit of {longest}.")
     eos = generation.get("eos_token_id", hf_config.get("eos_token_id"))
     return ModelInfo(
-        name=config.served_model_name or (config.model if config.model in EMBEDDED_MODELS else path.name),
+        name=config.name,
         path=path,
         format="safetensors" if path.is_dir() else "gguf",
         hf_config=hf_config,

@@ -12,16 +12,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import quire
-from quire.engine.errors import EngineError, OverloadedError
+from quire.engine.errors import ModelNotFoundError
 
 from ..metrics import CONTENT_TYPE, GatewayMetrics
-from .backend import Backend, ServedModel
+from .backend import Backend
 from .chat import chat_completions
 from .completions import completions
 from .context import ApiContext, ApiLimits, json_response
-from .errors import error_response, install_error_handlers
-from .generation import find_model
-from .responses import ModelCard, ModelList
+from .errors import install_error_handlers
+from .health import health_response
+from .responses import ModelList
 from .sse import ClientGoneError
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
@@ -71,19 +71,18 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
 
     @app.get("/v1/models")
     async def list_models() -> Response:
-        return json_response(ModelList([_card(served) for served in backend.models()]))
+        return json_response(ModelList(list(backend.models())))
 
     @app.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
-        return json_response(_card(find_model(backend, model)))
+        cards = {card.id: card for card in backend.models()}
+        if model not in cards:
+            raise ModelNotFoundError(model, list(cards))
+        return json_response(cards[model])
 
     @app.get("/health")
     async def health() -> Response:
-        try:
-            await backend.check_health()
-        except EngineError as error:
-            return error_response(OverloadedError(error.message))
-        return JSONResponse({"status": "ok"})
+        return health_response(backend.health())
 
     @app.get("/version")
     async def version() -> Response:
@@ -92,10 +91,6 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(context.metrics.render(await backend.stats()), media_type=CONTENT_TYPE)
-
-
-def _card(served: ServedModel) -> ModelCard:
-    return ModelCard(served.name, served.created, served.input_processor.max_model_len)
 
 
 class RequestIdMiddleware:

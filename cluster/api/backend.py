@@ -16,6 +16,8 @@ from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import EngineOutput, EngineRequest
 
 from ..metrics import EngineStats
+from .health import ServiceHealth
+from .responses import ModelCard
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +40,20 @@ class ServedModel:
     def name(self) -> str:
         return self.info.name
 
+    def card(self) -> ModelCard:
+        return ModelCard(self.name, self.created, self.input_processor.max_model_len)
+
 
 class Backend(Protocol):
     """Engines that serve models. Every method is called on the event loop of the API, and none may block it."""
 
-    def models(self) -> Sequence[ServedModel]:
+    def models(self) -> Sequence[ModelCard]:
         """The models served here, the default one first. Cheap: called for every request."""
+        ...
+
+    async def load(self, model: str) -> ServedModel:
+        """One of `models()`; its first user may have to wait for its tokenizer. Raises `EngineError` with the reason
+        when that cannot be loaded."""
         ...
 
     def generate(self, model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
@@ -66,8 +76,8 @@ class Backend(Protocol):
         """
         ...
 
-    async def check_health(self) -> None:
-        """Return when at least one engine makes progress. Raises `EngineError`, with the reason, otherwise."""
+    def health(self) -> ServiceHealth:
+        """Whether the engines make progress, model by model."""
         ...
 
     async def stats(self) -> Sequence[EngineStats]:

@@ -37,7 +37,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(ChatCompletionRequest, body))
-    served = find_model(context.backend, request.model)
+    served = await find_model(context.backend, request.model)
     check_choices(1, request.n, context.limits)
     metrics = context.metrics.start(served.name, request.n or 1)
     prompt = await off_the_loop(body, lambda: _token_ids(served, request))

@@ -26,7 +26,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(CompletionRequest, body))
-    served = find_model(context.backend, request.model)
+    served = await find_model(context.backend, request.model)
     prompts = await off_the_loop(body, request.prompts)
     check_choices(len(prompts), request.n, context.limits)
     metrics = context.metrics.start(served.name, len(prompts) * (request.n or 1))

@@ -18,13 +18,12 @@ from .errors import DeadlineError
 from .responses import PromptTokensDetails, Usage
 
 
-def find_model(backend: Backend, name: str) -> ServedModel:
-    """Raises `ModelNotFoundError`."""
-    models = backend.models()
-    for served in models:
-        if served.name == name:
-            return served
-    raise ModelNotFoundError(name, [served.name for served in models])
+async def find_model(backend: Backend, name: str) -> ServedModel:
+    """Raises `ModelNotFoundError`, which lists what is served, and `EngineError` for a model that cannot be loaded."""
+    names = [card.id for card in backend.models()]
+    if name not in names:
+        raise ModelNotFoundError(name, names)
+    return await backend.load(name)
 
 
 def tokenize(served: ServedModel, text: str, *, param: str, add_special_tokens: bool) -> list[int]:

@@ -130,7 +130,7 @@ class ChatChunk(msgspec.Struct):
 class ModelCard(msgspec.Struct):
     id: str
     created: int
-    max_model_len: int
+    max_model_len: int | None  # None while neither the model's files nor an engine could tell
     object: Literal["model"] = "model"
     owned_by: str = "quire"
 

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from quire.cluster.api.backend import ServedModel
+from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
+from quire.cluster.api.responses import ModelCard
 from quire.cluster.metrics import EngineStats
-from quire.engine.errors import EngineError
 from quire.engine.outputs import EngineOutput, EngineRequest, RequestReport, SchedulerStats, TokenLogprobs
 
 DEFAULT_ANSWER = " The year 2024: 你好 🎉 and more."
@@ -41,8 +42,12 @@ class FakeBackend:
         self.started = asyncio.Event()
         self.closed_early = asyncio.Event()
 
-    def models(self) -> Sequence[ServedModel]:
-        return [self.served]
+    def models(self) -> Sequence[ModelCard]:
+        return [self.served.card()]
+
+    async def load(self, model: str) -> ServedModel:
+        assert model == self.served.name
+        return self.served
 
     async def generate(self, model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
         assert model == self.served.name
@@ -112,9 +117,9 @@ class FakeBackend:
         for request_id in request_ids:
             self.running.pop(request_id, None)
 
-    async def check_health(self) -> None:
-        if self.unhealthy is not None:
-            raise EngineError(self.unhealthy)
+    def health(self) -> ServiceHealth:
+        engine = EngineHealth("engine-0", self.unhealthy, num_running=len(self.running), num_waiting=2)
+        return ServiceHealth([ModelHealth(self.served.name, [engine])])
 
     async def stats(self) -> Sequence[EngineStats]:
         stats = SchedulerStats(

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import quire
 from quire.cluster.api.app import create_app
+from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
 from quire.cluster.metrics import EngineStats, GatewayMetrics
 from quire.engine.outputs import RequestReport, SchedulerStats
 
@@ -25,12 +26,44 @@ async def test_models(client: httpx.AsyncClient) -> None:
 
 
 async def test_health_is_that_of_the_engines(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    engine = {"id": "engine-0", "status": "ok", "problem": None, "num_running": 0, "num_waiting": 2}
+    model = {"id": MODEL, "status": "ok", "problem": None, "engines": [engine]}
     response = await client.get("/health")
-    assert (response.status_code, response.json()) == (200, {"status": "ok"})
-    backend.unhealthy = "No engine has made a step for 12 s."
+    assert (response.status_code, response.json()) == (200, {"status": "ok", "models": [model]})
+    backend.unhealthy = "no step for 12 s"
     response = await client.get("/health")
-    expected = {"message": backend.unhealthy, "type": "server_error", "param": None, "code": "overloaded"}
-    assert (response.status_code, response.json()) == (503, {"error": expected})
+    message = "No engine makes progress. engine-0: no step for 12 s"
+    engine |= {"status": "unhealthy", "problem": "no step for 12 s"}
+    model |= {"status": "unhealthy", "problem": message}
+    error = {"message": message, "type": "server_error", "param": None, "code": "overloaded"}
+    assert (response.status_code, response.headers["retry-after"]) == (503, "1")
+    assert response.json() == {"status": "unhealthy", "models": [model], "error": error}
+
+
+@pytest.mark.parametrize(
+    ("problems", "status", "problem"),
+    [
+        ({"a": [None], "b": [None, None]}, "ok", None),
+        ({"a": [None], "b": [None, "slow"]}, "degraded", "b: An engine makes no progress. b1: slow"),
+        ({"a": [None], "b": []}, "degraded", "b: No engine is connected."),
+        ({"a": ["x"], "b": []}, "unhealthy", "a: No engine makes progress. a0: x b: No engine is connected."),
+        ({"a": []}, "unhealthy", "No engine is connected."),
+    ],
+)
+def test_health_of_several_models(problems: dict[str, list[str | None]], status: str, problem: str | None) -> None:
+    """The service is well when all models are, and unhealthy only when none can be served."""
+    models = [
+        ModelHealth(name, [EngineHealth(f"{name}{i}", said) for i, said in enumerate(engines)])
+        for name, engines in problems.items()
+    ]
+    health = ServiceHealth(models)
+    assert (health.status, health.problem) == (status, problem)
+    assert ServiceHealth(models, "no directory").status == "unhealthy"
+
+
+def test_a_model_whose_tokenizer_is_broken_is_not_healthy() -> None:
+    model = ModelHealth("a", [EngineHealth("a0")], fault="no tokenizer.json")
+    assert (model.status, model.problem) == ("unhealthy", "no tokenizer.json")
 
 
 async def test_version(client: httpx.AsyncClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -19,7 +20,8 @@ from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.gateway import EngineBackend
 from quire.cluster.router import EngineSnapshot, LeastLoaded
-from quire.engine.config import ParallelConfig
+from quire.cluster.served_models import ServedModels
+from quire.engine.config import ModelConfig, ParallelConfig
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
 from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput, SchedulerStats
 from quire.engine.sampling_params import SamplingParams
@@ -199,27 +201,27 @@ async def test_a_look_into_the_directory_that_fails_is_not_the_last(monkeypatch:
     store = DictStore()
     directory = Directory(store, "app")
     client = EngineClient(directory, "gateway-1", LeastLoaded())
-    backend = EngineBackend(client, [])
+    backend = EngineBackend(client, ServedModels([ModelConfig(served_model_name=MODEL)]))
     await client.start()
     engine = await start_engine(directory, "e1")
     await until(lambda: len(client.links()) == 1)
-    await backend.check_health()
+    assert backend.health().status == "ok"
 
     def fails(prefix: str) -> list[str]:
         raise RuntimeError("an error that nobody expected")
 
     monkeypatch.setattr(store, "keys", fails)
     await until(lambda: client.problem() is not None)
-    with pytest.raises(EngineError, match=r"New engines are not noticed: .*an error that nobody expected"):
-        await backend.check_health()
+    assert backend.health().status == "unhealthy"
+    assert re.match(r"New engines are not noticed: .*an error that nobody expected", str(backend.health().problem))
     monkeypatch.undo()
     await until(lambda: client.problem() is None)
     second = await start_engine(directory, "e2")
     await until(lambda: len(client.links()) == 2)
-    await backend.check_health()
+    (model,) = backend.health().models
+    assert [engine.id for engine in model.engines] == ["e1", "e2"]
     await client.close()
-    with pytest.raises(EngineError, match="the directory of engines is not followed"):
-        await backend.check_health()
+    assert "the directory of engines is not followed" in str(backend.health().problem)
     await engine.close()
     await second.close()
 
@@ -241,6 +243,17 @@ async def test_an_engine_of_another_model_is_not_asked(directory: Directory) -> 
         await collect(client, request("r"))
     await client.close()
     await other.close()
+
+
+async def test_health_tells_models_apart(directory: Directory, client: EngineClient) -> None:
+    configs = [ModelConfig(served_model_name=name) for name in ("a", "b")]
+    backend = EngineBackend(client, ServedModels(configs))
+    engine = await start_engine(directory, "e1", model="b")
+    await until(lambda: len(client.links()) == 1)
+    health = backend.health()
+    assert [(model.id, model.status) for model in health.models] == [("a", "unhealthy"), ("b", "ok")]
+    assert (health.status, health.problem) == ("degraded", "a: No engine is connected.")
+    await engine.close()
 
 
 async def test_a_request_that_keeps_losing_its_engine_is_given_up(directory: Directory, client: EngineClient) -> None:
