@@ -55,6 +55,7 @@ class Stream:
         "call",
         "engine",
         "give_up_at",
+        "is_complete",
         "model",
         "num_losses",
         "refusal",
@@ -71,6 +72,7 @@ class Stream:
         self.token_ids = list(request.resume_token_ids)
         self.engine: EngineLink | None = None
         self.attempt = 0
+        self.is_complete = False  # only the engine's report is still wanted
         self.num_losses = 0
         self.timer: asyncio.TimerHandle | None = None  # runs to `give_up_at` while the stream has no engine
         self.give_up_at: float | None = None  # in the loop's time; set since its last engine was lost
@@ -191,11 +193,17 @@ class EngineClient:
             for stream in list(call.streams.values()):
                 self._abort(stream)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        """Stop working on requests by id; their `generate()` yields nothing more for them."""
+    def abort(self, request_ids: Sequence[str], *, report: bool = False) -> None:
+        """Stop working on requests by id; their `generate()` yields nothing more for them but, with `report`, their
+        last output."""
         for request_id in request_ids:
             stream = self._streams.get(request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            if report and stream.engine is not None:
+                stream.is_complete = True
+                stream.engine.send(Abort([stream.wire_id], report=True))
+            else:
                 self._abort(stream)
 
     # Placing streams
@@ -269,6 +277,9 @@ class EngineClient:
             )
         for stream in streams:
             stream.engine = None
+            if stream.is_complete:
+                self._abort(stream)
+                continue
             stream.give_up_at = stream.refusal = None
             stream.num_losses += 1
             stream.attempt += 1

@@ -109,7 +109,11 @@ class EngineServer:
         if isinstance(message, Add):
             self._add(gateway, message)
         elif isinstance(message, Abort):
-            self._abort([i for i in message.request_ids if self._owners.get(i) is gateway])
+            its_own = [i for i in message.request_ids if self._owners.get(i) is gateway]
+            if message.report:
+                self._engine.abort(its_own)  # they keep their owner until it has the last output
+            else:
+                self._abort(its_own)
 
     def _on_close(self, gateway: transport.Connection, reason: str) -> None:
         self._gateways.discard(gateway)

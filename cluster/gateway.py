@@ -41,8 +41,8 @@ class EngineBackend:
     def generate(self, model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
         return self._client.generate(model, requests)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
-        self._client.abort(request_ids)
+    def abort(self, request_ids: Sequence[str], *, report: bool = False) -> None:
+        self._client.abort(request_ids, report=report)
 
     def health(self) -> ServiceHealth:
         """Health is forward progress: engines are connected, their step loops advance, and new ones are noticed."""

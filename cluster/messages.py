@@ -28,9 +28,13 @@ class Add(msgspec.Struct, frozen=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
-    """Stop working on these requests. Ids that are unknown or finished are ignored."""
+    """Stop working on these requests. Ids that are unknown or finished are ignored.
+
+    With `report` the last output of each still comes: it says where the time went.
+    """
 
     request_ids: list[str]
+    report: bool = False
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

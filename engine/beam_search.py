@@ -16,6 +16,8 @@ from .errors import InvalidRequestError
 from .outputs import RequestOutput
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 
+MAX_BEAMS = MAX_LOGPROBS // 2
+
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
 
@@ -28,10 +30,9 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
     length_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        most = MAX_LOGPROBS // 2
-        if type(self.beam_width) is not int or not 1 <= self.beam_width <= most:
+        if type(self.beam_width) is not int or not 1 <= self.beam_width <= MAX_BEAMS:
             raise InvalidRequestError(
-                f"beam_width: must be an integer from 1 to {most}, got {self.beam_width}.", "beam_width"
+                f"beam_width: must be an integer from 1 to {MAX_BEAMS}, got {self.beam_width}.", "beam_width"
             )
         if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens: must be an integer >= 1, got {self.max_tokens}.", "max_tokens")
@@ -53,6 +54,58 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.cumulative_logprob / max(len(self.token_ids), 1) ** length_penalty)
 
 
+class BeamSearch:
+    """The search itself, without an engine: ask what to run, tell it the likeliest tokens, until it wants nothing.
+
+    The 2 * beam_width likeliest continuations of each beam are enough: at most beam_width of them end in EOS.
+    """
+
+    def __init__(
+        self, prompts: Sequence[list[int]], params: BeamSearchParams, eos_token_ids: Sequence[int], max_model_len: int
+    ) -> None:
+        self._prompts = prompts
+        self._params = params
+        self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
+        self._max_model_len = max_model_len
+        self._live: list[list[Beam]] = [[Beam(token_ids=[], cumulative_logprob=0.0)] for _ in prompts]
+        self._done: list[list[Beam]] = [[] for _ in prompts]
+        self._num_steps = 0
+        self.one_token = SamplingParams(
+            max_tokens=1, temperature=0.0, logprobs=2 * params.beam_width, ignore_eos=True
+        )  # with what each prompt of `wanted` is run
+
+    def wanted(self) -> list[list[int]]:
+        """The prompts whose next token is needed; none when the search is over."""
+        for live, done, prompt in zip(self._live, self._done, self._prompts, strict=True):
+            full = bool(live) and len(prompt) + len(live[0].token_ids) >= self._max_model_len
+            if full or self._num_steps >= self._params.max_tokens:
+                done.extend(live)
+                live.clear()
+        return [self._prompts[index] + beam.token_ids for index, beam in self._owners()]
+
+    def advance(self, tops: Sequence[Sequence[tuple[int, float]]]) -> None:
+        """The likeliest tokens after each of `wanted`, with their logprobs."""
+        grown: list[list[Beam]] = [[] for _ in self._prompts]
+        for (index, beam), top in zip(self._owners(), tops, strict=True):
+            for token_id, logprob in top:
+                total = beam.cumulative_logprob + logprob
+                finished = token_id in self._eos
+                longer = Beam(token_ids=[*beam.token_ids, token_id], cumulative_logprob=total, finished=finished)
+                (self._done if finished else grown)[index].append(longer)
+        for index, beams in enumerate(grown):
+            best = sorted(beams, key=lambda beam: -beam.cumulative_logprob)[: self._params.beam_width]
+            self._live[index] = [] if _is_settled(self._done[index], best, self._params) else best
+        self._num_steps += 1
+
+    def results(self) -> list[list[Beam]]:
+        """The `beam_width` best answers of each prompt, the best first."""
+        penalty, width = self._params.length_penalty, self._params.beam_width
+        return [sorted(beams, key=lambda beam: -beam.score(penalty))[:width] for beams in self._done]
+
+    def _owners(self) -> list[tuple[int, Beam]]:
+        return [(index, beam) for index, beams in enumerate(self._live) for beam in beams]
+
+
 def beam_search(
     generate: Generate,
     prompts: Sequence[list[int]],
@@ -60,38 +113,17 @@ def beam_search(
     eos_token_ids: Sequence[int],
     max_model_len: int,
 ) -> list[list[Beam]]:
-    """The `beam_width` best answers of each prompt, the best first. `generate` runs a batch of token prompts.
+    """The `beam_width` best answers of each prompt, the best first. `generate` runs a batch of token prompts."""
+    search = BeamSearch(prompts, params, eos_token_ids, max_model_len)
+    while wanted := search.wanted():
+        search.advance([_likeliest(output) for output in generate(wanted, search.one_token)])
+    return search.results()
 
-    The 2 * beam_width likeliest continuations of each beam are enough: at most beam_width of them end in EOS.
-    """
-    width = params.beam_width
-    one_token = SamplingParams(max_tokens=1, temperature=0.0, logprobs=2 * width, ignore_eos=True)
-    eos = frozenset(() if params.ignore_eos else eos_token_ids)
-    live: list[list[Beam]] = [[Beam(token_ids=[], cumulative_logprob=0.0)] for _ in prompts]
-    done: list[list[Beam]] = [[] for _ in prompts]
-    for _ in range(params.max_tokens):
-        for index, prompt in enumerate(prompts):
-            if live[index] and len(prompt) + len(live[index][0].token_ids) >= max_model_len:
-                done[index].extend(live[index])
-                live[index] = []
-        owners = [(index, beam) for index, beams in enumerate(live) for beam in beams]
-        if not owners:
-            break
-        outputs = generate([prompts[index] + beam.token_ids for index, beam in owners], one_token)
-        grown: list[list[Beam]] = [[] for _ in prompts]
-        for (index, beam), output in zip(owners, outputs, strict=True):
-            logprobs = output.outputs[0].logprobs
-            assert logprobs is not None
-            for token_id, logprob in logprobs[0].top:
-                total = beam.cumulative_logprob + logprob
-                longer = Beam(token_ids=[*beam.token_ids, token_id], cumulative_logprob=total, finished=token_id in eos)
-                (done if longer.finished else grown)[index].append(longer)
-        for index in range(len(prompts)):
-            live[index] = sorted(grown[index], key=lambda beam: -beam.cumulative_logprob)[:width]
-            if _is_settled(done[index], live[index], params):
-                live[index] = []
-    ranked = ([*ended, *beams] for ended, beams in zip(done, live, strict=True))
-    return [sorted(beams, key=lambda beam: -beam.score(params.length_penalty))[:width] for beams in ranked]
+
+def _likeliest(output: RequestOutput) -> list[tuple[int, float]]:
+    logprobs = output.outputs[0].logprobs
+    assert logprobs is not None
+    return logprobs[0].top
 
 
 def _is_settled(done: list[Beam], live: list[Beam], params: BeamSearchParams) -> bool:

@@ -41,6 +41,7 @@ class TokenDecoder:
     def __init__(self, tokenizer: Any) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = self._backend.get_added_tokens_decoder()
+        self._added_ids = frozenset(added)
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         to_bytes, self._strip_left = _bytes_of_tokens(self._backend)
         self._table = _TokenBytes(self._backend, to_bytes) if to_bytes else None
@@ -52,12 +53,15 @@ class TokenDecoder:
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
-    def stream(self, *, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A new output."""
+    def stream(
+        self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> IncrementalDetokenizer:
+        """A new output. Byte decoders put no spaces between special tokens, whatever is asked for."""
         skipped = self._special_ids if skip_special_tokens else frozenset()
         if self._table is not None:
             return _ByteStream(self._table, skipped, self._strip_left)
-        return _WindowStream(self._backend, skipped)
+        joined = frozenset() if spaces_between_special_tokens else self._added_ids
+        return _WindowStream(self._backend, skipped, joined)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         """The whole text of an output."""
@@ -114,14 +118,15 @@ class _WindowStream:
     """The text of a few tokens that were read already, against that of the same tokens and the new ones.
 
     `ids[prefix:read]` give the context that the decoder may need (a space between words); `ids[read:]` are not text
-    yet.
+    yet. Between two tokens of `joined` there is no space.
     """
 
-    __slots__ = ("_backend", "_ids", "_prefix", "_prefix_text", "_read", "_skipped")
+    __slots__ = ("_backend", "_ids", "_joined", "_prefix", "_prefix_text", "_read", "_skipped")
 
-    def __init__(self, backend: Any, skipped: frozenset[int]) -> None:
+    def __init__(self, backend: Any, skipped: frozenset[int], joined: frozenset[int]) -> None:
         self._backend = backend
         self._skipped = skipped
+        self._joined = joined
         self._ids: list[int] = []
         self._prefix = self._read = 0
         self._prefix_text = ""
@@ -134,6 +139,8 @@ class _WindowStream:
         if text.endswith(_REPLACEMENT) or len(text) <= len(self._prefix_text):
             return ""
         new = text[len(self._prefix_text) :]
+        if self._joined.issuperset(self._ids[-2:]) and len(self._ids) > 1:
+            new = new.removeprefix(" ")
         self._prefix, self._read = self._read, len(self._ids)
         self._prefix_text = self._backend.decode(self._ids[self._prefix :], skip_special_tokens=False)
         return new

@@ -27,6 +27,7 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     tenant_weight: float = 1.0
     cache_salt: str | None = None
     grammar: GrammarSpec | None = None
+    session_id: str | None = None
 
 
 class InputProcessor:
@@ -91,6 +92,7 @@ class InputProcessor:
                 tenant_weight=options.tenant_weight,
                 cache_salt=options.cache_salt,
                 grammar=options.grammar,
+                session_id=options.session_id,
             )
             for choice in range(params.n)
         ]

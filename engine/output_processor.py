@@ -54,7 +54,10 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.stopped_here = False  # a stop string ended it, so that the engine may still be at work
-        self._detokenizer = decoder.stream(skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = decoder.stream(
+            skip_special_tokens=params.skip_special_tokens,
+            spaces_between_special_tokens=params.spaces_between_special_tokens,
+        )
         include = params.include_stop_str_in_output
         self._matcher = StopStringMatcher(params.stop, include=include) if params.stop else None
         self._min_tokens = params.min_tokens

@@ -40,6 +40,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     arrival at the engine. `tenant` is who the request is for (an API key): tenants share the engine by `tenant_weight`.
     `grammar` is what the output must match; it is compiled before the request gets its turn. `cache_salt`, `lora_id`
     and `media` decide, beside the tokens, what its blocks hold: only requests that agree in them share a prefix.
+    `session_id` says which requests belong together (a conversation, a user): a hint for the choice of an engine,
+    which engines do not read.
     """
 
     request_id: str
@@ -57,6 +59,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant: str = ""
     tenant_weight: float = 1.0
     grammar: GrammarSpec | None = None
+    session_id: str | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):

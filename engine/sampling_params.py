@@ -17,6 +17,7 @@ MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string: the end of an answer is compared with it at every token
+_BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,7 +25,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` N returns the N likeliest tokens and the
     sampled one, of the raw distribution (before temperature and filters); 0 returns the sampled one only.
-    `max_tokens` None runs to the end of the context. Raises `InvalidRequestError`, naming the field.
+    `max_tokens` None runs to the end of the context. `spaces_between_special_tokens` False joins those that are shown,
+    where the tokenizer's decoder would put spaces between them. Raises `InvalidRequestError`, naming the field.
     """
 
     n: int = 1
@@ -44,6 +46,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -64,7 +67,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _check_float("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
-        for field in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for field in _BOOLEANS:
             if not isinstance(getattr(self, field), bool):
                 raise InvalidRequestError(f"{field}: must be true or false, got {getattr(self, field)!r}.", field)
         if self.seed is not None:

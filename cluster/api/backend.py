@@ -69,10 +69,11 @@ class Backend(Protocol):
         """
         ...
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str], *, report: bool = False) -> None:
         """Stop working on requests (a stop string was found): their generator yields nothing more for them.
 
-        Unknown and finished ids are ignored.
+        With `report` it yields one more output for each, with finish reason "abort" and the report of its engine,
+        unless that is lost before. Unknown and finished ids are ignored.
         """
         ...
 

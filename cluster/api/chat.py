@@ -16,7 +16,8 @@ from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput
 
 from .backend import ServedModel
-from .context import ApiContext, check_choices, json_response, new_id, off_the_loop, read_body, stream_response
+from .beam_search import generation_of
+from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
 from .generation import Generation, find_model, tokenize
 from .logprobs import chat_logprobs
 from .parsing import parse_request
@@ -28,6 +29,7 @@ from .responses import (
     ChatChunkChoice,
     ChatCompletion,
     ChatDelta,
+    ChatLogprobs,
     Usage,
 )
 from .sse import DONE, event, unless_client_leaves
@@ -43,18 +45,22 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     prompt = await off_the_loop(body, lambda: _token_ids(served, request))
     room = served.input_processor.room_after(prompt, "messages")
     params = request.sampling_params(served.info.generation_defaults, room)
-    answer_id = new_id("chatcmpl")
-    requests = served.input_processor.process(answer_id, prompt, params, param="messages", options=request.options())
-    generation = Generation(context.backend, served, [requests], metrics, include_report=request.include_report)
-    answer = _ChatAnswer(answer_id, served, generation)
+    answer_id, engine_id = request.ids("chatcmpl")
+    requests = served.input_processor.process(engine_id, prompt, params, param="messages", options=request.options())
+    generation = generation_of(context, served, [requests], metrics, request)
+    answer = _ChatAnswer(answer_id, served, generation, request, prompt)
     if request.stream:
-        return await stream_response(http, answer.events(include_usage=request.include_usage))
+        return await stream_response(http, answer.events())
     await unless_client_leaves(http.receive, generation.run())
     return json_response(answer.whole())
 
 
 def _token_ids(served: ServedModel, request: ChatCompletionRequest) -> list[int]:
-    return tokenize(served, render(served, request), param="messages", add_special_tokens=False)
+    cut = request.truncate_prompt_tokens is not None
+    text = render(served, request)
+    token_ids = tokenize(served, text, param="messages", add_special_tokens=False, will_be_cut=cut)
+    max_tokens = request.max_completion_tokens or request.max_tokens or 1
+    return request.truncated(token_ids, served.input_processor.max_model_len, max_tokens)
 
 
 def render(served: ServedModel, request: ChatCompletionRequest) -> str:
@@ -76,44 +82,77 @@ def render(served: ServedModel, request: ChatCompletionRequest) -> str:
 class _ChatAnswer:
     """Shapes what a generation yields."""
 
-    def __init__(self, answer_id: str, served: ServedModel, generation: Generation) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        served: ServedModel,
+        generation: Generation,
+        request: ChatCompletionRequest,
+        prompt_token_ids: list[int],
+    ) -> None:
         self._id = answer_id
         self._created = int(time.time())
         self._model = served.name
         self._decoder = served.token_decoder
         self._generation = generation
+        self._request = request
+        self._prompt_token_ids = prompt_token_ids if request.return_token_ids else UNSET
 
     def whole(self) -> ChatCompletion:
         choices = [self._choice(state) for state in self._generation.states]
-        return ChatCompletion(self._id, self._created, self._model, choices, self._generation.usage())
-
-    async def events(self, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
-        """Role first, deltas, the end of each choice in its last delta, usage when asked for, [DONE]."""
-        no_usage: UnsetType | None = None if include_usage else UNSET
-        roles = b"".join(
-            self._event([ChatChunkChoice(state.index, ChatDelta("assistant", ""))], no_usage)
-            for state in self._generation.states
+        usage = self._generation.usage()
+        return ChatCompletion(
+            self._id, self._created, self._model, choices, usage, prompt_token_ids=self._prompt_token_ids
         )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Role first, deltas, the end of each choice in its last delta, usage when asked for, [DONE]."""
+        include_usage = self._request.include_usage
+        roles = b"".join(self._role_event(state.index) for state in self._generation.states)
         async with aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
-                yield roles + b"".join([self._event([self._chunk_choice(delta)], no_usage) for delta in deltas])
+                usage = self._generation.usage_of_chunk(self._request)
+                yield roles + b"".join([self._event([self._chunk_choice(delta)], usage) for delta in deltas])
                 roles = b""
         yield (self._event([], self._generation.usage()) if include_usage else b"") + DONE
+
+    def _role_event(self, index: int) -> bytes:
+        chunk = self._chunk(
+            [ChatChunkChoice(index, ChatDelta("assistant", ""))], self._generation.usage_of_chunk(self._request)
+        )
+        if index == 0:
+            chunk.prompt_token_ids = self._prompt_token_ids
+        return event(chunk)
 
     def _chunk_choice(self, delta: CompletionOutput) -> ChatChunkChoice:
         return ChatChunkChoice(
             delta.index,
             ChatDelta(content=delta.text) if delta.text else ChatDelta(),
-            None if delta.logprobs is None else chat_logprobs(delta.logprobs, self._decoder),
+            self._logprobs(delta),
             delta.finish_reason,
             UNSET if delta.finish_reason is None else delta.stop_reason,
             self._generation.report_of(delta),
+            delta.token_ids if self._request.return_token_ids else UNSET,
         )
 
     def _choice(self, state: RequestState) -> ChatChoice:
-        logprobs = None if state.logprobs is None else chat_logprobs(state.logprobs, self._decoder)
-        message, report = AssistantMessage(state.text), self._generation.report_of(state)
-        return ChatChoice(state.index, message, logprobs, state.finish_reason, state.stop_reason, report)
+        return ChatChoice(
+            state.index,
+            AssistantMessage(state.text),
+            self._logprobs(state),
+            state.finish_reason,
+            state.stop_reason,
+            self._generation.report_of(state),
+            state.token_ids if self._request.return_token_ids else UNSET,
+        )
+
+    def _logprobs(self, answer: CompletionOutput | RequestState) -> ChatLogprobs | None:
+        if answer.logprobs is None:
+            return None
+        return chat_logprobs(answer.logprobs, self._decoder, as_ids=self._request.return_tokens_as_token_ids)
 
     def _event(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> bytes:
-        return event(ChatChunk(self._id, self._created, self._model, choices, usage))
+        return event(self._chunk(choices, usage))
+
+    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
+        return ChatChunk(self._id, self._created, self._model, choices, usage)

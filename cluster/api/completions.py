@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
-from msgspec import UNSET, UnsetType
+from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput
 
 from .backend import ServedModel
-from .context import ApiContext, check_choices, json_response, new_id, off_the_loop, read_body, stream_response
+from .beam_search import generation_of
+from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
 from .generation import Generation, find_model, tokenize
 from .logprobs import completion_logprobs
 from .parsing import parse_request
@@ -28,35 +30,44 @@ async def completions(http: Request, context: ApiContext) -> Response:
     request = await off_the_loop(body, lambda: parse_request(CompletionRequest, body))
     served = await find_model(context.backend, request.model)
     prompts = await off_the_loop(body, request.prompts)
-    check_choices(len(prompts), request.n, context.limits)
-    metrics = context.metrics.start(served.name, len(prompts) * (request.n or 1))
-    token_ids, room = await off_the_loop(body, lambda: _tokenize_all(served, prompts))
+    check_choices(len(prompts), request.num_choices, context.limits)
+    metrics = context.metrics.start(served.name, len(prompts) * request.num_choices)
+    token_ids, room = await off_the_loop(body, lambda: _tokenize_all(served, request, prompts))
     params = request.sampling_params(served.info.generation_defaults, room)
     options = request.options()
-    answer_id = new_id("cmpl")
+    answer_id, engine_id = request.ids("cmpl")
     engine_requests = []
     for i, prompt_token_ids in enumerate(token_ids):
-        request_id = answer_id if len(prompts) == 1 else f"{answer_id}-p{i}"
+        request_id = engine_id if len(prompts) == 1 else f"{engine_id}-p{i}"
         engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params, options=options))
-    generation = Generation(context.backend, served, engine_requests, metrics, include_report=request.include_report)
-    echoed = await off_the_loop(body, lambda: _echoed_texts(served, prompts, params.n)) if request.echo else []
-    answer = _CompletionAnswer(answer_id, served, generation, echoed)
+    generation = generation_of(context, served, engine_requests, metrics, request)
+    shown = prompts if request.truncate_prompt_tokens is None else token_ids
+    echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params.n)) if request.echo else []
+    answer = _CompletionAnswer(answer_id, served, generation, request, token_ids, echoed)
     if request.stream:
-        return await stream_response(http, answer.events(include_usage=request.include_usage))
+        return await stream_response(http, answer.events())
     await unless_client_leaves(http.receive, generation.run())
     return json_response(answer.whole())
 
 
-def _tokenize_all(served: ServedModel, prompts: list[str | list[int]]) -> tuple[list[list[int]], int]:
+def _tokenize_all(
+    served: ServedModel, request: CompletionRequest, prompts: list[str | list[int]]
+) -> tuple[list[list[int]], int]:
     """Token ids of each prompt, and what the context leaves after the longest. Raises `InvalidRequestError`."""
+    max_model_len = served.input_processor.max_model_len
+    max_tokens = request.max_tokens or request.default_max_tokens
+    cut = request.truncate_prompt_tokens is not None
     token_ids = [
-        tokenize(served, prompt, param="prompt", add_special_tokens=True) if isinstance(prompt, str) else prompt
+        tokenize(served, prompt, param="prompt", add_special_tokens=True, will_be_cut=cut)
+        if isinstance(prompt, str)
+        else prompt
         for prompt in prompts
     ]
+    token_ids = [request.truncated(each, max_model_len, max_tokens) for each in token_ids]
     return token_ids, min(served.input_processor.room_after(prompt) for prompt in token_ids)
 
 
-def _echoed_texts(served: ServedModel, prompts: list[str | list[int]], n: int) -> list[str]:
+def _echoed_texts(served: ServedModel, prompts: Sequence[str | list[int]], n: int) -> list[str]:
     """The prompt's text for each choice."""
     decode = served.token_decoder.decode
     texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
@@ -66,41 +77,76 @@ def _echoed_texts(served: ServedModel, prompts: list[str | list[int]], n: int) -
 class _CompletionAnswer:
     """Shapes what a generation yields. `echoed` has a text to put before each choice, or nothing."""
 
-    def __init__(self, answer_id: str, served: ServedModel, generation: Generation, echoed: list[str]) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        served: ServedModel,
+        generation: Generation,
+        request: CompletionRequest,
+        prompts: Sequence[list[int]],
+        echoed: list[str],
+    ) -> None:
         self._id = answer_id
         self._created = int(time.time())
         self._model = served.name
         self._decoder = served.token_decoder
         self._generation = generation
+        self._request = request
+        self._prompts = prompts
         self._echoed = echoed
+        self._begun: set[int] = set()  # choices of which something was sent
         self._offsets = [0] * len(generation.states)  # characters of each choice's tokens so far, for logprobs
 
     def whole(self) -> Completion:
-        choices = [self._choice(state.completion()) for state in self._generation.states]
+        choices = [self._choice(state.completion()) for state in self._best()]
+        for index, choice in enumerate(choices):
+            choice.index = index
         return Completion(self._id, self._created, self._model, choices, self._generation.usage())
 
-    async def events(self, *, include_usage: bool) -> AsyncGenerator[bytes, None]:
+    async def events(self) -> AsyncGenerator[bytes, None]:
         """Deltas, the end of each choice in its last one, usage when asked for, [DONE]."""
-        no_usage: UnsetType | None = None if include_usage else UNSET
+        include_usage = self._request.include_usage
         async with aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
-                yield b"".join([self._event([self._choice(delta)], no_usage) for delta in deltas])
+                usage = self._generation.usage_of_chunk(self._request)
+                yield b"".join([self._event([self._choice(delta)], usage) for delta in deltas])
         yield (self._event([], self._generation.usage()) if include_usage else b"") + DONE
+
+    def _best(self) -> list[RequestState]:
+        """The `n` of each prompt that are returned: with `best_of`, those with the highest logprob per token."""
+        states, num_made, n = self._generation.states, self._request.num_choices, self._request.n or 1
+        if num_made == n:
+            return states
+        of_prompts = [states[start : start + num_made] for start in range(0, len(states), num_made)]
+        return [state for each in of_prompts for state in sorted(each, key=_mean_logprob, reverse=True)[:n]]
 
     def _choice(self, output: CompletionOutput) -> CompletionChoice:
         text, index = output.text, output.index
         if self._echoed:
             text, self._echoed[index] = self._echoed[index] + text, ""
         logprobs, report = self._logprobs(output), self._generation.report_of(output)
-        return CompletionChoice(index, text, logprobs, output.finish_reason, output.stop_reason, report)
+        choice = CompletionChoice(index, text, logprobs, output.finish_reason, output.stop_reason, report)
+        if self._request.return_token_ids:
+            choice.token_ids = output.token_ids
+            if index not in self._begun:
+                self._begun.add(index)
+                choice.prompt_token_ids = self._prompts[index // self._request.num_choices]
+        return choice
 
     def _logprobs(self, output: CompletionOutput) -> CompletionLogprobs | None:
-        if output.logprobs is None:
+        if output.logprobs is None or self._request.logprobs is None:
             return None
         logprobs, self._offsets[output.index] = completion_logprobs(
-            output.logprobs, self._decoder, self._offsets[output.index]
+            output.logprobs,
+            self._decoder,
+            self._offsets[output.index],
+            as_ids=self._request.return_tokens_as_token_ids,
         )
         return logprobs
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return event(Completion(self._id, self._created, self._model, choices, usage))
+
+
+def _mean_logprob(state: RequestState) -> float:
+    return (state.cumulative_logprob or 0.0) / max(1, len(state.token_ids))

@@ -15,6 +15,7 @@ from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, 
 from ..metrics import RequestMetrics
 from .backend import Backend, ServedModel
 from .errors import DeadlineError
+from .protocol.generation import GenerationRequest
 from .responses import PromptTokensDetails, Usage
 
 
@@ -26,9 +27,15 @@ async def find_model(backend: Backend, name: str) -> ServedModel:
     return await backend.load(name)
 
 
-def tokenize(served: ServedModel, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text. Raises `InvalidRequestError`. Other threads run meanwhile."""
-    served.input_processor.check_length(text, param)
+def tokenize(
+    served: ServedModel, text: str, *, param: str, add_special_tokens: bool, will_be_cut: bool = False
+) -> list[int]:
+    """Token ids of a text. Raises `InvalidRequestError`, unless `will_be_cut`, for one that cannot fit.
+
+    Other threads run meanwhile.
+    """
+    if not will_be_cut:
+        served.input_processor.check_length(text, param)
     # The batch form, for one text: `encode` would keep the interpreter's lock.
     (encoding,) = served.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     token_ids: list[int] = encoding.ids
@@ -61,6 +68,7 @@ class Generation:
         self._num_unfinished = len(self.states)
         self._include_report = include_report
         self._reports: list[RequestReport | None] = [None] * len(self.states)
+        self._last_words: dict[str, CompletionOutput] = {}  # ends of answers that wait for their engine's report
 
     async def deltas(self) -> AsyncGenerator[list[CompletionOutput], None]:
         """What is new, each time that something is. Iterated once; closing it early aborts what still runs.
@@ -75,7 +83,9 @@ class Generation:
                         yield deltas
                     if not self._num_unfinished:
                         return
-            raise EngineError("The engine ended its work on this request without an answer.")
+            if len(self._last_words) < self._num_unfinished:
+                raise EngineError("The engine ended its work on this request without an answer.")
+            yield list(self._last_words.values())  # their engine was lost before it had reported
         except QuireError:
             self._end_unfinished("error")
             raise
@@ -102,16 +112,28 @@ class Generation:
             return UNSET
         return self._reports[answer.index]
 
+    def usage_of_chunk(self, request: GenerationRequest) -> Usage | UnsetType | None:
+        """What a chunk with text says of the usage."""
+        if request.continuous_usage:
+            return self.usage()
+        return None if request.include_usage else UNSET
+
     def _take(self, outputs: list[EngineOutput]) -> list[CompletionOutput]:
         deltas, stopped = [], []
         for output in outputs:
             state = self._state_of.get(output.request_id)
-            if state is None or state.finished:
+            if state is None:
                 continue
-            num_known = len(state.token_ids)
             if output.report is not None:
                 self._reports[state.index] = output.report
                 self._metrics.waited(output.report.wait_s)
+            if state.finished:
+                last_words = self._last_words.pop(state.request_id, None) if output.finish_reason else None
+                if last_words is not None:
+                    self._num_unfinished -= 1
+                    deltas.append(last_words)
+                continue
+            num_known = len(state.token_ids)
             delta = state.push(output)
             num_new = len(state.token_ids) - num_known
             if num_new:
@@ -122,14 +144,17 @@ class Generation:
                 self._ended(state)
                 if state.stopped_here:
                     stopped.append(state.request_id)
+                if state.stopped_here and self._include_report:
+                    self._last_words[state.request_id] = deltas.pop()
+                else:
+                    self._num_unfinished -= 1
         if stopped:
-            self._backend.abort(stopped)
+            self._backend.abort(stopped, report=self._include_report)
         return deltas
 
     def _ended(self, state: RequestState) -> None:
         """Raises `DeadlineError` or `EngineError` unless the answer is one."""
         assert state.finish_reason is not None
-        self._num_unfinished -= 1
         self._metrics.ended(state.finish_reason)
         if state.finish_reason == "error":
             raise EngineError(state.error or "The engine failed while it worked on this request.")

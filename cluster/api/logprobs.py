@@ -17,35 +17,41 @@ def token_text(decoder: TokenDecoder, token_id: int) -> str:
     return decoder.token_bytes(token_id).decode("utf-8", "replace")
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], decoder: TokenDecoder) -> ChatLogprobs:
-    return ChatLogprobs([_token_logprob(entry, decoder) for entry in entries])
+def token_name(decoder: TokenDecoder, token_id: int, *, as_ids: bool) -> str:
+    """A token as a list of logprobs names it: its text, or (`return_tokens_as_token_ids`) its id, which is unique."""
+    return f"token_id:{token_id}" if as_ids else token_text(decoder, token_id)
 
 
-def _token_logprob(entry: TokenLogprobs, decoder: TokenDecoder) -> TokenLogprob:
+def chat_logprobs(entries: Sequence[TokenLogprobs], decoder: TokenDecoder, *, as_ids: bool = False) -> ChatLogprobs:
+    return ChatLogprobs([_token_logprob(entry, decoder, as_ids) for entry in entries])
+
+
+def _token_logprob(entry: TokenLogprobs, decoder: TokenDecoder, as_ids: bool) -> TokenLogprob:
     top = [
-        TopLogprob(token_text(decoder, token_id), max(logprob, _LOWEST), list(decoder.token_bytes(token_id)))
+        TopLogprob(
+            token_name(decoder, token_id, as_ids=as_ids), max(logprob, _LOWEST), list(decoder.token_bytes(token_id))
+        )
         for token_id, logprob in entry.top
     ]
-    data = decoder.token_bytes(entry.token_id)
-    return TokenLogprob(data.decode("utf-8", "replace"), max(entry.logprob, _LOWEST), list(data), top)
+    name, data = token_name(decoder, entry.token_id, as_ids=as_ids), decoder.token_bytes(entry.token_id)
+    return TokenLogprob(name, max(entry.logprob, _LOWEST), list(data), top)
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], decoder: TokenDecoder, offset: int
+    entries: Sequence[TokenLogprobs], decoder: TokenDecoder, offset: int, *, as_ids: bool = False
 ) -> tuple[CompletionLogprobs, int]:
     """The four lists of `entries`, whose first token starts at character `offset`; and the offset after the last.
 
     `top_logprobs` holds the likeliest tokens and the sampled one. Of tokens with one text the likeliest is kept.
     """
-    offsets, tops, texts = [], [], []
+    offsets, tops, names = [], [], []
     for entry in entries:
-        text = token_text(decoder, entry.token_id)
         top: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            top.setdefault(token_text(decoder, token_id), max(logprob, _LOWEST))
+            top.setdefault(token_name(decoder, token_id, as_ids=as_ids), max(logprob, _LOWEST))
         offsets.append(offset)
-        texts.append(text)
+        names.append(token_name(decoder, entry.token_id, as_ids=as_ids))
         tops.append(top)
-        offset += len(text)
+        offset += len(token_text(decoder, entry.token_id))
     logprobs = [max(entry.logprob, _LOWEST) for entry in entries]
-    return CompletionLogprobs(offsets, logprobs, texts, tops), offset
+    return CompletionLogprobs(offsets, logprobs, names, tops), offset

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
@@ -30,52 +30,55 @@ HARMLESS = frozenset(
     ]
 )
 
-# Known fields that do not work yet, each with the values (besides null) that ask for what happens anyway.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+
+class _Refused(NamedTuple):
+    """Why a known field does not work, and its values (besides null) that ask for what happens anyway."""
+
+    why: str
+    neutral: tuple[Any, ...] = ()
+
+
+_NOT_YET = "is not supported yet"
+_GUIDED = "is the old name of a structured output; use structured_outputs"
+_ANSWERS_ARE_TEXT = "is not supported: answers are text"
+
+REFUSED: dict[str, _Refused] = {
     # OpenAI
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "moderation": (),
-    "parallel_tool_calls": (True, False),
-    "prediction": (),
-    "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "verbosity": (),
-    "web_search_options": (),
+    "audio": _Refused(_ANSWERS_ARE_TEXT),
+    "function_call": _Refused("is deprecated by OpenAI; use tool_choice", ("none", "auto")),
+    "functions": _Refused("is deprecated by OpenAI; use tools", ([],)),
+    "modalities": _Refused(_ANSWERS_ARE_TEXT, (["text"],)),
+    "moderation": _Refused("is not supported: this service moderates nothing"),
+    "parallel_tool_calls": _Refused(_NOT_YET, (True, False)),
+    "prediction": _Refused("is not supported: nothing would be faster for it"),
+    "reasoning_effort": _Refused(_NOT_YET),
+    "response_format": _Refused(_NOT_YET, ({"type": "text"},)),
+    "store": _Refused("is not supported: this service keeps no answers", (False,)),
+    "suffix": _Refused("is not supported: no model served here fills in a middle", ("",)),
+    "tool_choice": _Refused(_NOT_YET, ("none", "auto")),
+    "tools": _Refused(_NOT_YET, ([],)),
+    "verbosity": _Refused("is not supported: no model served here knows it", ("medium",)),
+    "web_search_options": _Refused("is not supported: this service searches nothing"),
     # vLLM
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (),
-    "allowed_token_ids": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "include_reasoning": (True,),
-    "kv_transfer_params": (),
-    "length_penalty": (1.0,),
-    "mm_processor_kwargs": (),
-    "prompt_embeds": (),
-    "prompt_logprobs": (),
-    "request_id": (),
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
+    "add_generation_prompt": _Refused(_NOT_YET, (True,)),
+    "add_special_tokens": _Refused(_NOT_YET),
+    "allowed_token_ids": _Refused(_NOT_YET),
+    "bad_words": _Refused(_NOT_YET, ([],)),
+    "chat_template": _Refused(_NOT_YET),
+    "chat_template_kwargs": _Refused(_NOT_YET, ({},)),
+    "continue_final_message": _Refused(_NOT_YET, (False,)),
+    "documents": _Refused(_NOT_YET),
+    "guided_choice": _Refused(_GUIDED),
+    "guided_grammar": _Refused(_GUIDED),
+    "guided_json": _Refused(_GUIDED),
+    "guided_regex": _Refused(_GUIDED),
+    "include_reasoning": _Refused(_NOT_YET, (True,)),
+    "kv_transfer_params": _Refused(_NOT_YET),
+    "mm_processor_kwargs": _Refused("is not supported: prompts are text"),
+    "prompt_embeds": _Refused("is not supported: prompts are text or token ids"),
+    "prompt_logprobs": _Refused(_NOT_YET),
+    "structured_outputs": _Refused(_NOT_YET),
+    "vllm_xargs": _Refused("is not supported: there are no plugins that could read it", ({},)),
 }
 
 _SHOWN_CHARS = 80
@@ -144,11 +147,12 @@ def _known_fields(schema: type[BaseModel], data: dict[str, Any]) -> dict[str, An
         if name in known:
             if value is not None or known[name].is_required():
                 fields[name] = value
-        elif name in _UNSUPPORTED:
-            if value is not None and not any(_same(value, neutral) for neutral in _UNSUPPORTED[name]):
-                raise InvalidRequestError(f"{name}: is not supported yet, got {shown(value)}.", name, "unsupported")
+        elif name in REFUSED:
+            refused = REFUSED[name]
+            if value is not None and not any(_same(value, neutral) for neutral in refused.neutral):
+                raise InvalidRequestError(f"{name}: {refused.why}, got {shown(value)}.", name, "unsupported")
         elif name not in HARMLESS:
-            raise _unknown_field(name, [*known, *_UNSUPPORTED, *HARMLESS])
+            raise _unknown_field(name, [*known, *REFUSED, *HARMLESS])
     return fields
 
 

@@ -1,6 +1,7 @@
 """Answers of the OpenAI API, in its exact shapes. Encoded by msgspec; a chunk of a stream costs a microsecond.
 
-`UNSET` leaves a field out. `stop_reason` and `max_model_len` are vLLM's additions, `report` is ours.
+`UNSET` leaves a field out. `stop_reason`, `token_ids`, `prompt_token_ids` and `max_model_len` are vLLM's
+additions, `report` is ours.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class CompletionChoice(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     report: RequestReport | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -90,6 +93,7 @@ class ChatChoice(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     report: RequestReport | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletion(msgspec.Struct):
@@ -99,6 +103,7 @@ class ChatCompletion(msgspec.Struct):
     choices: list[ChatChoice]
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatDelta(msgspec.Struct):
@@ -113,6 +118,7 @@ class ChatChunkChoice(msgspec.Struct):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     report: RequestReport | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):
@@ -122,6 +128,7 @@ class ChatChunk(msgspec.Struct):
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    prompt_token_ids: list[int] | UnsetType = UNSET  # in the first one
 
 
 # Models

@@ -33,6 +33,8 @@ class FakeBackend:
         self.failure_after = 3
         self.deadline_after: int | None = None  # tokens after which the deadline of every request passes
         self.report: RequestReport | None = None
+        self.reports_aborts = True  # False: as if the engine were lost before
+        self.last_words: dict[str, EngineOutput] = {}
         self.unhealthy: str | None = None
         self.gate = asyncio.Event()
         self.gate.set()
@@ -62,6 +64,8 @@ class FakeBackend:
             while any(request_id in self.running for request_id in mine):
                 batch = [self._step(self.running[i], num_sent) for i in mine if i in self.running]
                 yield [output for outputs in batch for output in outputs]
+                if last_words := [self.last_words.pop(i) for i in mine if i in self.last_words]:
+                    yield last_words
                 await asyncio.sleep(0)
                 await self.gate.wait()
         finally:
@@ -112,10 +116,12 @@ class FakeBackend:
         top = [(token_id + i, float("-inf") if i == 3 else -0.5 - i) for i in range(num_top)]
         return TokenLogprobs(token_id, -0.5, 1, top)
 
-    def abort(self, request_ids: Sequence[str]) -> None:
+    def abort(self, request_ids: Sequence[str], *, report: bool = False) -> None:
         self.aborted += request_ids
         for request_id in request_ids:
-            self.running.pop(request_id, None)
+            if self.running.pop(request_id, None) is not None and report and self.reports_aborts:
+                last = EngineOutput(request_id, 0, [], "abort", report=self.report)
+                self.last_words.setdefault(request_id, last)
 
     def health(self) -> ServiceHealth:
         engine = EngineHealth("engine-0", self.unhealthy, num_running=len(self.running), num_waiting=2)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import uuid
 from typing import Annotated
 
 from pydantic import BeforeValidator
 
+from quire.engine.beam_search import MAX_BEAMS, BeamSearchParams
 from quire.engine.errors import InvalidRequestError
 from quire.engine.input_processor import RequestOptions
 from quire.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
@@ -17,6 +20,42 @@ MAX_LOGIT_BIAS = 300
 MAX_PRIORITY = 1_000_000
 MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
 MAX_SALT_CHARS = 256
+MAX_SESSION_CHARS = 256
+TO_THE_CONTEXT = -1  # as `truncate_prompt_tokens`: as many as the context holds besides the answer
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_SHOWN_CHARS = 80
+
+# What beam search heeds besides the fields that make the prompt. Everything else that asks for something is refused.
+_WITH_BEAM_SEARCH = frozenset(
+    [
+        "model",
+        "prompt",
+        "messages",
+        "n",
+        "max_tokens",
+        "max_completion_tokens",
+        "use_beam_search",
+        "length_penalty",
+        "temperature",
+        "ignore_eos",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+        "truncate_prompt_tokens",
+        "return_token_ids",
+        "request_id",
+        "session_id",
+        "priority",
+        "deadline_ms",
+        "cache_salt",
+        "echo",
+        "add_generation_prompt",
+        "add_special_tokens",
+        "chat_template",
+        "chat_template_kwargs",
+        "documents",
+        "continue_final_message",
+    ]
+)
 
 # Fields that mean the same in a request and in `SamplingParams`.
 _SAMPLING_FIELDS = (
@@ -35,6 +74,7 @@ _SAMPLING_FIELDS = (
     "ignore_eos",
     "include_stop_str_in_output",
     "skip_special_tokens",
+    "spaces_between_special_tokens",
 )
 
 
@@ -54,6 +94,7 @@ def _bias_by_token_id(value: object) -> object:
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
+    continuous_usage_stats: bool = False  # the usage so far in every chunk
     include_obfuscation: bool = False  # padding against traffic analysis: never sent
 
 
@@ -78,6 +119,14 @@ class GenerationRequest(StrictModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    request_id: str | None = None
+    session_id: str | None = None
     priority: int | None = None
     deadline_ms: int | None = None
     cache_salt: str | None = None
@@ -88,6 +137,46 @@ class GenerationRequest(StrictModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def num_choices(self) -> int:
+        """Answers that are computed for each prompt."""
+        return self.n or 1
+
+    def ids(self, prefix: str) -> tuple[str, str]:
+        """The id of the answer, and that of its first engine request, which must be unique while the user's own may
+        not be. Raises `InvalidRequestError`."""
+        drawn = uuid.uuid4().hex
+        if self.request_id is None:
+            return f"{prefix}-{drawn}", f"{prefix}-{drawn}"
+        if not _REQUEST_ID.fullmatch(self.request_id):
+            raise InvalidRequestError(
+                "request_id: must be 1 to 128 printable ASCII characters without spaces, got "
+                f"{self.request_id[:_SHOWN_CHARS]!r}.",
+                "request_id",
+            )
+        return f"{prefix}-{self.request_id}", f"{prefix}-{self.request_id}-{drawn}"
+
+    def truncated(self, token_ids: list[int], max_model_len: int, max_tokens: int) -> list[int]:
+        """A prompt's last `truncate_prompt_tokens` tokens. `max_tokens` is what -1 leaves for the answer.
+
+        Raises `InvalidRequestError`.
+        """
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most != TO_THE_CONTEXT and not 1 <= most < max_model_len:
+            limits = f"an integer from 1 to {max_model_len - 1}, or -1 for what the context holds besides the answer"
+            raise InvalidRequestError(
+                f"truncate_prompt_tokens: must be {limits}; got {most}.", "truncate_prompt_tokens"
+            )
+        if most == TO_THE_CONTEXT:
+            most = max(1, max_model_len - max_tokens)
+        return token_ids[-most:]
 
     def options(self) -> RequestOptions:
         """What the scheduler is told. Raises `InvalidRequestError`."""
@@ -104,7 +193,40 @@ class GenerationRequest(StrictModel):
             raise InvalidRequestError(
                 f"cache_salt: must have 1 to {MAX_SALT_CHARS} characters, got {len(self.cache_salt)}.", "cache_salt"
             )
-        return RequestOptions(priority=priority, deadline_ms=self.deadline_ms, cache_salt=self.cache_salt)
+        if self.session_id is not None and not 1 <= len(self.session_id) <= MAX_SESSION_CHARS:
+            raise InvalidRequestError(
+                f"session_id: must have 1 to {MAX_SESSION_CHARS} characters, got {len(self.session_id)}.", "session_id"
+            )
+        return RequestOptions(
+            priority=priority,
+            deadline_ms=self.deadline_ms,
+            cache_salt=self.cache_salt,
+            session_id=self.session_id,
+        )
+
+    def beam_search_params(self, params: SamplingParams) -> BeamSearchParams | None:
+        """None unless beam search is asked for. Raises `InvalidRequestError` on what does not go with it."""
+        if not self.use_beam_search:
+            if self.length_penalty not in (None, 1.0):
+                raise InvalidRequestError("length_penalty: is allowed only with use_beam_search.", "length_penalty")
+            return None
+        for name in self.model_fields_set - _WITH_BEAM_SEARCH:
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise InvalidRequestError(f"{name}: does not work together with use_beam_search.", name)
+        if self.temperature:
+            raise InvalidRequestError(
+                f"temperature: must be 0 with use_beam_search, which draws nothing; got {self.temperature}.",
+                "temperature",
+            )
+        if params.n > MAX_BEAMS:
+            raise InvalidRequestError(f"n: at most {MAX_BEAMS} are allowed with use_beam_search, got {params.n}.", "n")
+        assert params.max_tokens is not None
+        return BeamSearchParams(
+            beam_width=params.n,
+            max_tokens=params.max_tokens,
+            ignore_eos=params.ignore_eos,
+            length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
+        )
 
     def _checked(self, field: str, room: int) -> int | None:
         """The most tokens that the user allows, under the name that he gave it; None when he gave none."""

@@ -1,0 +1,120 @@
+"""Beam search for one HTTP request: each step asks the engines for one token after every beam."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import msgspec
+
+from quire.engine.beam_search import Beam, BeamSearch, BeamSearchParams
+from quire.engine.errors import EngineError, QuireError
+from quire.engine.outputs import EngineOutput, EngineRequest, FinishReason
+
+from ..metrics import RequestMetrics
+from .backend import Backend, ServedModel
+from .context import ApiContext
+from .errors import DeadlineError
+from .generation import Generation
+from .protocol.generation import GenerationRequest
+
+
+def generation_of(
+    context: ApiContext,
+    served: ServedModel,
+    prompts: Sequence[Sequence[EngineRequest]],
+    metrics: RequestMetrics,
+    request: GenerationRequest,
+) -> Generation:
+    """What answers a request: sampling, or a search. Raises `InvalidRequestError`."""
+    params = request.beam_search_params(prompts[0][0].sampling_params)
+    if params is None:
+        return Generation(context.backend, served, prompts, metrics, include_report=request.include_report)
+    return BeamGeneration(context.backend, served, prompts, metrics, params)
+
+
+class BeamGeneration(Generation):
+    """The choices of a prompt are its beams, the best first. They are known only when the search is over: `run` it."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        served: ServedModel,
+        prompts: Sequence[Sequence[EngineRequest]],
+        metrics: RequestMetrics,
+        params: BeamSearchParams,
+    ) -> None:
+        super().__init__(backend, served, prompts, metrics)
+        self._firsts = [choices[0] for choices in prompts]
+        processor = served.input_processor
+        self._search = BeamSearch(
+            [request.prompt_token_ids for request in self._firsts],
+            params,
+            processor.info.eos_token_ids,
+            processor.max_model_len,
+        )
+        self._begun = time.monotonic()
+        self._num_steps = 0
+        self._num_cached = [0] * len(prompts)  # prompt tokens that the first step found in the cache
+
+    async def run(self) -> None:
+        """Search to the end. Raises what the backend raises, `DeadlineError` and `EngineError`."""
+        try:
+            while wanted := self._search.wanted():
+                self._search.advance(await self._step(wanted))
+                self._num_steps += 1
+            for i, beams in enumerate(self._search.results()):
+                for rank, beam in enumerate(beams):
+                    self._answer(i * self._num_choices + rank, beam, self._num_cached[i])
+        except QuireError:
+            self._end_unfinished("error")
+            raise
+        finally:
+            self._end_unfinished("abort")
+
+    async def _step(self, wanted: list[list[int]]) -> list[list[tuple[int, float]]]:
+        """The likeliest tokens after each prompt."""
+        requests = [self._request(i, token_ids) for i, token_ids in enumerate(wanted)]
+        position = {request.request_id: i for i, request in enumerate(requests)}
+        tops: list[list[tuple[int, float]]] = [[] for _ in wanted]
+        async with aclosing(self._backend.generate(self._model, requests)) as batches:
+            async for outputs in batches:
+                for output in outputs:
+                    self._check(output)
+                    i = position[output.request_id]
+                    if output.logprobs:
+                        tops[i] = output.logprobs[0].top
+                    if self._num_steps == 0:
+                        self._num_cached[i] = output.num_cached_tokens
+        if not all(tops):
+            raise EngineError("The engine ended its work on this request without an answer.")
+        return tops
+
+    def _request(self, i: int, token_ids: list[int]) -> EngineRequest:
+        first = self._firsts[0]
+        deadline_ms = first.deadline_ms
+        if deadline_ms is not None:
+            deadline_ms -= round(1000 * (time.monotonic() - self._begun))
+            if deadline_ms < 1:
+                raise DeadlineError
+        return msgspec.structs.replace(
+            first,
+            request_id=f"{first.request_id}-s{self._num_steps}-{i}",
+            prompt_token_ids=token_ids,
+            sampling_params=self._search.one_token,
+            deadline_ms=deadline_ms,
+        )
+
+    def _check(self, output: EngineOutput) -> None:
+        if output.finish_reason == "deadline":
+            raise DeadlineError
+        if output.finish_reason in ("error", "abort"):
+            raise EngineError(output.error or "The service stopped working on this request.")
+
+    def _answer(self, index: int, beam: Beam, num_cached: int) -> None:
+        """Shape a beam as if an engine had sent it in one piece."""
+        state = self.states[index]
+        reason: FinishReason = "stop" if beam.finished else "length"
+        token_ids = beam.token_ids
+        self._take([EngineOutput(state.request_id, 0, token_ids, reason, num_cached_tokens=num_cached)])
