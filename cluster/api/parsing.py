@@ -45,6 +45,7 @@ _ANSWERS_ARE_TEXT = "is not supported: answers are text"
 REFUSED: dict[str, _Refused] = {
     # OpenAI
     "audio": _Refused(_ANSWERS_ARE_TEXT),
+    "best_of": _Refused("is a field of /v1/completions only", (1,)),
     "function_call": _Refused("is deprecated by OpenAI; use tool_choice", ("none", "auto")),
     "functions": _Refused("is deprecated by OpenAI; use tools", ([],)),
     "modalities": _Refused(_ANSWERS_ARE_TEXT, (["text"],)),

@@ -75,6 +75,29 @@ CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"priority": 2**70}, "priority", None, f"priority: must be an integer from -1000000 to 1000000, got {2**70}."),
     ({"deadline_ms": 0}, "deadline_ms", None, "deadline_ms: must be an integer from 1 to 604800000, got 0."),
     ({"cache_salt": ""}, "cache_salt", None, "cache_salt: must have 1 to 256 characters, got 0."),
+    ({"session_id": ""}, "session_id", None, "session_id: must have 1 to 256 characters, got 0."),
+    (
+        {"request_id": "a b"},
+        "request_id",
+        None,
+        "request_id: must be 1 to 128 printable ASCII characters without spaces, got 'a b'.",
+    ),
+    (
+        {"truncate_prompt_tokens": 0},
+        "truncate_prompt_tokens",
+        None,
+        "truncate_prompt_tokens: must be an integer from 1 to 1023, or -1 for what the context holds besides the "
+        "answer; got 0.",
+    ),
+    ({"length_penalty": 2}, "length_penalty", None, "length_penalty: is allowed only with use_beam_search."),
+    ({"use_beam_search": True, "top_k": 5}, "top_k", None, "top_k: does not work together with use_beam_search."),
+    (
+        {"use_beam_search": True, "temperature": 0.5},
+        "temperature",
+        None,
+        "temperature: must be 0 with use_beam_search, which draws nothing; got 0.5.",
+    ),
+    ({"use_beam_search": True, "n": 11}, "n", None, "n: at most 10 are allowed with use_beam_search, got 11."),
     ({"max_token": 5}, "max_token", "unknown_field", "max_token: is not a known field. Did you mean 'max_tokens'?"),
 ]
 COMPLETION_CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
@@ -100,7 +123,13 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
         "prompt: 33 answers in one request (prompts x n), at most 32 are allowed.",
     ),
     ({"logprobs": 21}, "logprobs", None, "logprobs: must be an integer from 0 to 20, got 21."),
-    ({"suffix": "x"}, "suffix", "unsupported", "suffix: is not supported yet, got 'x'."),
+    (
+        {"suffix": "x"},
+        "suffix",
+        "unsupported",
+        "suffix: is not supported: no model served here fills in a middle, got 'x'.",
+    ),
+    ({"best_of": 1, "n": 2}, "best_of", None, "best_of: must be an integer from n (2) to 128, got 1."),
 ]
 
 

@@ -104,6 +104,29 @@ async def test_an_abandoned_stream_is_aborted(directory: Directory, client: Engi
     await engine.close()
 
 
+async def test_an_abort_that_wants_a_report_gets_it(directory: Directory, client: EngineClient) -> None:
+    """The generator goes on until the engine has told where the time went, or until the engine is lost."""
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.002))
+    last: dict[str, EngineOutput] = {}
+    stream = client.generate(MODEL, [request("a", 500), request("b", 500)])
+    await anext(stream)
+    client.abort(["a"], report=True)
+    client.abort(["b"])
+    async for outputs in stream:
+        last |= {output.request_id: output for output in outputs}
+    assert last.keys() == {"a"}
+    assert (last["a"].finish_reason, last["a"].report is not None) == ("abort", True)
+    await until(lambda: is_idle(engine) and not engine._owners)
+
+    engine._engine.abort = lambda request_ids: None  # type: ignore[method-assign]
+    stream = client.generate(MODEL, [request("c", 500)])
+    await anext(stream)
+    client.abort(["c"], report=True)
+    await engine.close()
+    async with asyncio.timeout(5):
+        assert not [o for outputs in [each async for each in stream] for o in outputs if o.finish_reason]
+
+
 async def test_abort_ends_one_of_several(directory: Directory, client: EngineClient) -> None:
     engine = await start_engine(directory, "e1", fake_core(step_s=0.002))
     seen: dict[str, int] = {"a": 0, "b": 0}

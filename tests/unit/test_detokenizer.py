@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from small_tokenizers import TEXTS, byte_level, metaspace, sentencepiece
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from quire.engine.detokenizer import TokenDecoder
 
@@ -109,3 +111,14 @@ def test_special_tokens_show_only_when_asked_for(tokenizer: Any) -> None:
     decoder = TokenDecoder(tokenizer)
     assert decoder.decode([end]) == ""
     assert decoder.decode([end], skip_special_tokens=False) == "<|end|>"
+
+
+def test_spaces_between_special_tokens_can_be_left_out() -> None:
+    """Only a decoder that writes them is concerned: here one that joins words with spaces."""
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1, "b": 2}, unk_token="<unk>"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    tokenizer.add_special_tokens([AddedToken("<|x|>", special=True), AddedToken("<|y|>", special=True)])
+    decoder = TokenDecoder(SimpleNamespace(backend_tokenizer=tokenizer))
+    for spaces, text in ((True, "a <|x|> <|y|> b a"), (False, "a <|x|><|y|> b a")):
+        stream = decoder.stream(skip_special_tokens=False, spaces_between_special_tokens=spaces)
+        assert "".join(map(stream.push, [1, 3, 4, 2, 1])) + stream.finish() == text

@@ -157,8 +157,19 @@ def test_messages() -> None:
         ({"temprature": 1}, "temprature", "temprature: is not a known field. Did you mean 'temperature'?"),
         ({"qqqqqqqq": 1}, "qqqqqqqq", "qqqqqqqq: is not a known field."),
         ({"tools": [{}]}, "tools", "tools: is not supported yet, got [{}]."),
-        ({"best_of": 2}, "best_of", "best_of: is not supported yet, got 2."),
-        ({"best_of": True}, "best_of", "best_of: is not supported yet, got True."),
+        ({"store": True}, "store", "store: is not supported: this service keeps no answers, got True."),
+        ({"store": 0}, "store", "store: is not supported: this service keeps no answers, got 0."),
+        ({"audio": {}}, "audio", "audio: is not supported: answers are text, got {}."),
+        (
+            {"modalities": ["text", "audio"]},
+            "modalities",
+            "modalities: is not supported: answers are text, got ['text', 'audio'].",
+        ),
+        (
+            {"guided_json": {}},
+            "guided_json",
+            "guided_json: is the old name of a structured output; use structured_outputs, got {}.",
+        ),
         (
             {"response_format": {"type": "json_object"}},
             "response_format",
@@ -236,8 +247,8 @@ def test_refused_by_name_in_chat(fields: dict[str, Any], param: str, message: st
     "fields",
     [
         {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
-        {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "store": False, "best_of": 1},
-        {"parallel_tool_calls": True, "length_penalty": 1.0, "use_beam_search": False, "suffix": None},
+        {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "store": False},
+        {"parallel_tool_calls": True, "modalities": ["text"], "verbosity": "medium", "suffix": None},
     ],
 )
 def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:

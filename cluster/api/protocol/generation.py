@@ -210,9 +210,6 @@ class GenerationRequest(StrictModel):
             if self.length_penalty not in (None, 1.0):
                 raise InvalidRequestError("length_penalty: is allowed only with use_beam_search.", "length_penalty")
             return None
-        for name in self.model_fields_set - _WITH_BEAM_SEARCH:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise InvalidRequestError(f"{name}: does not work together with use_beam_search.", name)
         if self.temperature:
             raise InvalidRequestError(
                 f"temperature: must be 0 with use_beam_search, which draws nothing; got {self.temperature}.",
@@ -220,6 +217,9 @@ class GenerationRequest(StrictModel):
             )
         if params.n > MAX_BEAMS:
             raise InvalidRequestError(f"n: at most {MAX_BEAMS} are allowed with use_beam_search, got {params.n}.", "n")
+        for name, field in type(self).model_fields.items():
+            if name not in _WITH_BEAM_SEARCH and getattr(self, name) != field.default:
+                raise InvalidRequestError(f"{name}: does not work together with use_beam_search.", name)
         assert params.max_tokens is not None
         return BeamSearchParams(
             beam_width=params.n,
