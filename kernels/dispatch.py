@@ -43,6 +43,10 @@ class Backend(Protocol):
         softcap: float | None,
     ) -> Tensor: ...
 
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor: ...
+
 
 _forced: list[str] = []  # tests only: the innermost `forced_backend` is the last
 

@@ -1,4 +1,4 @@
-"""The operations on the paged KV cache: the only signatures of this package that others call.
+"""The operations on the paged KV cache, and linear layers: the only signatures of this package that others call.
 
 A cache is a pair of tensors `[num_blocks, block_size, num_kv_heads, head_dim]`, one pair per layer. Slot
 `block_id * block_size + offset` holds one token. The blocks of request r, in order, stand in `block_table[r]`:
@@ -119,6 +119,31 @@ def paged_attention(
     return backend_for(query.device).paged_attention(
         query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, softcap=softcap
     )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, in the dtype of `x`, accumulated in float32 or better.
+
+    Args:
+        x: [num_rows, in_features].
+        weight: [out_features, in_features], the dtype of `x`.
+        bias: [out_features], the dtype of `x`.
+    Returns [num_rows, out_features], a new tensor.
+    """
+    return backend_for(x.device).linear(x, weight, bias)
+
+
+def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ (weight * scales[:, None]).T + bias, in the dtype of `x`: weights of 8 bits, everything else as it was.
+
+    Args:
+        x: [num_rows, in_features].
+        weight: [out_features, in_features] int8.
+        scales: [out_features] float32.
+        bias: [out_features], the dtype of `x`.
+    Returns [num_rows, out_features], a new tensor.
+    """
+    return backend_for(x.device).linear_int8(x, weight, scales, bias)
 
 
 def _check_cache(key_cache: Tensor, value_cache: Tensor) -> None:

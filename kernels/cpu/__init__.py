@@ -2,5 +2,6 @@
 
 from .attention import paged_attention
 from .cache import write_kv
+from .linear import linear, linear_int8
 
-__all__ = ["paged_attention", "write_kv"]
+__all__ = ["linear", "linear_int8", "paged_attention", "write_kv"]

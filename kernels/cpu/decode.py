@@ -24,10 +24,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.extending import intrinsic
 
+from .intrinsics import fetch_add, pointer
 from .threads import run_parallel
 
 CHUNK = 256
@@ -125,27 +124,6 @@ def run_plan(
     run_parallel(_worker.ctypes, plan.arguments.ctypes.data)
 
 
-@intrinsic
-def _pointer(typing_context: Any, address: Any) -> Any:  # noqa: ARG001 (numba matches the names)
-    """The void pointer of an integer address."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def _fetch_add(typing_context: Any, address: Any, amount: Any) -> Any:  # noqa: ARG001
-    """Add to the int64 at an address and return what it was, in one indivisible and ordered operation."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        pointer = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.atomic_rmw("add", pointer, args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), generate
-
-
 @njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
 def _exp_minus(x: Any, highest: Any) -> Any:
     """exp(x - highest) for x <= highest, to 2 units of float32, in operations that vectorise (libm's exp does not)."""
@@ -241,19 +219,19 @@ def _worker(address: Any) -> None:
     num_heads, num_kv_heads, head_dim, block_size = a[_NUM_HEADS], a[_NUM_KV_HEADS], a[_HEAD_DIM], a[_BLOCK_SIZE]
     num_items = a[_NUM_ITEMS]
     many = np.int64(1) << 31  # the first dimension of a view plays no part in its addresses
-    query = carray(_pointer(a[_QUERY]), (many,), np.float32)
-    keys = carray(_pointer(a[_KEY_CACHE]), (many, block_size, num_kv_heads, head_dim), np.float32)
-    values = carray(_pointer(a[_VALUE_CACHE]), (many, block_size, num_kv_heads, head_dim), np.float32)
-    out = carray(_pointer(a[_OUT]), (many, num_heads, head_dim), np.float32)
-    table = carray(_pointer(a[_BLOCK_TABLE]), (many,), np.int32)
-    tokens = carray(_pointer(a[_TOKENS]), (num_items,), np.int64)
-    requests = carray(_pointer(a[_REQUESTS]), (num_items,), np.int64)
-    owners = carray(_pointer(a[_ITEM_OWNER]), (num_items,), np.int64)
-    begins = carray(_pointer(a[_ITEM_BEGIN]), (num_items,), np.int64)
-    ends = carray(_pointer(a[_ITEM_END]), (num_items,), np.int64)
-    first_item = carray(_pointer(a[_FIRST_ITEM]), (num_items + 1,), np.int64)
-    partial = carray(_pointer(a[_PARTIAL]), (num_items, num_heads, head_dim + 2), np.float32)
-    options = carray(_pointer(a[_OPTIONS]), (2,), np.float32)
+    query = carray(pointer(a[_QUERY]), (many,), np.float32)
+    keys = carray(pointer(a[_KEY_CACHE]), (many, block_size, num_kv_heads, head_dim), np.float32)
+    values = carray(pointer(a[_VALUE_CACHE]), (many, block_size, num_kv_heads, head_dim), np.float32)
+    out = carray(pointer(a[_OUT]), (many, num_heads, head_dim), np.float32)
+    table = carray(pointer(a[_BLOCK_TABLE]), (many,), np.int32)
+    tokens = carray(pointer(a[_TOKENS]), (num_items,), np.int64)
+    requests = carray(pointer(a[_REQUESTS]), (num_items,), np.int64)
+    owners = carray(pointer(a[_ITEM_OWNER]), (num_items,), np.int64)
+    begins = carray(pointer(a[_ITEM_BEGIN]), (num_items,), np.int64)
+    ends = carray(pointer(a[_ITEM_END]), (num_items,), np.int64)
+    first_item = carray(pointer(a[_FIRST_ITEM]), (num_items + 1,), np.int64)
+    partial = carray(pointer(a[_PARTIAL]), (num_items, num_heads, head_dim + 2), np.float32)
+    options = carray(pointer(a[_OPTIONS]), (2,), np.float32)
 
     q = np.empty((num_heads, head_dim), np.float32)
     acc = np.empty((num_heads, head_dim), np.float32)
@@ -261,7 +239,7 @@ def _worker(address: Any) -> None:
     highest = np.empty(num_heads, np.float32)
     total = np.empty(num_heads, np.float32)
     while True:
-        item = _fetch_add(a[_COUNTERS], 1)
+        item = fetch_add(a[_COUNTERS], 1)
         if item >= num_items:
             return
         owner = owners[item]
@@ -278,5 +256,5 @@ def _worker(address: Any) -> None:
             partial[item, head, head_dim + 1] = total[head]
             for d in range(head_dim):
                 partial[item, head, d] = acc[head, d]
-        if _fetch_add(a[_COUNTERS] + 8 * (1 + owner), -1) == 1:
+        if fetch_add(a[_COUNTERS] + 8 * (1 + owner), -1) == 1:
             _merge_items(partial, first_item[owner], first_item[owner + 1], out[tokens[owner]])

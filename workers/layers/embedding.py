@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.kernels.ops import linear
+
 from ..models.spec import PositionSpec
 from ..parallel import ParallelContext
 from .parameter import WHOLE, Piece, ShardedParameter, replicated, rows
@@ -45,7 +47,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32, whole on every rank."""
-        return self._parallel.all_gather(F.linear(hidden, self.weight, self.bias))[:, : self._vocab_size].float()
+        return self._parallel.all_gather(linear(hidden, self.weight, self.bias))[:, : self._vocab_size].float()
 
 
 class PositionEmbedding(nn.Module):

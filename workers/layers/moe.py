@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quire.kernels.ops import linear
 
 from ..models.spec import MoESpec
 from ..parallel import ParallelContext
@@ -22,7 +23,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, num_experts] probabilities, float32."""
-        return F.linear(x, self.weight).float().softmax(dim=-1)
+        return linear(x, self.weight).float().softmax(dim=-1)
 
 
 class ExpertWeights(nn.Module):
@@ -82,5 +83,5 @@ class MixtureOfExperts(nn.Module):
 
     def _run(self, expert: int, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> this rank's part of the expert's sum, the same shape."""
-        gate, up = F.linear(x, self.gate_up.weight[expert]).chunk(2, dim=-1)
-        return F.linear(self._activation(gate).mul_(up), self.down.weight[expert])
+        gate, up = linear(x, self.gate_up.weight[expert]).chunk(2, dim=-1)
+        return linear(self._activation(gate).mul_(up), self.down.weight[expert])
