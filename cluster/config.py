@@ -11,6 +11,8 @@ from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from quire.engine.config import EngineConfig, Section
 from quire.engine.errors import ConfigError
 
+from .router import PolicyName
+
 IMPORT_PATH = "quire.cluster.app:build"
 GATEWAY, ENGINE = "Gateway", "Engine"
 
@@ -25,8 +27,19 @@ class ApiConfig(Section):
     max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
 
 
+class RoutingConfig(Section):
+    """How a gateway chooses among the engines of a model."""
+
+    policy: PolicyName = Field(
+        "prefix_affinity",
+        description="prefix_affinity weighs what an engine has of a prompt in its cache against what it has to do; "
+        "least_loaded, power_of_two and round_robin do not look at prompts.",
+    )
+
+
 class QuireConfig(EngineConfig):
-    """What `args:` of a config file holds: the sections of one engine, or `models:` with those of each; and `api`.
+    """What `args:` of a config file holds: the sections of one engine, or `models:` with those of each; `api` and
+    `routing`.
 
     With `models:`, sections next to it hold for every model that does not say otherwise.
     """
@@ -35,6 +48,7 @@ class QuireConfig(EngineConfig):
         (), min_length=1, description="Models served together, the default one first; each has engines of its own."
     )
     api: ApiConfig = ApiConfig()
+    routing: RoutingConfig = RoutingConfig()
 
     @field_validator("models", mode="before")
     @classmethod

@@ -1,16 +1,14 @@
 """The gateway's side of its engines: streams, and the journal that lets a stream outlive its engine.
 
-For every stream the journal keeps the request and the output tokens received (DESIGN 4.4). When the engine of a stream
-is lost, the request is sent to another engine, or to the next one that appears, with `resume_token_ids`; whoever reads
-the stream sees a pause. Each attempt travels under an id of its own, so that late words of an earlier attempt cannot be
-taken for those of the current one.
+When the engine of a stream is lost, the request is sent to another engine, or to the next one that appears, with
+`resume_token_ids` from the journal (`streams.py`); whoever reads the stream sees a pause. Which engine it is, the
+`EngineChooser` says.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 import msgspec
@@ -19,114 +17,17 @@ from quire.engine.errors import EngineError, OverloadedError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest
 
 from .directory import Directory, EngineRecord
+from .engine_chooser import EngineChooser
 from .engine_links import EngineLink, EngineLinks
-from .messages import Abort, Add, EngineMessage, LoadReport, Refused, StepOutputs
+from .messages import Abort, Add, CacheSnapshot, CacheUpdate, EngineMessage, LoadReport, Refused, StepOutputs
+from .prefix_keys import PromptKeys
 from .router import RoutingPolicy
+from .streams import Call, Stream, Trials
 
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # before a stream that found all engines full asks again; their load reports come as often
 MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it is given up
-
-
-class Call:
-    """One `generate()`: the streams of its requests, and what has arrived for them since the last item."""
-
-    def __init__(self) -> None:
-        self.streams: dict[str, Stream] = {}  # live ones, by request id
-        self.arrived: list[EngineOutput] = []
-        self.error: QuireError | None = None
-        self._news = asyncio.Event()
-
-    def notify(self) -> None:
-        self._news.set()
-
-    async def wait(self) -> None:
-        await self._news.wait()
-        self._news.clear()
-
-
-class Stream:
-    """The journal of one request."""
-
-    __slots__ = (
-        "attempt",
-        "begun",
-        "call",
-        "engine",
-        "give_up_at",
-        "is_complete",
-        "model",
-        "num_losses",
-        "refusal",
-        "request",
-        "timer",
-        "token_ids",
-    )
-
-    def __init__(self, call: Call, model: str, request: EngineRequest) -> None:
-        self.begun = time.monotonic()
-        self.call = call
-        self.model = model
-        self.request = request
-        self.token_ids = list(request.resume_token_ids)
-        self.engine: EngineLink | None = None
-        self.attempt = 0
-        self.is_complete = False  # only the engine's report is still wanted
-        self.num_losses = 0
-        self.timer: asyncio.TimerHandle | None = None  # runs to `give_up_at` while the stream has no engine
-        self.give_up_at: float | None = None  # in the loop's time; set since its last engine was lost
-        self.refusal: QuireError | None = None  # of the last engine that was full
-
-    @property
-    def wire_id(self) -> str:
-        return self.request.request_id if self.attempt == 0 else f"{self.request.request_id}@{self.attempt}"
-
-    def fits(self, engine: EngineRecord) -> bool:
-        """Whether an engine's context holds the request to its end: a smaller one would cut an open answer."""
-        request = self.request
-        return len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 1) <= engine.max_model_len
-
-    def to_submit(self) -> EngineRequest:
-        """The request as the next engine gets it. A deadline counts from the arrival there, and goes on here."""
-        deadline_ms = self.request.deadline_ms
-        if deadline_ms is not None:
-            deadline_ms = max(1, deadline_ms - round(1000 * (time.monotonic() - self.begun)))
-        return msgspec.structs.replace(
-            self.request,
-            request_id=self.wire_id,
-            resume_token_ids=list(self.token_ids),
-            deadline_ms=deadline_ms,
-        )
-
-
-class Trials:
-    """The last attempts of streams under which every engine so far was lost: one after the other.
-
-    When an engine is lost, each of its streams may be the cause, and most are bystanders. Those that get the last of
-    their attempts together with the cause would fail with it. `place` sends a stream to an engine.
-    """
-
-    def __init__(self, place: Callable[[Stream], None]) -> None:
-        self._place = place
-        self._waiting: dict[str, Stream] = {}  # by request id, oldest first
-        self._current: Stream | None = None
-
-    def add(self, stream: Stream) -> None:
-        self._waiting[stream.request.request_id] = stream
-        self._next()
-
-    def end(self, stream: Stream) -> None:
-        """The stream has made progress or ended; harmless for one that is not on trial."""
-        self._waiting.pop(stream.request.request_id, None)
-        if self._current is stream:
-            self._current = None
-            self._next()
-
-    def _next(self) -> None:
-        if self._current is None and self._waiting:
-            self._current = self._waiting.pop(next(iter(self._waiting)))
-            self._place(self._current)
 
 
 class EngineClient:
@@ -146,7 +47,7 @@ class EngineClient:
         on_engines: Callable[[Sequence[EngineRecord]], None] = lambda _: None,
     ) -> None:
         self._links = EngineLinks(directory, identity, self)
-        self._policy = policy
+        self._chooser = EngineChooser(policy)
         self._failover_timeout_s = failover_timeout_s
         self._on_engines = on_engines
         self._streams: dict[str, Stream] = {}  # all live ones, by request id
@@ -173,8 +74,8 @@ class EngineClient:
         """Run requests; each item is all that arrived since the one before (`Backend.generate` says the rest)."""
         call = Call()
         try:
-            for request in requests:
-                stream = Stream(call, model, request)
+            for request, prompt in zip(requests, await self._prompts(model, requests), strict=True):
+                stream = Stream(call, model, request, prompt)
                 call.streams[request.request_id] = self._streams[request.request_id] = stream
                 self._place(stream)
                 if stream.engine is not None:
@@ -208,25 +109,32 @@ class EngineClient:
 
     # Placing streams
 
+    async def _prompts(self, model: str, requests: Sequence[EngineRequest]) -> list[PromptKeys]:
+        """One for each request; the choices of a prompt share theirs."""
+        prompts: dict[tuple[object, ...], PromptKeys] = {}
+        keys = [(id(r.prompt_token_ids), r.cache_salt, r.lora_id) for r in requests]
+        for key, request in zip(keys, requests, strict=True):
+            if key not in prompts:
+                prompts[key] = PromptKeys(request)
+                await self._chooser.prepare(prompts[key], [link for link in self.links() if link.record.model == model])
+        return [prompts[key] for key in keys]
+
     def _place(self, stream: Stream) -> None:
         """Send a stream to an engine, or let it wait for one."""
         links = [link for link in self.links() if link.record.model == stream.model]
         fitting = [link for link in links if stream.fits(link.record)]
         if not fitting and stream.attempt == 0:
             fitting = links  # nothing is lost yet: any of them can tell what it would have to be
-        ready = {link.record.engine_id: link for link in fitting}
-        if not ready:
+        if not fitting:
             self._wait(stream)
             self._homeless[stream.wire_id] = stream
             return
-        engine_id = self._policy.choose(stream.request, [link.snapshot() for link in ready.values()])
-        link = ready[engine_id]
+        link = self._chooser.choose(stream.request, stream.prompt, fitting)
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None
         stream.engine = link
         link.streams[stream.wire_id] = stream
-        link.num_recent += 1
         link.send(Add(stream.to_submit()))
 
     def _wait(self, stream: Stream) -> None:
@@ -260,8 +168,9 @@ class EngineClient:
 
     # What happens on the links (`engine_links.LinkUser`)
 
-    def on_connected(self, link: EngineLink) -> None:  # noqa: ARG002
+    def on_connected(self, link: EngineLink) -> None:
         """An engine is there: streams that wait for one may get it."""
+        self._chooser.on_connected(link)
         self._tell_engines()
         waiting, self._homeless = list(self._homeless.values()), {}
         for stream in waiting:
@@ -269,6 +178,7 @@ class EngineClient:
 
     def on_lost(self, link: EngineLink, reason: str) -> None:
         """An engine is gone: its streams go elsewhere."""
+        self._chooser.on_lost(link)
         self._tell_engines()
         streams, link.streams = list(link.streams.values()), {}
         if streams:
@@ -296,7 +206,9 @@ class EngineClient:
             for output in message.outputs:
                 self._on_output(link, output)
         elif isinstance(message, LoadReport):
-            link.stats, link.problem, link.num_recent = message.stats, message.problem, 0
+            link.report(message)
+        elif isinstance(message, CacheSnapshot | CacheUpdate):
+            self._chooser.on_message(link, message)
         elif isinstance(message, Refused):
             stream = link.streams.pop(message.request_id, None)
             if stream is not None:

@@ -12,11 +12,11 @@ from quire.engine.outputs import SchedulerStats
 
 from . import transport
 from .directory import POLL_S, Directory, DirectoryError, EngineRecord
-from .messages import EngineMessage, GatewayMessage, encoder, engine_message_decoder
+from .messages import EngineMessage, GatewayMessage, LoadReport, encoder, engine_message_decoder
 from .router import EngineSnapshot
 
 if TYPE_CHECKING:
-    from .engine_client import Stream
+    from .streams import Stream
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,9 @@ class EngineLink:
         self.streams: dict[str, Stream] = {}  # by wire id
         self.stats = SchedulerStats()
         self.problem: str | None = None
-        self.num_recent = 0
+        self.num_recent = 0  # requests sent since the last report, and their prompt tokens
+        self.num_recent_tokens = 0
+        self.cache_number: int | None = None  # of the last word about its prefix cache; None: a snapshot is to come
         self.closed = asyncio.Event()
 
     def send(self, message: GatewayMessage) -> None:
@@ -45,8 +47,20 @@ class EngineLink:
         assert self.connection is not None
         await self.connection.drain()
 
-    def snapshot(self) -> EngineSnapshot:
-        return EngineSnapshot(self.record.engine_id, self.stats, self.num_recent, len(self.streams))
+    def report(self, report: LoadReport) -> None:
+        """How busy the engine is now."""
+        self.stats, self.problem = report.stats, report.problem
+        self.num_recent = self.num_recent_tokens = 0
+
+    def snapshot(self, num_hit_tokens: int = 0) -> EngineSnapshot:
+        return EngineSnapshot(
+            self.record.engine_id,
+            self.stats,
+            self.num_recent,
+            len(self.streams),
+            self.num_recent_tokens,
+            num_hit_tokens,
+        )
 
 
 class LinkUser(Protocol):

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 
 import msgspec
 
+from quire.engine.cache_history import KVEvent
 from quire.engine.config import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.errors import QuireError
@@ -19,10 +20,12 @@ from quire.engine.loop import EngineLoop
 from quire.engine.outputs import EngineOutput
 
 from . import transport
+from .cache_publisher import CachePublisher
 from .messages import (
     Abort,
     Add,
     EngineMessage,
+    FollowCache,
     LoadReport,
     Refused,
     StepOutputs,
@@ -48,7 +51,8 @@ class EngineServer:
         self._secret = secret
         self._limits = limits
         self._event_loop = asyncio.get_running_loop()
-        self._engine = EngineLoop(core, self._on_outputs, self._on_failure)
+        self._cache = CachePublisher(core)
+        self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events)
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
         self._gateways: set[transport.Connection] = set()
         self._server: asyncio.Server | None = None
@@ -114,9 +118,12 @@ class EngineServer:
                 self._engine.abort(its_own)  # they keep their owner until it has the last output
             else:
                 self._abort(its_own)
+        elif isinstance(message, FollowCache):
+            self._cache.follow(gateway)
 
     def _on_close(self, gateway: transport.Connection, reason: str) -> None:
         self._gateways.discard(gateway)
+        self._cache.unfollow(gateway)
         lost = [request_id for request_id, owner in self._owners.items() if owner is gateway]
         logger.info("Gateway %s left (%s); %d requests are aborted.", gateway.peer, reason, len(lost))
         self._abort(lost)
@@ -149,6 +156,9 @@ class EngineServer:
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
         self._event_loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _on_kv_events(self, events: list[KVEvent]) -> None:
+        self._event_loop.call_soon_threadsafe(self._cache.on_events, events)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         """One message per gateway that has a stream among the outputs of this step."""

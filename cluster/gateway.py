@@ -21,7 +21,7 @@ from .engine_client import EngineClient
 from .engine_replica import Engine
 from .logs import configure_logging
 from .metrics import EngineStats, GatewayMetrics
-from .router import LeastLoaded
+from .router import POLICIES
 from .served_models import ServedModels
 
 
@@ -78,7 +78,7 @@ class Gateway:
         self._client = EngineClient(
             Directory(GcsStore(), context.app_name),
             self._gateway_id,
-            LeastLoaded(),
+            POLICIES[config.routing.policy](),
             failover_timeout_s=config.api.failover_timeout_s,
             on_engines=self._limit_context,
         )

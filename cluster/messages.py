@@ -1,8 +1,8 @@
 """What gateways and engines say to each other, and engines to their ranks. Framing is `transport.py`'s.
 
 A gateway sends `Add` and `Abort`; an engine answers with one `StepOutputs` per step and connection, `Refused` for a
-request that it does not take, and a `LoadReport` now and then. Ranks receive `SchedulerOutput` and answer with
-`RankAnswer`.
+request that it does not take, and a `LoadReport` now and then. A gateway that routes by prefix sends `FollowCache`, and
+gets a `CacheSnapshot` and then a `CacheUpdate` per step. Ranks receive `SchedulerOutput` and answer with `RankAnswer`.
 """
 
 from __future__ import annotations
@@ -35,6 +35,10 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
     request_ids: list[str]
     report: bool = False
+
+
+class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
+    """Tell what the prefix cache holds: all of it now, and every change from now on."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -76,6 +80,26 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
     problem: str | None = None
 
 
+class CacheSnapshot(msgspec.Struct, frozen=True, tag="cache"):
+    """All blocks that an engine's prefix cache holds, after update `number`. Block numbers are packed as
+    `prefix_keys.pack` does; `windows` as in `prefix_keys.CacheLayout`.
+    """
+
+    number: int
+    block_size: int
+    windows: tuple[int | None, ...]
+    held: bytes
+
+
+class CacheUpdate(msgspec.Struct, frozen=True, tag="cache_update"):
+    """What a step changed. `number` is one more than that of the update before: otherwise one is missing."""
+
+    number: int
+    stored: bytes
+    removed: bytes
+    cleared: bool = False  # nothing is held that was held before
+
+
 class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
     """A rank's answer to one step: rank 0 sends the output, the others only that they have done it."""
 
@@ -84,8 +108,8 @@ class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
-GatewayMessage = Add | Abort
-EngineMessage = StepOutputs | Refused | LoadReport
+GatewayMessage = Add | Abort | FollowCache
+EngineMessage = StepOutputs | Refused | LoadReport | CacheSnapshot | CacheUpdate
 
 encoder = wire_encoder()
 # A union of types is no `type` to mypy, but it is one to msgspec.

@@ -174,6 +174,11 @@ class Connection(asyncio.Protocol):
         self._num_written += len(framed)
         self._transport.write(framed)
 
+    @property
+    def is_congested(self) -> bool:
+        """More is queued here than `drain` lets pass: the peer reads slowly."""
+        return not self._writable.is_set()
+
     async def drain(self) -> None:
         """Wait until little of what was sent is still queued here, or the connection is lost."""
         await self._writable.wait()

@@ -15,6 +15,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .outputs import MediaSpan
 
 BlockHash = bytes  # 32 bytes
 ROOT: BlockHash = sha256(b"quire kv block v1").digest()  # the parent of every request's first block
@@ -24,6 +28,26 @@ SCOPE_BYTES = 17
 def hash_block(parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"") -> BlockHash:
     """The hash of one full block. Token ids are below 2**32."""
     return sha256(parent + array("I", token_ids).tobytes() + extra).digest()
+
+
+def hash_prompt(
+    token_ids: Sequence[int], num_blocks: int, block_size: int, media: Sequence[MediaSpan] = ()
+) -> list[BlockHash]:
+    """The hashes of the first `num_blocks` blocks, which must be full, all at once: the same as one by one."""
+    data = array("I", token_ids[: num_blocks * block_size]).tobytes()
+    num_bytes = block_size * array("I").itemsize
+    hashes, parent = [], ROOT
+    for index in range(num_blocks):
+        extra = media_key(media, index * block_size, (index + 1) * block_size) if media else b""
+        parent = sha256(parent + data[index * num_bytes : (index + 1) * num_bytes] + extra).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def media_key(media: Sequence[MediaSpan], start: int, stop: int) -> bytes:
+    """What the media say of the block of these positions: which of them begins where, seen from its start."""
+    spans = [each for each in media if each.offset < stop and each.offset + each.length > start]
+    return b"".join((each.offset - start).to_bytes(8, "little", signed=True) + each.content_hash for each in spans)
 
 
 def hash_scope(cache_salt: str | None = None, lora_id: str | None = None) -> bytes:

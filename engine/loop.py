@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
+from .cache_history import KVEvent
 from .core import EngineCore
 from .errors import EngineError, QuireError
 from .outputs import EngineOutput, EngineRequest, SchedulerStats
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 OnOutputs = Callable[[list[EngineOutput]], None]
 OnFailure = Callable[[BaseException], None]
+OnKVEvents = Callable[[list[KVEvent]], None]
 
 
 class _Job(NamedTuple):
@@ -34,13 +36,19 @@ class EngineLoop:
     `on_outputs` is called from the loop's thread, once per step that produced something, with the outputs of all
     requests. A request that the core refuses ends with one output of finish reason "error", whose `error` says why, so
     every request that was added ends with exactly one finish reason. `on_failure` is called once if the core itself
-    fails: the loop has ended then, and its requests are lost here.
+    fails: the loop has ended then, and its requests are lost here. `on_kv_events` is called in the same way as
+    `on_outputs`, with all that happened to cached blocks in a step, from the first one on.
     """
 
-    def __init__(self, core: EngineCore, on_outputs: OnOutputs, on_failure: OnFailure) -> None:
+    def __init__(
+        self, core: EngineCore, on_outputs: OnOutputs, on_failure: OnFailure, on_kv_events: OnKVEvents | None = None
+    ) -> None:
         self._core = core
         self._on_outputs = on_outputs
         self._on_failure = on_failure
+        self._on_kv_events = on_kv_events
+        if on_kv_events is not None:
+            core.subscribe_kv_events()
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._stats = core.stats()
         self._step_started: float | None = None
@@ -135,6 +143,8 @@ class EngineLoop:
         self._stats = self._core.stats()
         if outputs:
             self._on_outputs(outputs)
+        if self._on_kv_events is not None and (events := self._core.take_kv_events()):
+            self._on_kv_events(events)
 
     def _add(self, request: EngineRequest) -> list[EngineOutput]:
         try:

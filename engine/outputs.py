@@ -178,6 +178,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_evictions: int = 0  # cached blocks lost
     num_waiting_tokens: int = 0
     num_deadlines_missed: int = 0
+    num_uncomputed_tokens: int = 0  # known tokens of running requests that no step has computed yet
 
     @property
     def kv_cache_usage(self) -> float:

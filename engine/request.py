@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from .block_hash import ROOT, BlockHash, hash_block, hash_scope
+from .block_hash import ROOT, BlockHash, hash_block, hash_scope, media_key
 from .outputs import RequestReport
 from .wait_ledger import WaitCause, WaitLedger
 
@@ -113,14 +113,9 @@ class Request:
         parent = hashes[-1] if hashes else ROOT
         for index in range(len(hashes), num_blocks):
             start, stop = index * block_size, (index + 1) * block_size
-            parent = hash_block(parent, self.token_slice(start, stop), self._media_key(start, stop))
+            parent = hash_block(parent, self.token_slice(start, stop), media_key(self.source.media, start, stop))
             hashes.append(parent)
         return hashes
-
-    def _media_key(self, start: int, stop: int) -> bytes:
-        """What the media say of the block of these positions: which of them begins where, seen from its start."""
-        spans = [each for each in self.source.media if each.offset < stop and each.offset + each.length > start]
-        return b"".join((each.offset - start).to_bytes(8, "little", signed=True) + each.content_hash for each in spans)
 
     @property
     def sort_key(self) -> tuple[int, int]:

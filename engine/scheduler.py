@@ -453,11 +453,12 @@ class Scheduler:
             raise InvalidRequestError(f"tenant_weight: must be > 0, got {source.tenant_weight}.", "tenant_weight")
 
     def stats(self) -> SchedulerStats:
-        pool = self.kv_cache.pool
+        pool, table, rows = self.kv_cache.pool, self.running, self.running.rows()
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_waiting_tokens=self.waiting.num_tokens,
+            num_uncomputed_tokens=int((table.num_tokens[rows] - table.num_computed[rows]).clip(min=0).sum()),
             num_blocks=pool.num_usable,
             num_used_blocks=pool.num_used,
             num_steps=self._num_steps,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from quire.engine.config import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
-__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "make_core", "start_engine"]
+__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "make_core", "start_engine", "until"]
 
 MODEL = "fake"
 HOST = "127.0.0.1"
@@ -71,3 +73,9 @@ async def start_engine(
         EngineRecord(engine_id=engine_id, model=model, host=HOST, port=port, max_model_len=core.max_model_len)
     )
     return server
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 5.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)

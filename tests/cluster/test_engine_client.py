@@ -11,7 +11,7 @@ from concurrent.futures import Future
 
 import msgspec
 import pytest
-from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine
+from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine, until
 
 from quire.cluster import directory as directory_module
 from quire.cluster import engine_links, transport
@@ -19,11 +19,11 @@ from quire.cluster.directory import Directory, EngineRecord, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.gateway import EngineBackend
-from quire.cluster.router import EngineSnapshot, LeastLoaded
+from quire.cluster.router import LeastLoaded
 from quire.cluster.served_models import ServedModels
 from quire.engine.config import ModelConfig, ParallelConfig
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
-from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput, SchedulerStats
+from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 
 
@@ -56,12 +56,6 @@ async def collect(client: EngineClient, *requests: EngineRequest) -> dict[str, l
             assert output.first_index == len(tokens[output.request_id])
             tokens[output.request_id] += output.new_token_ids
     return tokens
-
-
-async def until(condition, timeout_s: float = 5.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def fill(engine: EngineServer, num_tokens: int) -> None:
@@ -518,21 +512,3 @@ def test_the_directory_keeps_records_and_one_secret() -> None:
     directory.remove("e2")
     assert directory.engine_ids() == ["e1"]
     assert directory.get("e2") is None
-
-
-@pytest.mark.parametrize(
-    ("engines", "chosen"),
-    [
-        ([("a", 4, 0, 0, 0), ("b", 3, 0, 0, 0)], "b"),
-        ([("a", 0, 2, 0, 0), ("b", 3, 0, 0, 0)], "b"),  # a waiting request weighs two
-        ([("a", 1, 0, 2, 2), ("b", 2, 0, 0, 0)], "b"),  # what was sent since the report counts
-        ([("a", 1, 0, 0, 1), ("b", 1, 0, 0, 0)], "b"),
-        ([("b", 1, 0, 0, 0), ("a", 1, 0, 0, 0)], "a"),
-    ],
-)
-def test_the_least_loaded_engine_is_chosen(engines: list[tuple[str, int, int, int, int]], chosen: str) -> None:
-    snapshots = [
-        EngineSnapshot(name, SchedulerStats(num_running=running, num_waiting=waiting), recent, own)
-        for name, running, waiting, recent, own in engines
-    ]
-    assert LeastLoaded().choose(request("r"), snapshots) == chosen
