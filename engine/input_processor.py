@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from .bad_words import TokenSequences, bad_word_sequences
 from .errors import InvalidRequestError
 from .grammar.spec import GrammarSpec
 from .outputs import EngineRequest
@@ -42,6 +44,10 @@ class InputProcessor:
         self.max_model_len: int = info.max_model_len  # prompt + answer, in tokens; lowered where an engine holds less
         self._backend = tokenizer.backend_tokenizer
         self._longest_token = max(map(len, self._backend.get_vocab()))  # characters, at least as many as it stands for
+        # The prompts of one request have the same bad words, and so have most requests of one client.
+        self._bad_word_sequences = lru_cache(maxsize=64)(
+            lambda words: bad_word_sequences(words, partial(self.tokenize, add_special_tokens=False))
+        )
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
     def check_length(self, text: str, param: str = "prompt") -> None:
@@ -117,12 +123,15 @@ class InputProcessor:
 
     def _resolve(self, params: SamplingParams, room: int) -> SamplingParams:
         vocab_size = self.info.vocab_size
-        for field, token_ids in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias or ())):
-            for token_id in token_ids:
-                if token_id >= vocab_size:
-                    raise InvalidRequestError(
-                        f"{field}: token ids must be from 0 to {vocab_size - 1}, got {token_id}.", field
-                    )
+        for field, token_ids in (
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias or ()),
+            ("allowed_token_ids", params.allowed_token_ids or ()),
+        ):
+            if token_ids and max(token_ids) >= vocab_size:
+                raise InvalidRequestError(
+                    f"{field}: token ids must be from 0 to {vocab_size - 1}, got {max(token_ids)}.", field
+                )
         if params.min_tokens > room:
             raise InvalidRequestError(
                 f"min_tokens: must be at most {room}, the tokens that the context leaves after this prompt, "
@@ -130,7 +139,19 @@ class InputProcessor:
                 "min_tokens",
             )
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
-        return params if max_tokens == params.max_tokens else msgspec.structs.replace(params, max_tokens=max_tokens)
+        sequences = self._bad_word_sequences(params.bad_words) if params.bad_words else ()
+        _check_some_allowed(params.allowed_token_ids, sequences)
+        if max_tokens == params.max_tokens and sequences == params.bad_words_token_ids:
+            return params
+        return msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=sequences)
+
+
+def _check_some_allowed(allowed_token_ids: Sequence[int] | None, bad_words: TokenSequences) -> None:
+    """Raise `InvalidRequestError` where each allowed token is a bad word of its own: nothing could ever be said."""
+    if allowed_token_ids is not None and {sequence[0] for sequence in bad_words if len(sequence) == 1}.issuperset(
+        allowed_token_ids
+    ):
+        raise InvalidRequestError("allowed_token_ids: every token given is one of bad_words.", "allowed_token_ids")
 
 
 def _integers(token_ids: Sequence[int], param: str) -> list[int]:

@@ -15,6 +15,9 @@ MAX_TOP_K = 2**31 - 1
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0  # beyond, float32 logits overflow
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
+MAX_ALLOWED_TOKEN_IDS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024  # of one stop string: the end of an answer is compared with it at every token
 _BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens")
@@ -23,10 +26,18 @@ _BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling and stopping parameters of one request (names and meaning as in OpenAI's and vLLM's APIs).
 
-    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` N returns the N likeliest tokens and the
-    sampled one, of the raw distribution (before temperature and filters); 0 returns the sampled one only.
-    `max_tokens` None runs to the end of the context. `spaces_between_special_tokens` False joins those that are shown,
-    where the tokenizer's decoder would put spaces between them. Raises `InvalidRequestError`, naming the field.
+        `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` N returns the N likeliest tokens and the
+        sampled one, of the raw distribution (before temperature and filters); 0 returns the sampled one only.
+    <<<<<<< HEAD
+        `max_tokens` None runs to the end of the context. `spaces_between_special_tokens` False joins those that are shown,
+        where the tokenizer's decoder would put spaces between them. Raises `InvalidRequestError`, naming the field.
+    =======
+        `max_tokens` None runs to the end of the context.
+        `allowed_token_ids` are the only tokens that may be sampled. `bad_words` are never completed: the last token of one
+        is forbidden where the answer ends with the others. Engines know tokens only, so `InputProcessor` turns them into
+        `bad_words_token_ids`. Where allowed tokens are left by neither them nor `min_tokens`, these two give way.
+        Raises `InvalidRequestError`, naming the field.
+    >>>>>>> 2f6857b (Constrain what may be sampled: allowed tokens and bad words; top-k and top-p filter a batch at once)
     """
 
     n: int = 1
@@ -40,6 +51,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -53,6 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         force = msgspec.structs.force_setattr
         force(self, "stop", (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop))
         force(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
+        force(self, "bad_words", _as_tuple("bad_words", self.bad_words))
+        if self.allowed_token_ids is not None:
+            force(self, "allowed_token_ids", _as_tuple("allowed_token_ids", self.allowed_token_ids))
         if type(self.top_k) is int and self.top_k == -1:
             force(self, "top_k", 0)
 
@@ -74,16 +91,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _check_length("stop_token_ids", len(self.stop_token_ids), MAX_STOP_TOKEN_IDS)
-        for token_id in self.stop_token_ids:
-            _check_int("stop_token_ids", token_id, 0, None)
-        _check_length("stop", len(self.stop), MAX_STOP_STRINGS)
-        for text in self.stop:
-            if not isinstance(text, str) or not text:
-                raise InvalidRequestError(f"stop: must be non-empty strings, got {text!r}.", "stop")
-            if len(text) > MAX_STOP_CHARS:
-                message = f"stop: a string of {len(text)} characters given, at most {MAX_STOP_CHARS} are allowed."
-                raise InvalidRequestError(message, "stop")
+        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise InvalidRequestError("allowed_token_ids: must hold at least one token id.", "allowed_token_ids")
+            _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         bias_by_id = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias_by_id, dict):
             raise InvalidRequestError(f"logit_bias: must map token ids to numbers, got {bias_by_id!r}.", "logit_bias")
@@ -104,6 +118,23 @@ def _as_tuple(field: str, values: object) -> tuple[Any, ...]:
     if not isinstance(values, list | tuple):
         raise InvalidRequestError(f"{field}: must be a list, got {values!r}.", field)
     return tuple(values)
+
+
+def _check_token_ids(field: str, token_ids: tuple[int, ...], most: int) -> None:
+    _check_length(field, len(token_ids), most)
+    if not all(type(token_id) is int and token_id >= 0 for token_id in token_ids):
+        for token_id in token_ids:
+            _check_int(field, token_id, 0, None)
+
+
+def _check_strings(field: str, texts: tuple[str, ...], most: int, most_chars: int) -> None:
+    _check_length(field, len(texts), most)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidRequestError(f"{field}: must be non-empty strings, got {text!r}.", field)
+        if len(text) > most_chars:
+            message = f"{field}: a string of {len(text)} characters given, at most {most_chars} are allowed."
+            raise InvalidRequestError(message, field)
 
 
 def _check_length(field: str, given: int, most: int) -> None:

@@ -63,8 +63,6 @@ REFUSED: dict[str, _Refused] = {
     # vLLM
     "add_generation_prompt": _Refused(_NOT_YET, (True,)),
     "add_special_tokens": _Refused(_NOT_YET),
-    "allowed_token_ids": _Refused(_NOT_YET),
-    "bad_words": _Refused(_NOT_YET, ([],)),
     "chat_template": _Refused(_NOT_YET),
     "chat_template_kwargs": _Refused(_NOT_YET, ({},)),
     "continue_final_message": _Refused(_NOT_YET, (False,)),

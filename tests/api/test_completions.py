@@ -285,3 +285,14 @@ async def test_what_the_scheduler_is_told(
     await post(client, path, body, priority=-3, deadline_ms=60_000, cache_salt="team-7")
     told = [(request.priority, request.deadline_ms, request.cache_salt) for request in backend.requests]
     assert told == [(0, None, None), (-3, 60_000, "team-7")]
+
+
+async def test_words_become_tokens_before_they_reach_an_engine(
+    client: httpx.AsyncClient, backend: FakeBackend, served: ServedModel
+) -> None:
+    await post(client, "completions", COMPLETION, bad_words=["Paris"], allowed_token_ids=[5, 6])
+    await post(client, "chat/completions", CHAT, bad_words=["Paris", " Paris"])
+    words = (tuple(ids_of(served, "Paris")), tuple(ids_of(served, " Paris")))
+    params = [request.sampling_params for request in backend.requests]
+    assert [each.bad_words_token_ids for each in params] == [words, words]
+    assert [each.allowed_token_ids for each in params] == [(5, 6), None]

@@ -15,6 +15,10 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.engine.config import ModelConfig
+from quire.engine.model_source import load_model_info
+from quire.engine.tokenizer import load_tokenizer
+
 MODEL = "smollm2-135m-instruct"
 PROMPT = "The capital of France is"
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France? Answer in one sentence."}]
@@ -192,3 +196,16 @@ def test_the_service_around_the_model(sdk: openai.OpenAI, service_url: str) -> N
     assert after["request_success_total"] - before["request_success_total"] == 1
     assert after["inter_token_latency_seconds_count"] - before["inter_token_latency_seconds_count"] == 4
     assert after["generation_tokens_total"] >= before["generation_tokens_total"] + 5
+
+
+def test_constraints_on_tokens(sdk: openai.OpenAI) -> None:
+    asked = {"model": MODEL, "prompt": PROMPT, "temperature": 0, "max_tokens": 12}
+    assert " Paris" in sdk.completions.create(**asked).choices[0].text
+    for extra in ({"bad_words": ["Paris"]}, {"bad_words": [" Paris"]}):
+        assert "Paris" not in sdk.completions.create(**asked, extra_body=extra).choices[0].text
+    # The ids of " London", " Paris" and ".", by the tokenizer of the service.
+    tokenizer = load_tokenizer(load_model_info(ModelConfig()))
+    allowed = [tokenizer.encode(text)[0] for text in (" London", " Paris", ".")]
+    text = sdk.completions.create(**asked, extra_body={"allowed_token_ids": allowed}).choices[0].text
+    assert text.startswith(" Paris")
+    assert text.replace(" London", "").replace(" Paris", "").replace(".", "") == ""

@@ -28,14 +28,22 @@ class Driver:
     def greedy(self, prompts: list[list[int]], num_tokens: int, logprobs: int | None = None) -> list[Answer]:
         """The answers to `prompts`, all of them running at the same time where they fit."""
         params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=logprobs)
-        answers: dict[str, Answer] = {}
+        requests = []
         for prompt in prompts:
-            request_id = str(self._num_requests)
-            self._num_requests += 1
-            answers[request_id] = Answer()
-            self.core.add_request(
-                EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, seed=0)
+            requests.append(
+                EngineRequest(
+                    request_id=str(self._num_requests), prompt_token_ids=prompt, sampling_params=params, seed=0
+                )
             )
+            self._num_requests += 1
+        return self.run(requests)
+
+    def run(self, requests: list[EngineRequest]) -> list[Answer]:
+        """The answers to requests that all come at once, with the tokens that they resume from."""
+        answers: dict[str, Answer] = {}
+        for request in requests:
+            answers[request.request_id] = Answer(list(request.resume_token_ids))
+            self.core.add_request(request)
         while self.core.has_work:
             for output in self.core.step():
                 assert output.error is None, output.error

@@ -102,6 +102,20 @@ def test_drawn_seeds_repeat_with_the_processors_own_seed_and_differ_between_requ
             None,
             "stop_token_ids: token ids must be from 0 to 599, got 600.",
         ),
+        (
+            [1],
+            {"allowed_token_ids": (1, 601, 600)},
+            "allowed_token_ids",
+            None,
+            "allowed_token_ids: token ids must be from 0 to 599, got 601.",
+        ),
+        (
+            [1],
+            {"allowed_token_ids": (40, 41), "bad_words": ("J", "I", "no such word")},
+            "allowed_token_ids",
+            None,
+            "allowed_token_ids: every token given is one of bad_words.",
+        ),
         ([1], {"logit_bias": {700: 1.0}}, "logit_bias", None, "logit_bias: token ids must be from 0 to 599, got 700."),
     ],
 )
@@ -111,6 +125,20 @@ def test_what_cannot_work_is_refused_by_name(
     with pytest.raises(InvalidRequestError) as caught:
         processor().process("id", prompt, SamplingParams(max_tokens=None, **params))
     assert (caught.value.param, caught.value.code, caught.value.message) == (param, code, message)
+
+
+def test_bad_words_become_tokens_with_and_without_a_space_before_them() -> None:
+    one = processor()
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(one.tokenize(text, add_special_tokens=False))
+
+    params = SamplingParams(bad_words=("king", " fox", "ing", "\n", "king"), n=2)
+    requests = one.process("id", [1], params)
+    expected = (ids("king"), ids(" king"), ids("fox"), ids(" fox"), ids("ing"), ids(" ing"), ids("\n"))
+    assert [request.sampling_params.bad_words_token_ids for request in requests] == [expected] * 2
+    assert len(ids("ing")) == 1 < len(ids("king"))
+    assert one.process("id", [1], SamplingParams())[0].sampling_params.bad_words_token_ids == ()
 
 
 def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized() -> None:

@@ -54,6 +54,8 @@ def test_every_field_arrives() -> None:
         "frequency_penalty": -1,
         "repetition_penalty": 1.5,
         "seed": 3,
+        "allowed_token_ids": [3, 4],
+        "bad_words": ["x"],
         "stop": ["a", "b"],
         "stop_token_ids": [7],
         "ignore_eos": True,

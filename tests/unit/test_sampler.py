@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -11,6 +15,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.workers.sampler import SamplerOutput, SamplingRows, sample
 
 VOCAB = 40
+EOS = 0
 NUM_DRAWS = 10_000
 NO_TOKENS = np.zeros((1, 1), np.int32)
 
@@ -45,9 +50,45 @@ def draw(logits: torch.Tensor, params: SamplingParams, num_draws: int = 2000) ->
     return sample(logits.expand(num_draws, -1), batch).token_ids.numpy()
 
 
-def distribution(logits: torch.Tensor, params: SamplingParams) -> np.ndarray:
+def draw_after(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
+    """Tokens sampled at one position, with as many seeds."""
+    rows = SamplingRows(NUM_DRAWS, len(logits))
+    for row in range(NUM_DRAWS):
+        rows.set_row(new_row(row, params, num_prompt_tokens=len(prompt), eos_token_ids=(EOS,)))
+    tokens = np.broadcast_to(np.array(prompt + output, np.int32), (NUM_DRAWS, len(prompt) + len(output)))
+    positions = np.full(NUM_DRAWS, tokens.shape[1], np.int32)
+    batch = rows.gather(np.arange(NUM_DRAWS, dtype=np.int32), positions, tokens)
+    return sample(logits.expand(NUM_DRAWS, -1), batch).token_ids.numpy()
+
+
+def constrained(
+    logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]
+) -> npt.NDArray[np.float64]:
+    """The logits after everything that comes before the temperature, one token at a time."""
+    scores: list[float] = logits.double().tolist()
+    for token, score in enumerate(scores):
+        score += (params.logit_bias or {}).get(token, 0.0)
+        if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
+            score = -np.inf
+        for word in params.bad_words_token_ids:
+            before = list(word[:-1])
+            if token == word[-1] and output[len(output) - len(before) :] == before:
+                score = -np.inf
+        if len(output) < params.min_tokens and token in (EOS, *params.stop_token_ids):
+            score = -np.inf
+        if token in prompt + output:
+            penalty = params.repetition_penalty
+            score = score / penalty if score > 0 else score * penalty
+        score -= params.frequency_penalty * output.count(token) + params.presence_penalty * (token in output)
+        scores[token] = score
+    return np.array(scores)
+
+
+def distribution(
+    logits: torch.Tensor, params: SamplingParams, prompt: Sequence[int] = (), output: Sequence[int] = ()
+) -> np.ndarray:
     """What the parameters say in words, in float64, one token at a time."""
-    scores = logits.double().numpy() / params.temperature
+    scores = constrained(logits, params, list(prompt), list(output)) / params.temperature
     probs = np.exp(scores - scores.max())
     probs /= probs.sum()
     order = sorted(range(len(probs)), key=lambda token: (-probs[token], token))
@@ -105,6 +146,48 @@ def test_draws_follow_the_distribution(logits: torch.Tensor, params: SamplingPar
     assert_drawn_from(draw(logits, params, NUM_DRAWS), distribution(logits, params))
 
 
+PROMPT, OUTPUT = [1, 2, 3, 3, 0], [4, 5, 5, 1, 5, 6]  # likely and unlikely tokens
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 1.5},
+        {"presence_penalty": -1.5},
+        {"frequency_penalty": 0.7},
+        {"frequency_penalty": -0.4},
+        {"repetition_penalty": 1.8},
+        {"repetition_penalty": 0.6},
+        {"logit_bias": {0: 3.0, 5: -2.0, 39: 4.5}},
+        {"allowed_token_ids": (1, 5, 8, 20, 21, 30)},
+        {"bad_words_token_ids": ((4,), (6, 9), (5, 6, 10), (5, 5, 11), (1, 2, 3, 7))},
+        {"min_tokens": 7, "stop_token_ids": (6, 9)},
+        {"min_tokens": 6, "stop_token_ids": (6, 9)},
+        {"allowed_token_ids": (1, 5, 8, 20), "bad_words_token_ids": ((5,),), "logit_bias": {20: 2.0}},
+        {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2, "logit_bias": {5: 2.0}},
+        {
+            "repetition_penalty": 1.3,
+            "frequency_penalty": 0.2,
+            "bad_words_token_ids": ((6, 9),),
+            "min_tokens": 9,
+            "temperature": 1.4,
+            "top_k": 20,
+            "top_p": 0.9,
+            "min_p": 0.02,
+        },
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_draws_after_tokens_follow_the_distribution(logits: torch.Tensor, fields: dict[str, Any]) -> None:
+    """Each of the filters that look at the tokens before, or at single ids."""
+    params = SamplingParams(**fields, max_tokens=20)
+    probs = distribution(logits, params, PROMPT, OUTPUT)
+    plain = distribution(logits, SamplingParams(temperature=params.temperature))
+    if fields.get("min_tokens") != 6:  # of which there are as many already
+        assert np.abs(probs - plain).max() > 0.01, "the parameters change nothing"
+    assert_drawn_from(draw_after(logits, params, PROMPT, OUTPUT), probs)
+
+
 def test_draws_over_a_vocabulary_of_several_blocks() -> None:
     """The running sum is taken in blocks of 256 tokens; every token of every block must keep its share."""
     logits = torch.randn(1000, generator=torch.Generator().manual_seed(5))
@@ -148,6 +231,9 @@ MIXED = [
     SamplingParams(min_p=0.2, frequency_penalty=0.5),
     SamplingParams(temperature=0, logit_bias={7: 100.0}),
     SamplingParams(temperature=1.3, top_k=9, top_p=0.95, min_p=0.01, presence_penalty=-1.0),
+    SamplingParams(allowed_token_ids=tuple(range(5, 25))),
+    SamplingParams(temperature=0, bad_words_token_ids=tuple((a, b) for a in range(VOCAB) for b in (3, 7, 9))),
+    SamplingParams(bad_words_token_ids=((1,), (2,)), allowed_token_ids=(1, 2, 3, 4, 5), top_p=0.9),
 ]
 
 
@@ -163,7 +249,7 @@ def test_a_row_does_not_depend_on_its_batch() -> None:
     for position in range(5, 60, 6):
         logits = torch.randn(len(MIXED), VOCAB, generator=generator) * 3
         alone = [int(sample_rows([row], logits, tokens, position).token_ids[0]) for row in range(len(MIXED))]
-        for order in ([0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 5], [1, 4, 7, 2]):
+        for order in (list(range(11)), list(range(10, -1, -1)), [3, 0, 5], [1, 4, 7, 2], [0, 9], [8, 4]):
             assert sample_rows(order, logits, tokens, position).token_ids.tolist() == [alone[row] for row in order]
 
 

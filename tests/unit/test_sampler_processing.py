@@ -116,6 +116,62 @@ def test_min_tokens_wins_over_logit_bias() -> None:
     assert processed(rows, LOGITS, [0, 0, 1])[5] == 98.0
 
 
+def test_only_allowed_tokens_are_left() -> None:
+    rows = rows_with(SamplingParams(allowed_token_ids=(5, 1, 1, 99), logit_bias={1: 1.0, 4: 50.0}))
+    assert processed(rows, LOGITS, [0, 0]) == [-INF, 3.0, -INF, -INF, -INF, -2.0]
+
+
+def test_a_bad_word_of_one_token_is_never_possible() -> None:
+    rows = rows_with(SamplingParams(bad_words_token_ids=((4,), (7,)), logit_bias={4: 100.0}))
+    for tokens in ([0, 0], [0, 0, 4], [0, 0, 1, 2]):
+        assert processed(rows, LOGITS, tokens) == [1.0, 2.0, -1.0, 0.5, -INF, -2.0]
+
+
+def test_the_last_token_of_a_bad_word_is_forbidden_after_the_others() -> None:
+    rows = rows_with(SamplingParams(bad_words_token_ids=((1, 2, 4), (2, 0), (3, 2, 5))))
+    assert processed(rows, LOGITS, [0, 0]) == LOGITS
+    assert processed(rows, LOGITS, [1, 2]) == LOGITS, "the prompt is no part of a word"
+    assert processed(rows, LOGITS, [0, 1, 2]) == [-INF, *LOGITS[1:]], "only what was produced counts"
+    assert processed(rows, LOGITS, [0, 0, 1]) == LOGITS
+    assert processed(rows, LOGITS, [0, 0, 1, 2]) == [-INF, 2.0, -1.0, 0.5, -INF, -2.0]
+    assert processed(rows, LOGITS, [0, 0, 1, 2, 3]) == LOGITS
+    assert processed(rows, LOGITS, [0, 0, 1, 3, 2]) == [-INF, 2.0, -1.0, 0.5, 4.0, -INF]
+
+
+def test_bad_words_do_not_depend_on_when_the_row_was_entered() -> None:
+    params = SamplingParams(bad_words_token_ids=((1, 2), (2, 2, 3), (0,)))
+    tokens = np.random.default_rng(3).integers(0, 4, 60).tolist()
+    stepwise = rows_with(params)
+    for length in range(2, 60):
+        known = tokens[:length]
+        assert processed(stepwise, LOGITS, known) == processed(rows_with(params), LOGITS, known)
+
+
+def test_where_nothing_allowed_would_be_left_the_other_constraints_give_way() -> None:
+    rows = rows_with(SamplingParams(allowed_token_ids=(2, 3), bad_words_token_ids=((2,), (2, 3)), min_tokens=0))
+    assert processed(rows, LOGITS, [0, 0]) == [-INF, -INF, -INF, 0.5, -INF, -INF]
+    assert processed(rows, LOGITS, [0, 0, 2]) == [-INF, -INF, -1.0, 0.5, -INF, -INF]
+    rows = rows_with(SamplingParams(allowed_token_ids=(5,), min_tokens=3), eos=(5,))
+    assert processed(rows, LOGITS, [0, 0]) == [-INF] * 5 + [-2.0]
+
+
+def test_constraints_stand_through_penalties() -> None:
+    """A negative penalty raises logits: not those that are impossible."""
+    params = SamplingParams(
+        allowed_token_ids=(3, 4), repetition_penalty=0.5, presence_penalty=-2.0, bad_words_token_ids=((4,),)
+    )
+    assert processed(rows_with(params), LOGITS, [0, 1, 4, 3]) == [-INF, -INF, -INF, 3.0, -INF, -INF]
+
+
+def test_rows_without_constraints_cost_nothing() -> None:
+    rows = rows_with(SamplingParams(bad_words_token_ids=((1, 2),)))
+    table = np.array([[0, 0, 5]], np.int32)
+    batch = rows.gather(np.array([0], np.int32), np.array([3], np.int32), table)
+    assert batch.constraints is None
+    logits = torch.tensor([LOGITS])
+    assert _process(logits, batch) is logits
+
+
 def test_logprobs_are_exact_and_raw() -> None:
     """Of the model's distribution: no bias, penalty, temperature or filter shows in them."""
     params = [

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from quire.engine.outputs import FloatArray, IntArray, NewRow
 
+from .constraints import Constraints, RowConstraints
 from .penalties import PenaltyEntries, TokenCounts
 
 Int64Array = npt.NDArray[np.int64]
@@ -39,7 +40,7 @@ class SamplingBatch:
     positions: IntArray  # [n] position that the sampled token will have, from the start of the prompt
     num_logprobs: IntArray  # [n]; -1: none wanted, 0: the sampled token only
     logit_bias: LogitEntries | None = None
-    forbidden: LogitEntries | None = None  # stop tokens of rows below their min_tokens; the values are -inf
+    constraints: Constraints | None = None
     penalties: PenaltyEntries | None = None
 
     @property
@@ -51,7 +52,7 @@ class SamplingRows:
     """Sampling parameters by row, and the token counts of the rows with penalties. Owned by the request table.
 
     `set_row` overwrites a row; rows that are not in use hold stale values, which nobody reads. Token ids outside the
-    vocabulary in a stop list or a bias can never be sampled, so they are left out.
+    vocabulary in a list or a bias can never be sampled, so they are left out.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int) -> None:
@@ -63,9 +64,8 @@ class SamplingRows:
         self._seeds = np.zeros(max_num_seqs, np.uint64)
         self._choice_indices = np.zeros(max_num_seqs, np.int32)
         self._num_logprobs = np.full(max_num_seqs, -1, np.int32)
-        self._min_positions = np.zeros(max_num_seqs, np.int32)  # first position at which the row may stop
-        self._stop_token_ids: dict[int, Int64Array] = {}  # of rows with min_tokens
         self._logit_bias: dict[int, tuple[Int64Array, FloatArray]] = {}
+        self._constraints: dict[int, RowConstraints] = {}
         self._counts: dict[int, TokenCounts] = {}
 
     def set_row(self, new: NewRow) -> None:
@@ -78,13 +78,11 @@ class SamplingRows:
         self._seeds[row] = new.seed & 0xFFFF_FFFF_FFFF_FFFF
         self._choice_indices[row] = new.choice_index
         self._num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._min_positions[row] = new.num_prompt_tokens + params.min_tokens
-        for by_row in (self._stop_token_ids, self._logit_bias, self._counts):
+        for by_row in (self._logit_bias, self._constraints, self._counts):
             by_row.pop(row, None)
-        if params.min_tokens:
-            eos_token_ids = () if params.ignore_eos else new.eos_token_ids
-            stop_token_ids = {*eos_token_ids, *params.stop_token_ids}
-            self._stop_token_ids[row] = np.array(sorted(i for i in stop_token_ids if i < self._vocab_size), np.int64)
+        constraints = RowConstraints.of(new, self._vocab_size)
+        if constraints is not None:
+            self._constraints[row] = constraints
         if params.logit_bias:
             bias = {i: value for i, value in params.logit_bias.items() if i < self._vocab_size}
             self._logit_bias[row] = np.array(list(bias), np.int64), np.array(list(bias.values()), np.float32)
@@ -97,8 +95,8 @@ class SamplingRows:
         Args:
             rows: [n] the rows that sample in this step.
             positions: [n] how many tokens each row knows by now, which is the position of the one to sample.
-            token_ids: [max_num_seqs, max_len] the tokens of every row; read for rows with penalties only, below
-                their position.
+            token_ids: [max_num_seqs, max_len] the tokens of every row; read for rows with penalties or bad words
+                only, below their position.
         """
         return SamplingBatch(
             temperature=self._temperature[rows],
@@ -110,18 +108,15 @@ class SamplingRows:
             positions=positions,
             num_logprobs=self._num_logprobs[rows],
             logit_bias=self._gather_logit_bias(rows) if self._logit_bias else None,
-            forbidden=self._gather_forbidden(rows, positions) if self._stop_token_ids else None,
+            constraints=(
+                Constraints.gather(self._constraints, rows, positions, token_ids) if self._constraints else None
+            ),
             penalties=self._gather_penalties(rows, positions, token_ids) if self._counts else None,
         )
 
     def _gather_logit_bias(self, rows: IntArray) -> LogitEntries | None:
         found = [(i, self._logit_bias[row]) for i, row in enumerate(rows.tolist()) if row in self._logit_bias]
         return _concatenate([(i, token_ids, values) for i, (token_ids, values) in found])
-
-    def _gather_forbidden(self, rows: IntArray, positions: IntArray) -> LogitEntries | None:
-        early = np.flatnonzero(positions < self._min_positions[rows]).tolist()
-        found = [(i, self._stop_token_ids[int(rows[i])]) for i in early if int(rows[i]) in self._stop_token_ids]
-        return _concatenate([(i, ids, np.full(len(ids), -np.inf, np.float32)) for i, ids in found])
 
     def _gather_penalties(self, rows: IntArray, positions: IntArray, token_ids: IntArray) -> PenaltyEntries | None:
         parts = []

@@ -6,6 +6,8 @@ place. A row is filtered by nothing but its own scores, and none of the filters 
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -13,13 +15,21 @@ from torch import Tensor
 
 from quire.engine.outputs import FloatArray, IntArray
 
+T = TypeVar("T", float, Tensor)
+
+_NUM_PEAKED = 128  # the nucleus of nearly every row of a language model is among so many of its likeliest tokens
+
 
 def keep_top_k(scores: Tensor, top_k: IntArray) -> None:
     """Keep the k highest scores, and those equal to the k-th. 0 keeps all."""
-    vocab_size = scores.shape[1]
-    for row in np.flatnonzero((top_k > 0) & (top_k < vocab_size)).tolist():
-        threshold = scores[row].topk(int(top_k[row])).values[-1]
-        scores[row].masked_fill_(scores[row] < threshold, -torch.inf)
+    used = np.flatnonzero((top_k > 0) & (top_k < scores.shape[1]))
+    if len(used) == 0:
+        return
+    highest = _rows_of(scores, used).topk(int(top_k[used].max()), dim=-1).values
+    kth = torch.from_numpy(top_k[used].astype(np.int64) - 1).to(scores.device)
+    thresholds = torch.full((scores.shape[0], 1), -torch.inf, device=scores.device)
+    thresholds[torch.from_numpy(used).to(scores.device)] = highest.gather(1, kth[:, None])
+    scores.masked_fill_(scores < thresholds, -torch.inf)
 
 
 def keep_top_p(scores: Tensor, top_p: FloatArray) -> None:
@@ -27,13 +37,21 @@ def keep_top_p(scores: Tensor, top_p: FloatArray) -> None:
 
     A token stays when the tokens before it, by probability and then by id, have a mass below p.
     """
-    for row in np.flatnonzero(top_p < 1.0).tolist():
-        probs = torch.softmax(scores[row], dim=-1)
-        num_kept, threshold = _nucleus(probs, float(top_p[row]))
-        scores[row].masked_fill_(probs < threshold, -torch.inf)
-        at_threshold = torch.nonzero(probs == threshold)[:, 0]
-        num_above = int((probs > threshold).sum())
-        scores[row, at_threshold[num_kept - num_above :]] = -torch.inf
+    used = np.flatnonzero(top_p < 1.0)
+    if len(used) == 0:
+        return
+    selected = _rows_of(scores, used)
+    probs = torch.softmax(selected, dim=-1)
+    limits = torch.from_numpy(top_p[used].astype(np.float64)).to(scores.device)[:, None]
+    threshold, num_ties = _nucleus(probs, limits)
+    selected.masked_fill_(probs < threshold, -torch.inf)
+    (partly,) = torch.nonzero(num_ties[:, 0] >= 0, as_tuple=True)
+    if len(partly):  # of equal tokens at the border, those with the lowest ids
+        at_threshold = probs[partly] == threshold[partly]
+        excess = at_threshold & (at_threshold.cumsum(dim=-1) > num_ties[partly])
+        selected[partly] = selected[partly].masked_fill_(excess, -torch.inf)
+    if selected is not scores:
+        scores[torch.from_numpy(used).to(scores.device)] = selected
 
 
 def keep_min_p(scores: Tensor, min_p: FloatArray) -> None:
@@ -41,21 +59,63 @@ def keep_min_p(scores: Tensor, min_p: FloatArray) -> None:
     used = np.flatnonzero(min_p > 0.0)
     if len(used) == 0:
         return
-    rows = torch.from_numpy(used).to(scores.device)
     ratio = torch.from_numpy(np.log(min_p[used])).to(scores.device)
-    selected = scores[rows]
+    selected = _rows_of(scores, used)
     floor = selected.amax(dim=-1, keepdim=True) + ratio[:, None]
-    scores[rows] = selected.masked_fill_(selected < floor, -torch.inf)
+    selected.masked_fill_(selected < floor, -torch.inf)
+    if selected is not scores:
+        scores[torch.from_numpy(used).to(scores.device)] = selected
 
 
-def _nucleus(probs: Tensor, top_p: float) -> tuple[int, float]:
-    """How many tokens top-p keeps, and the probability of the last of them. `probs` is [vocab] float32.
+def _rows_of(scores: Tensor, used: npt.NDArray[np.intp]) -> Tensor:
+    """`scores` itself where all of its rows are used, else a copy of those that are."""
+    if len(used) == scores.shape[0]:
+        return scores
+    return scores.index_select(0, torch.from_numpy(used).to(scores.device))
 
-    Tokens of at most (1 - p) / vocab each have a mass of at most 1 - p together, so none of them can be in the nucleus:
-    leaving them out first makes the sort short.
+
+def _nucleus(probs: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """Where top-p cuts: the probability of the last token that it keeps, and how many of that probability it keeps.
+
+    probs [r, vocab] float32, top_p [r, 1] float64. Returns [r, 1] float32 and [r, 1] int64, which is -1 where all of
+    them stay. Few rows need more than their likeliest tokens to reach p, and only those are sorted.
     """
-    candidates: npt.NDArray[np.float32] = probs[probs > (1.0 - top_p) / len(probs) * 0.99].cpu().numpy()
-    descending = np.sort(candidates)[::-1]
-    mass = np.cumsum(descending, dtype=np.float64)
-    num_kept = min(int(np.searchsorted(mass, top_p, side="left")) + 1, len(descending))
-    return num_kept, float(descending[num_kept - 1])
+    vocab_size = probs.shape[1]
+    threshold, num_ties, enough = _cut(probs.topk(min(_NUM_PEAKED, vocab_size), dim=-1).values, top_p, vocab_size)
+    (flat,) = torch.nonzero(~enough[:, 0], as_tuple=True)
+    if vocab_size <= _NUM_PEAKED or len(flat) == 0:
+        return threshold, num_ties
+    if probs.device.type == "cpu":  # torch sorts some ten times slower than NumPy, so also a loop wins
+        for row in flat.tolist():
+            descending = torch.from_numpy(_sorted_candidates(probs[row].numpy(), float(top_p[row])))
+            threshold[row], num_ties[row], _ = _cut(descending[None], top_p[row, None], vocab_size)
+    else:
+        descending = probs[flat].sort(dim=-1, descending=True).values
+        threshold[flat], num_ties[flat], _ = _cut(descending, top_p[flat], vocab_size)
+    return threshold, num_ties
+
+
+def _cut(descending: Tensor, top_p: Tensor, vocab_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The two results of `_nucleus` from the highest probabilities of each row, and whether these were enough."""
+    mass = descending.cumsum(dim=-1, dtype=torch.float64)
+    num_candidates = (descending > _negligible(top_p, vocab_size)).sum(dim=-1, keepdim=True)
+    num_kept = torch.minimum((mass < top_p).sum(dim=-1, keepdim=True) + 1, num_candidates)
+    threshold = descending.gather(1, num_kept - 1)
+    num_above = (descending > threshold).sum(dim=-1, keepdim=True)
+    num_at = (descending == threshold).sum(dim=-1, keepdim=True)
+    num_wanted = num_kept - num_above
+    enough = (mass[:, -1:] >= top_p) & (descending[:, -1:] < threshold)
+    return threshold, torch.where(num_wanted < num_at, num_wanted, -1), enough
+
+
+def _negligible(top_p: T, vocab_size: int) -> T:
+    """Tokens of at most (1 - p) / vocab each have a mass of at most 1 - p together: none of them is in the nucleus.
+
+    Also where rounding keeps the mass of all others below p.
+    """
+    return (1.0 - top_p) / vocab_size * 0.99
+
+
+def _sorted_candidates(probs: FloatArray, top_p: float) -> FloatArray:
+    """The probabilities of one row that could be in its nucleus, in descending order."""
+    return np.sort(probs[probs > _negligible(top_p, len(probs))])[::-1].copy()

@@ -1,8 +1,10 @@
 """Sampling as a pure function of (logits, sampling parameters, seed, position): DESIGN 4.3.
 
-    raw logits ─▶ logit bias ─▶ min_tokens ─▶ penalties ─┬─▶ argmax                                     (temperature 0)
-        │                                                └─▶ temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ inverse CDF
+    raw logits ─▶ logit bias ─▶ constraints ─▶ penalties ─┬─▶ argmax                                    (temperature 0)
+        │                                                 └─▶ temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ inverse CDF
         └─▶ logprobs
+
+Constraints are allowed_token_ids, bad_words and min_tokens: what they exclude is -inf from there on.
 
 Every row is worked out from its own logits, parameters and one uniform number, so a token does not depend on the batch.
 """
@@ -19,6 +21,7 @@ from torch import Tensor
 from quire.engine.outputs import BatchLogprobs
 
 from .batch import LogitEntries, SamplingBatch
+from .constraints import apply_constraints
 from .filters import keep_min_p, keep_top_k, keep_top_p
 from .logprobs import gather_logprobs
 from .penalties import apply_penalties
@@ -58,12 +61,13 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
 
 def _process(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The logits after everything that also decides a greedy token; the given ones where there is nothing to do."""
-    if batch.logit_bias is None and batch.forbidden is None and batch.penalties is None:
+    if batch.logit_bias is None and batch.constraints is None and batch.penalties is None:
         return logits
     processed = logits.clone()
-    for entries in (batch.logit_bias, batch.forbidden):
-        if entries is not None:
-            _add(processed, entries)
+    if batch.logit_bias is not None:
+        _add(processed, batch.logit_bias)
+    if batch.constraints is not None:
+        apply_constraints(processed, batch.constraints)
     if batch.penalties is not None:
         apply_penalties(processed, batch.penalties)
     return processed

@@ -11,7 +11,7 @@ from pydantic import BeforeValidator
 from quire.engine.beam_search import MAX_BEAMS, BeamSearchParams
 from quire.engine.errors import InvalidRequestError
 from quire.engine.input_processor import RequestOptions
-from quire.engine.sampling_params import MAX_STOP_STRINGS, SamplingParams
+from quire.engine.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
 
 from .fields import StrictModel, at_most, check_length, wrong
 
@@ -69,6 +69,8 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "repetition_penalty",
     "seed",
+    "allowed_token_ids",
+    "bad_words",
     "stop",
     "stop_token_ids",
     "ignore_eos",
@@ -113,6 +115,8 @@ class GenerationRequest(StrictModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias_by_token_id)] | None = None
+    allowed_token_ids: Annotated[list[int], at_most(MAX_ALLOWED_TOKEN_IDS)] | None = None
+    bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
     seed: int | None = None
     stop: Annotated[list[str], at_most(MAX_STOP_STRINGS), BeforeValidator(_stop_list)] | None = None
     stop_token_ids: Annotated[list[int], at_most(MAX_STOP_TOKEN_IDS)] | None = None
