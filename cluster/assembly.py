@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.engine.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
-from quire.engine.model_source import ModelInfo
+from quire.engine.model_source import ModelInfo, check_ranks
 
 
 def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
@@ -20,6 +20,7 @@ def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
 
 def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:
     """One rank runs in this process, several are actors. The imports bring torch, or Ray."""
+    check_ranks(config, info)
     if config.parallel.tensor_parallel_size == 1:
         from quire.workers.local_executor import LocalExecutor
 
