@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.engine.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
-from quire.engine.model_source import ModelInfo, check_ranks
+from quire.engine.gates import Gate
+from quire.engine.grammar.gate import GrammarGate
+from quire.engine.model_source import ModelInfo
+from quire.engine.tokenizer import load_tokenizer
 
 
 def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
     """The core of one engine on its executor, ready for its first step. Raises `QuireError`, leaving nothing behind."""
     executor = start_executor(config, info)
     try:
-        return EngineCore(config, executor, info.max_model_len)
+        core: EngineCore = EngineCore(
+            config, executor, info.max_model_len, (grammar_gate(config, info, lambda: core.wake()),)
+        )
+        return core
     except BaseException:
         executor.shutdown()
         raise
 
 
+def grammar_gate(config: EngineConfig, info: ModelInfo, wake: Callable[[], None]) -> Gate:
+    """Compiles grammars for a model. Its tokenizer is loaded with the first of them."""
+    from quire.engine.grammar.compiler import LlguidanceCompiler
+
+    compiler = LlguidanceCompiler(lambda: load_tokenizer(info), info.vocab_size, info.eos_token_ids, config.grammar)
+    return GrammarGate(compiler, wake)
+
+
 def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:
     """One rank runs in this process, several are actors. The imports bring torch, or Ray."""
-    check_ranks(config, info)
     if config.parallel.tensor_parallel_size == 1:
         from quire.workers.local_executor import LocalExecutor
 

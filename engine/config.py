@@ -32,11 +32,6 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt + answer in tokens; the model's own limit when not given."
     )
-    implementation: Literal["auto", "native", "transformers"] = Field(
-        "auto",
-        description="Who computes the model. auto: Quire's own decoder where it knows the architecture, else "
-        "transformers over Quire's KV cache, which is slower and runs on one rank.",
-    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the right shapes, for benchmarks."
     )
@@ -99,6 +94,21 @@ class SchedulerConfig(Section):
     )
 
 
+class GrammarConfig(Section):
+    """What a grammar (structured output) may cost."""
+
+    max_source_bytes: int = Field(
+        262_144, ge=1, description="Size of a schema, expression or grammar, in characters of its source."
+    )
+    max_grammar_size: int = Field(500_000, ge=1, description="Symbols of a compiled grammar, its references followed.")
+    max_lexer_fuel: int = Field(
+        1_000_000, ge=1, description="Effort for its expressions when it is compiled; about 50,000 are a millisecond."
+    )
+    max_search_steps: int = Field(
+        10_000, ge=1, description="Effort to find its shortest answer; about 100 are a millisecond."
+    )
+
+
 class EngineConfig(Section):
     """Everything that one engine needs to know."""
 
@@ -106,6 +116,7 @@ class EngineConfig(Section):
     parallel: ParallelConfig = ParallelConfig()
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    grammar: GrammarConfig = GrammarConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -46,6 +46,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
+        self._gates = gates
         self._clock = clock
         self._woken = threading.Event()
         self.is_recovering = False  # the ranks are being rebuilt; read from any thread
@@ -129,6 +130,8 @@ class EngineCore:
         return self.scheduler.stats()
 
     def shutdown(self) -> None:
+        for gate in self._gates:
+            gate.close()
         self._executor.shutdown()
 
     def _wait(self) -> None:

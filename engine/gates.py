@@ -9,14 +9,8 @@ up those behind it.
 
 from __future__ import annotations
 
-import contextlib
-from collections import OrderedDict
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
-from .errors import InvalidRequestError, QuireError
-from .grammar.spec import GrammarSpec
 from .request import Request
 from .wait_ledger import WaitCause
 
@@ -42,67 +36,6 @@ class Gate(Protocol):
         """Give back what `enter` set aside: the request is not admitted after all, or has left its row."""
         ...
 
-
-class GrammarCompiler(Protocol):
-    def compile(self, grammar: GrammarSpec) -> object:
-        """May take long; called from another thread. Raises `InvalidRequestError`."""
-        ...
-
-
-class GrammarGate:
-    """Holds a request back until its grammar is compiled, off the hot path. Equal grammars are compiled once.
-
-    `on_ready` is called from the compiling thread whenever a grammar is done. Compiled grammars are kept until there
-    are more than `max_cached` of them; those under way are never given up.
-    """
-
-    cause = WaitCause.GRAMMAR
-
-    def __init__(self, compiler: GrammarCompiler, on_ready: Callable[[], None], max_cached: int = 256) -> None:
-        self.version = 0  # written by the compiling thread alone
-        self._compiler = compiler
-        self._on_ready = on_ready
-        self._max_cached = max_cached
-        self._compiled: OrderedDict[GrammarSpec, Future[object]] = OrderedDict()
-        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-
-    def enter(self, request: Request) -> bool:
-        grammar = request.source.grammar
-        if grammar is None:
-            return True
-        future = self._compiled.get(grammar)
-        if future is None:
-            self._make_room()
-            future = self._compiled[grammar] = self._threads.submit(self._compile, grammar)
-        self._compiled.move_to_end(grammar)
-        if not future.done():
-            return False
-        future.result()  # a grammar that cannot be compiled ends the request
-        return True
-
-    def leave(self, request: Request) -> None:
-        """A compiled grammar is shared and holds nothing of one request."""
-
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    def _make_room(self) -> None:
-        """Forget the compiled grammars that were used least recently, down to one less than the limit."""
-        done = [grammar for grammar, future in self._compiled.items() if future.done()]
-        for grammar in done[: max(len(self._compiled) - self._max_cached + 1, 0)]:
-            del self._compiled[grammar]
-
-    def _compile(self, grammar: GrammarSpec) -> object:
-        try:
-            return self._compiler.compile(grammar)
-        except QuireError:
-            raise
-        except Exception as error:  # whatever a compiler raises, it is about this grammar and ends its requests alone
-            raise InvalidRequestError(f"grammar: it cannot be compiled ({error}).", "grammar") from error
-        finally:
-            with contextlib.suppress(RuntimeError):  # the gate was closed meanwhile
-                self._threads.submit(self._announce)  # runs after this one is done, in the same thread
-
-    def _announce(self) -> None:
-        self.version += 1
-        self._on_ready()
+        """The engine ends: nothing is asked any more."""
+        ...

@@ -29,7 +29,7 @@ class RequestState:
         "_min_tokens",
         "_num_shown",
         "_pieces",
-        "_skip_stop_token",
+        "_silent_token_ids",
         "error",
         "finish_reason",
         "index",
@@ -61,7 +61,8 @@ class RequestState:
         include = params.include_stop_str_in_output
         self._matcher = StopStringMatcher(params.stop, include=include) if params.stop else None
         self._min_tokens = params.min_tokens
-        self._skip_stop_token = not include
+        stops = {*params.stop_token_ids, *(() if params.ignore_eos else request.eos_token_ids)}
+        self._silent_token_ids = frozenset() if include else frozenset(stops)  # at the end, where they ended it
         self._pieces: list[str] = []
         self._num_shown = 0  # tokens that earlier deltas held
 
@@ -104,13 +105,13 @@ class RequestState:
         """Append tokens up to a stop string and return the text that they release."""
         known_in_output = len(output.new_token_ids) - len(new_token_ids)
         # The token that made the engine stop (EOS or a stop token) is part of the answer's tokens, not of its text.
-        silent = len(new_token_ids) - 1 if output.finish_reason == "stop" and self._skip_stop_token else -1
+        silent = len(new_token_ids) - 1 if output.finish_reason == "stop" else -1
         released: list[str] = []
         for i, token_id in enumerate(new_token_ids):
             self.token_ids.append(token_id)
             if self.logprobs is not None and output.logprobs is not None:
                 self.logprobs.append(output.logprobs[known_in_output + i])
-            if i == silent:
+            if i == silent and token_id in self._silent_token_ids:
                 continue
             text = self._detokenizer.push(token_id)
             if self._matcher is not None and text:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from .errors import InvalidRequestError, QuireError
 from .grammar.spec import GrammarSpec
 from .sampling_params import SamplingParams
 
@@ -85,6 +86,13 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     first_miss_evicted_s: float | None = None  # how long before admission the missed block was evicted
 
 
+class Refusal(msgspec.Struct, frozen=True, array_like=True):
+    """That an error is the request's own fault (`InvalidRequestError`), found only after it was taken in."""
+
+    param: str | None = None
+    code: str | None = None
+
+
 class EngineOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """New tokens of one request. `first_index` is the output index of the first: receiving one twice is harmless."""
 
@@ -97,6 +105,16 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     error: str | None = None
     report: RequestReport | None = None  # with the finish reason
+    refusal: Refusal | None = None  # with an error
+
+    @classmethod
+    def last(
+        cls, request_id: str, first_index: int, reason: FinishReason, error: QuireError | None, report: RequestReport
+    ) -> EngineOutput:
+        """The end of a request that no token brings."""
+        refusal = Refusal(error.param, error.code) if isinstance(error, InvalidRequestError) else None
+        message = None if error is None else error.message
+        return cls(request_id, first_index, [], reason, error=message, report=report, refusal=refusal)
 
 
 class NewRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,6 +140,13 @@ class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
     block_ids: list[int]
 
 
+class GrammarMasks(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens that may come next in rows with a grammar: token t is bit t % 32 of word t // 32."""
+
+    indices: IntArray  # [m] positions in the batch, ascending; each of them samples in this step
+    allowed: IntArray  # [m, ceil(vocab_size / 32)]
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step. The three arrays are in batch order and say which tokens of which rows are computed.
 
@@ -138,6 +163,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     new_rows: list[NewRow] = []
     block_updates: list[BlockUpdate] = []
     released_rows: list[int] = []
+    grammar: GrammarMasks | None = None
 
     @property
     def total_num_scheduled_tokens(self) -> int:

@@ -6,10 +6,14 @@ import enum
 from typing import TYPE_CHECKING
 
 from .block_hash import ROOT, BlockHash, hash_block, hash_scope, media_key
+from .errors import InvalidRequestError
 from .outputs import RequestReport
 from .wait_ledger import WaitCause, WaitLedger
 
 if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    from .grammar.constraint import Constraint
     from .kv_cache_manager import PrefixMiss
     from .outputs import EngineRequest
 
@@ -34,6 +38,7 @@ class Request:
         "admitted_at",
         "arrival_index",
         "block_hashes",
+        "constraint",
         "deadline",
         "first_miss",
         "ledger",
@@ -44,6 +49,7 @@ class Request:
         "num_failures",
         "num_preemptions",
         "num_recomputed_tokens",
+        "opening",
         "output_token_ids",
         "preempted_by",
         "priority",
@@ -86,6 +92,8 @@ class Request:
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
         self.preempted_by: list[str] = []
+        self.constraint: Constraint | None = None  # what holds it to its grammar, once that is compiled
+        self.opening: Future[Constraint] | None = None  # the same while it is made
         self.num_failures = 0  # executor failures since its last new token
 
     @property
@@ -95,6 +103,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that may still come."""
+        return self.max_total_tokens - self.num_tokens
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -129,6 +142,8 @@ class Request:
         token_id = self.output_token_ids[-1]
         if token_id in self.stop_token_ids and len(self.output_token_ids) > self.source.sampling_params.min_tokens:
             return ("stop", None if token_id in self.source.eos_token_ids else token_id)
+        if self.constraint is not None and self.constraint.is_complete:
+            return ("stop", None)
         if self.num_tokens >= self.max_total_tokens:
             return ("length", None)
         return None
@@ -151,3 +166,21 @@ class Request:
             first_miss=None if miss is None else miss.reason,
             first_miss_evicted_s=evicted_s,
         )
+
+
+def check_source(source: EngineRequest, max_model_len: int) -> None:
+    """Raises `InvalidRequestError` for a request that no engine of this context could run."""
+    num_prompt_tokens = len(source.prompt_token_ids)
+    if not num_prompt_tokens:
+        raise InvalidRequestError("prompt: must hold at least one token.", "prompt")
+    if num_prompt_tokens >= max_model_len:
+        raise InvalidRequestError(
+            f"prompt: {num_prompt_tokens} tokens leave no room for an answer; the context is "
+            f"{max_model_len} tokens, so at most {max_model_len - 1} are allowed.",
+            "prompt",
+            "context_length_exceeded",
+        )
+    if source.deadline_ms is not None and source.deadline_ms <= 0:
+        raise InvalidRequestError(f"deadline_ms: must be > 0, got {source.deadline_ms}.", "deadline_ms")
+    if not 0 < source.tenant_weight < float("inf"):
+        raise InvalidRequestError(f"tenant_weight: must be > 0, got {source.tenant_weight}.", "tenant_weight")

@@ -26,18 +26,14 @@ _BOOLEANS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampling and stopping parameters of one request (names and meaning as in OpenAI's and vLLM's APIs).
 
-        `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` N returns the N likeliest tokens and the
-        sampled one, of the raw distribution (before temperature and filters); 0 returns the sampled one only.
-    <<<<<<< HEAD
-        `max_tokens` None runs to the end of the context. `spaces_between_special_tokens` False joins those that are shown,
-        where the tokenizer's decoder would put spaces between them. Raises `InvalidRequestError`, naming the field.
-    =======
-        `max_tokens` None runs to the end of the context.
-        `allowed_token_ids` are the only tokens that may be sampled. `bad_words` are never completed: the last token of one
-        is forbidden where the answer ends with the others. Engines know tokens only, so `InputProcessor` turns them into
-        `bad_words_token_ids`. Where allowed tokens are left by neither them nor `min_tokens`, these two give way.
-        Raises `InvalidRequestError`, naming the field.
-    >>>>>>> 2f6857b (Constrain what may be sampled: allowed tokens and bad words; top-k and top-p filter a batch at once)
+    `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` N returns the N likeliest tokens and the
+    sampled one, of the raw distribution (before temperature and filters); 0 returns the sampled one only.
+    `max_tokens` None runs to the end of the context. `spaces_between_special_tokens` False joins those that are shown,
+    where the tokenizer's decoder would put spaces between them.
+    `allowed_token_ids` are the only tokens that may be sampled. `bad_words` are never completed: the last token of one
+    is forbidden where the answer ends with the others. Engines know tokens only, so `InputProcessor` turns them into
+    `bad_words_token_ids`. Where allowed tokens are left by neither them nor `min_tokens`, these two give way.
+    Raises `InvalidRequestError`, naming the field.
     """
 
     n: int = 1

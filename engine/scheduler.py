@@ -25,6 +25,7 @@ import numpy as np
 from .config import SchedulerConfig
 from .errors import EngineError, InvalidRequestError, QuireError
 from .gates import Gate
+from .grammar.steps import Verdicts, gather_masks, hold_to_grammars
 from .kv_cache_manager import KVCacheManager
 from .outputs import (
     BatchLogprobs,
@@ -40,7 +41,7 @@ from .outputs import (
     TokenLogprobs,
 )
 from .quarantine import Quarantine
-from .request import Request, RequestStatus
+from .request import Request, RequestStatus, check_source
 from .request_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from .running_table import RunningTable
 from .step_plan import ScheduledStep, StepPlan
@@ -77,7 +78,9 @@ class Scheduler:
 
     def add(self, source: EngineRequest, now: float) -> None:
         """Queue a request. Raises `InvalidRequestError` or `OverloadedError`, and then nothing is queued."""
-        self._check(source)
+        if source.request_id in self.requests:
+            raise InvalidRequestError(f"request_id: {source.request_id!r} is in use.", "request_id")
+        check_source(source, self.max_model_len)
         if not source.resume_token_ids:  # an open stream that comes from elsewhere is not turned away
             self.waiting.check_room(len(source.prompt_token_ids))
         priority = source.priority if self.config.policy == "priority" else 0
@@ -95,16 +98,10 @@ class Scheduler:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
         self._num_prompt_tokens += request.num_prompt_tokens
 
-    def abort(
-        self, request_id: str, now: float, reason: FinishReason = "abort", error: str | None = None
-    ) -> EngineOutput | None:
+    def abort(self, request_id: str, now: float) -> EngineOutput | None:
         """End a request in whatever state it is. None if it is not here (any more)."""
         request = self.requests.get(request_id)
-        if request is None:
-            return None
-        self._finish(request, now)
-        first_index = len(request.output_token_ids)
-        return EngineOutput(request_id, first_index, [], reason, error=error, report=request.report(now))
+        return None if request is None else self._end(request, now, "abort")
 
     def take_ended(self) -> list[EngineOutput]:
         """Ends of requests since the last call that no step brought: deadlines, gates, requests that had ended."""
@@ -148,7 +145,8 @@ class Scheduler:
         table, config = self.running, self.config
         computed = table.num_computed[rows]
         # The last token that a request may have is never computed: nothing is sampled after it.
-        end = np.minimum(table.num_tokens[rows] + table.num_pending[rows], table.max_total[rows] - 1)
+        pending = np.where(table.is_constrained[rows], 0, table.num_pending[rows])
+        end = np.minimum(table.num_tokens[rows] + pending, table.max_total[rows] - 1)
         wants = end - computed
         most = config.long_prefill_token_threshold
         limited = np.minimum(wants, most) if most else wants
@@ -215,9 +213,11 @@ class Scheduler:
             if not waiting.pass_gates(request, now):
                 return None
         except QuireError as error:
-            ended = self.abort(request.request_id, now, "error", error.message)
-            assert ended is not None
-            self._ended.append(ended)
+            self._ended.append(self._end(request, now, "error", error))
+            return None
+        if request.finish_reason() is not None:  # it resumes after its last token, as its gate has found out
+            waiting.leave_gates(request)
+            self._ended.append(self._end(request, now, "stop"))
             return None
         hit = kv_cache.find_prefix(request)
         num_computed = hit.num_blocks * kv_cache.block_size
@@ -274,6 +274,7 @@ class Scheduler:
         table = self.running
         computed = table.num_computed[rows]
         samples = computed + grants == table.num_tokens[rows] + table.num_pending[rows]
+        requests = [table.requests[row] for row in rows.tolist()]
         table.num_computed[rows] += grants
         table.num_pending[rows] += samples
         output = SchedulerOutput(
@@ -284,12 +285,12 @@ class Scheduler:
             new_rows=plan.new_rows,
             block_updates=plan.block_updates,
             released_rows=self._released_rows,
+            grammar=gather_masks(requests, np.flatnonzero(samples & table.is_constrained[rows])),
         )
         self._num_steps += 1
         self._released_rows = []
         self.waiting.drain_rate.record(int(grants.sum()), plan.now)
-        requests = table.requests
-        return ScheduledStep(output, [requests[row] for row in rows.tolist()], table.epoch[rows], samples)
+        return ScheduledStep(output, requests, table.epoch[rows], samples)
 
     # ---- taking in the results of a step --------------------------------------------------------------------------
 
@@ -297,10 +298,12 @@ class Scheduler:
         """Book the tokens that a step sampled, and end the requests that they end. In batch order."""
         table, rows = self.running, step.output.rows
         taken = step.samples & (table.epoch[rows] == step.epochs)  # a row released meanwhile belongs to somebody else
-        taken_rows = rows[taken]
-        table.num_pending[taken_rows] -= 1
-        table.num_tokens[taken_rows] += 1
+        table.num_pending[rows[taken]] -= 1
         tokens = result.sampled_token_ids[:, 0].tolist()
+        held = hold_to_grammars(step.requests, np.flatnonzero(taken & table.is_constrained[rows]), tokens)
+        if held.objections:
+            taken[held.objections] = False
+        table.num_tokens[rows[taken]] += 1
         logprobs = _split_logprobs(result.logprobs, step.requests) if result.logprobs is not None else {}
         outputs = []
         requests = step.requests
@@ -312,7 +315,11 @@ class Scheduler:
             first_index = len(output_token_ids)
             output_token_ids.append(token_id)
             request.num_failures = 0
-            if token_id in request.stop_token_ids or request.num_tokens >= request.max_total_tokens:
+            if (
+                token_id in request.stop_token_ids
+                or request.num_tokens >= request.max_total_tokens
+                or index in held.ends
+            ):
                 outputs.append(self._last_output(request, first_index, logprobs.get(index), now))
             else:
                 outputs.append(
@@ -325,7 +332,7 @@ class Scheduler:
                     )
                 )
         self._num_generation_tokens += len(outputs)
-        return outputs
+        return outputs + self._without_token(step, held, now) if held.objections else outputs
 
     def _last_output(
         self, request: Request, first_index: int, logprobs: list[TokenLogprobs] | None, now: float
@@ -348,6 +355,25 @@ class Scheduler:
             report=request.report(now),
         )
 
+    def _without_token(self, step: ScheduledStep, held: Verdicts, now: float) -> list[EngineOutput]:
+        """Requests whose grammar did not take the token that was sampled: they end here, or sample again.
+
+        The ranks have appended that token to their copy of the row, so the row is given up. Nearly all that it
+        computed is found again by its prefix.
+        """
+        ends = []
+        for index in held.objections:
+            request, error = cast(Request, step.requests[index]), held.errors.get(index)
+            if error is not None:
+                ends.append(self._end(request, now, "error", error))
+            elif request.finish_reason() is not None:  # no other token is allowed
+                ends.append(self._end(request, now, "stop"))
+            else:
+                self._leave_row(request)
+                request.status = RequestStatus.PREEMPTED
+                self.waiting.push(request, now)
+        return ends
+
     # ---- rows and blocks return -----------------------------------------------------------------------------------
 
     def rewind(self, failed: ScheduledStep, error: str, now: float) -> list[EngineOutput]:
@@ -367,9 +393,7 @@ class Scheduler:
         ends = []
         for request in given_up:
             message = f"The engine failed {request.num_failures} times in a row with this request: {error}"
-            ended = self.abort(request.request_id, now, "error", message)
-            assert ended is not None
-            ends.append(ended)
+            ends.append(self._end(request, now, "error", EngineError(message)))
         return ends
 
     def _preempt(self, victim: Request, by: Request, now: float) -> None:
@@ -386,13 +410,18 @@ class Scheduler:
             request = heapq.heappop(self._deadlines)[2]
             if self._is_here(request):
                 deadline_ms = request.source.deadline_ms
-                ended = self.abort(request.request_id, now, "deadline", f"deadline_ms: {deadline_ms} ms have passed.")
-                assert ended is not None
-                self._ended.append(ended)
+                error = QuireError(f"deadline_ms: {deadline_ms} ms have passed.")
+                self._ended.append(self._end(request, now, "deadline", error))
                 self._num_deadlines_missed += 1
 
     def _is_here(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request
+
+    def _end(self, request: Request, now: float, reason: FinishReason, error: QuireError | None = None) -> EngineOutput:
+        """End a request without a further token."""
+        self._finish(request, now)
+        first_index = len(request.output_token_ids)
+        return EngineOutput.last(request.request_id, first_index, reason, error, request.report(now))
 
     def _finish(self, request: Request, now: float) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -433,24 +462,6 @@ class Scheduler:
         return min(int(table.num_computed[row]), int(table.num_tokens[row]))
 
     # ---- checks and numbers ---------------------------------------------------------------------------------------
-
-    def _check(self, source: EngineRequest) -> None:
-        if source.request_id in self.requests:
-            raise InvalidRequestError(f"request_id: {source.request_id!r} is in use.", "request_id")
-        num_prompt_tokens = len(source.prompt_token_ids)
-        if not num_prompt_tokens:
-            raise InvalidRequestError("prompt: must hold at least one token.", "prompt")
-        if num_prompt_tokens >= self.max_model_len:
-            raise InvalidRequestError(
-                f"prompt: {num_prompt_tokens} tokens leave no room for an answer; the context is "
-                f"{self.max_model_len} tokens, so at most {self.max_model_len - 1} are allowed.",
-                "prompt",
-                "context_length_exceeded",
-            )
-        if source.deadline_ms is not None and source.deadline_ms <= 0:
-            raise InvalidRequestError(f"deadline_ms: must be > 0, got {source.deadline_ms}.", "deadline_ms")
-        if not 0 < source.tenant_weight < float("inf"):
-            raise InvalidRequestError(f"tenant_weight: must be > 0, got {source.tenant_weight}.", "tenant_weight")
 
     def stats(self) -> SchedulerStats:
         pool, table, rows = self.kv_cache.pool, self.running, self.running.rows()

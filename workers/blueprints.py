@@ -1,10 +1,10 @@
-"""Which implementation runs a model: our own decoder where its family is known, else `transformers`."""
+"""Which implementation runs a model: our own decoder where its family is known."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.model_source import Implementation, ModelInfo
+from quire.engine.model_source import ModelInfo
 
 from .loader.load import check_weights, load_weights
 from .models.decoder import Decoder
@@ -16,13 +16,8 @@ from .parallel import ParallelContext
 
 def blueprint_of(info: ModelInfo) -> Blueprint:
     """Raises `ConfigError` when the architecture, or something that its configuration asks for, is not supported."""
-    if info.implementation.kind == "transformers":
-        from .fallback import FallbackBlueprint  # brings the models of transformers
-
-        return FallbackBlueprint.of(info)
     architecture, family = family_of(info.hf_config)
-    spec = family.decoder_spec(info.hf_config, info.max_model_len)
-    return NativeBlueprint(architecture, info.implementation, family, spec)
+    return NativeBlueprint(architecture, family, family.decoder_spec(info.hf_config, info.max_model_len))
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +25,12 @@ class NativeBlueprint:
     """A `Decoder` of a known family."""
 
     architecture: str
-    implementation: Implementation
     family: Family
     spec: DecoderSpec
+
+    @property
+    def implementation(self) -> str:
+        return "native"
 
     def build(self, parallel: ParallelContext) -> Decoder:
         return Decoder(self.spec, parallel)

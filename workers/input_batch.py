@@ -8,11 +8,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.outputs import IntArray, SchedulerOutput
+from quire.engine.outputs import GrammarMasks, IntArray, SchedulerOutput
 from quire.kernels.ops import AttentionMetadata
 
 from .attention_metadata import build_attention_metadata
 from .request_table import RequestTable
+from .sampler import TokenMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,7 @@ class InputBatch:
     sampling_indices: IntArray  # [num_sampling] the requests, in batch order, that sample in this step
     sampling_rows: IntArray  # [num_sampling] their rows
     logits_indices: Tensor  # [num_sampling] int64, the tokens whose logits they sample from
+    masks: TokenMasks | None = None  # of those that have a grammar; its indices count the requests that sample
 
 
 def gather_inputs(step: SchedulerOutput, table: RequestTable, block_size: int, device: torch.device) -> InputBatch:
@@ -61,6 +63,14 @@ def gather_inputs(step: SchedulerOutput, table: RequestTable, block_size: int, d
         sampling_indices=sampling_indices,
         sampling_rows=rows[sampling_indices],
         logits_indices=_indices(logits_indices, device),
+        masks=None if step.grammar is None else _masks(step.grammar, sampling_indices),
+    )
+
+
+def _masks(grammar: GrammarMasks, sampling_indices: IntArray) -> TokenMasks:
+    return TokenMasks(
+        indices=np.searchsorted(sampling_indices, grammar.indices).astype(np.int64),
+        allowed=np.require(grammar.allowed, requirements="W"),  # one that has travelled is read-only
     )
 
 

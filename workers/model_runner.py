@@ -59,7 +59,7 @@ class ModelRunner:
     def _sample(self, hidden: torch.Tensor, batch: InputBatch) -> SamplerOutput:
         logits = self._model.logits(hidden.index_select(0, batch.logits_indices))
         rows = batch.sampling_rows
-        parameters = self._table.sampling.gather(rows, self._table.num_tokens[rows], self._table.token_ids)
+        parameters = self._table.sampling.gather(rows, self._table.num_tokens[rows], self._table.token_ids, batch.masks)
         return sample(logits, parameters)
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
 import pytest
 from engine_helpers import Collector, make_core, make_request
 from fake_executor import FakeExecutor, expected_tokens
 
 from quire.engine.core import EngineCore
 from quire.engine.errors import InvalidRequestError, OverloadedError
-from quire.engine.gates import GrammarGate
 from quire.engine.grammar import GrammarSpec
-from quire.engine.outputs import RequestReport
+from quire.engine.grammar.constraint import Constraint
+from quire.engine.grammar.gate import GrammarGate
+from quire.engine.outputs import EngineRequest, RequestReport
 from quire.engine.request import Request
 from quire.engine.wait_ledger import WaitCause
 
@@ -283,6 +285,9 @@ class ToyGate:
         self.holders.remove(request.request_id)
         self.version += 1
 
+    def close(self) -> None:
+        pass
+
 
 def test_a_request_is_let_in_by_all_gates_or_by_none() -> None:
     clock = Clock()
@@ -370,14 +375,29 @@ class SlowCompiler:
         self.may_go = threading.Event()
         self.compiled: list[str] = []
 
-    def compile(self, grammar: GrammarSpec) -> object:
+    def compile(self, grammar: GrammarSpec) -> AnyText:
         assert self.may_go.wait(10)
         self.compiled.append(grammar.source)
         if grammar.source == "broken":
             raise InvalidRequestError("structured_outputs: not a grammar", "structured_outputs")
         if grammar.source == "crash":
             raise ValueError("a fault of the compiler")
-        return object()
+        return AnyText()
+
+
+class AnyText:
+    """A grammar that allows everything."""
+
+    def open(self, source: EngineRequest, num_left: int) -> Constraint:
+        return Free()  # type: ignore[return-value]
+
+
+class Free:
+    is_complete = False
+    allowed = np.full(2, -1, np.int32)
+
+    def accept(self, token_id: int, num_left: int) -> bool:
+        return True
 
 
 def test_the_grammar_gate_compiles_off_the_hot_path() -> None:
@@ -415,7 +435,7 @@ def test_a_compiler_that_crashes_ends_that_request_alone() -> None:
     while core.has_work:
         collector.take(core.step())
     gate.close()
-    assert collector.ends["crash"].error == "grammar: it cannot be compiled (a fault of the compiler)."
+    assert collector.ends["crash"].error == "structured_outputs: it cannot be compiled (a fault of the compiler)."
     assert collector.tokens["plain"] == expected_tokens([2], 2)
 
 

@@ -162,7 +162,7 @@ def test_include_stop_str_in_output() -> None:
     [({}, "ab"), ({"include_stop_str_in_output": True}, "abz"), ({"skip_special_tokens": False}, "ab")],
 )
 def test_the_stop_token_is_a_token_but_not_text(params: dict[str, Any], text: str) -> None:
-    target = state(**params)
+    target = state(stop_token_ids=tuple(chars("z")), **params)
     last = target.push(output(0, chars("abz"), "stop", stop_reason=chars("z")[0]))
     assert (target.text, target.token_ids, last.stop_reason) == (text, chars("abz"), chars("z")[0])
 

@@ -40,6 +40,9 @@ class SlotGate:
         self.holders.remove(request.request_id)
         self.version += 1
 
+    def close(self) -> None:
+        pass
+
 
 @dataclass(frozen=True)
 class Script:

@@ -25,6 +25,14 @@ class LogitEntries:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """All that some rows of the batch may sample: token t is bit t % 32 of word t // 32."""
+
+    indices: Int64Array  # [m]
+    allowed: IntArray  # [m, ceil(vocab_size / 32)]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """The rows that sample in one step, in the order of their logits. All arrays are on the host.
 
@@ -42,6 +50,7 @@ class SamplingBatch:
     logit_bias: LogitEntries | None = None
     constraints: Constraints | None = None
     penalties: PenaltyEntries | None = None
+    masks: TokenMasks | None = None  # of rows with a grammar
 
     @property
     def num_reqs(self) -> int:
@@ -89,7 +98,9 @@ class SamplingRows:
         if params.has_penalties:
             self._counts[row] = TokenCounts(params, new.num_prompt_tokens)
 
-    def gather(self, rows: IntArray, positions: IntArray, token_ids: IntArray) -> SamplingBatch:
+    def gather(
+        self, rows: IntArray, positions: IntArray, token_ids: IntArray, masks: TokenMasks | None = None
+    ) -> SamplingBatch:
         """The batch of the given rows, in their order.
 
         Args:
@@ -97,6 +108,7 @@ class SamplingRows:
             positions: [n] how many tokens each row knows by now, which is the position of the one to sample.
             token_ids: [max_num_seqs, max_len] the tokens of every row; read for rows with penalties or bad words
                 only, below their position.
+            masks: of rows with a grammar; its indices count `rows`.
         """
         return SamplingBatch(
             temperature=self._temperature[rows],
@@ -112,6 +124,7 @@ class SamplingRows:
                 Constraints.gather(self._constraints, rows, positions, token_ids) if self._constraints else None
             ),
             penalties=self._gather_penalties(rows, positions, token_ids) if self._counts else None,
+            masks=masks,
         )
 
     def _gather_logit_bias(self, rows: IntArray) -> LogitEntries | None:

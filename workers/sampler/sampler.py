@@ -1,7 +1,6 @@
 """Sampling as a pure function of (logits, sampling parameters, seed, position): DESIGN 4.3.
 
-    raw logits ─▶ logit bias ─▶ constraints ─▶ penalties ─┬─▶ argmax                                    (temperature 0)
-        │                                                 └─▶ temperature ─▶ top-k ─▶ top-p ─▶ min-p ─▶ inverse CDF
+    if batch.logit_bias is None and batch.constraints is None and batch.penalties is None and batch.masks is None:
         └─▶ logprobs
 
 Constraints are allowed_token_ids, bad_words and min_tokens: what they exclude is -inf from there on.
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from quire.engine.outputs import BatchLogprobs
 
-from .batch import LogitEntries, SamplingBatch
+from .batch import LogitEntries, SamplingBatch, TokenMasks
 from .constraints import apply_constraints
 from .filters import keep_min_p, keep_top_k, keep_top_p
 from .logprobs import gather_logprobs
@@ -61,7 +60,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
 
 def _process(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """The logits after everything that also decides a greedy token; the given ones where there is nothing to do."""
-    if batch.logit_bias is None and batch.constraints is None and batch.penalties is None:
+    if batch.logit_bias is None and batch.constraints is None and batch.penalties is None and batch.masks is None:
         return logits
     processed = logits.clone()
     if batch.logit_bias is not None:
@@ -70,6 +69,8 @@ def _process(logits: Tensor, batch: SamplingBatch) -> Tensor:
         apply_constraints(processed, batch.constraints)
     if batch.penalties is not None:
         apply_penalties(processed, batch.penalties)
+    if batch.masks is not None:
+        _mask(processed, batch.masks)
     return processed
 
 
@@ -77,6 +78,16 @@ def _add(logits: Tensor, entries: LogitEntries) -> None:
     indices = torch.from_numpy(entries.indices).to(logits.device)
     token_ids = torch.from_numpy(entries.token_ids).to(logits.device)
     logits[indices, token_ids] += torch.from_numpy(entries.values).to(logits.device)
+
+
+def _mask(logits: Tensor, masks: TokenMasks) -> None:
+    """Tokens that a mask does not allow become impossible; so do those beyond its end."""
+    words = torch.from_numpy(masks.allowed).to(logits.device)
+    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
+    allowed = (words[:, :, None] >> shifts & 1).flatten(1).bool()
+    allowed = F.pad(allowed, (0, max(logits.shape[1] - allowed.shape[1], 0)))[:, : logits.shape[1]]
+    indices = torch.from_numpy(masks.indices).to(logits.device)
+    logits[indices] = logits[indices].masked_fill(~allowed, -torch.inf)
 
 
 def _sample_random(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:

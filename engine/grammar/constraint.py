@@ -1,0 +1,149 @@
+"""One request held to its grammar: what may come next, and how it could be brought to its end from here.
+
+**Why an answer always closes.** At every moment a completion is known that fits into the tokens that are left
+(`_completion`); at the start it is the grammar's shortest, or the request is refused. A sampled token is taken only if
+afterwards there is such a completion again. If not, it is given back and sampled once more, and then only the known
+completion's next token is allowed, as it is when that needs every token that is left. So the search for completions
+may be as greedy as it likes: it decides how late an answer is steered, not whether it ends in time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import EngineError, InvalidRequestError
+from ..outputs import IntArray
+
+if TYPE_CHECKING:
+    from ..outputs import EngineRequest
+    from .compiler import Grammar
+    from .completion import Completion
+
+_MAX_WALK_STEPS = 4096  # after a token: about 20 ms at the most, and nearly always less than one
+_MAX_IMPROVE_STEPS = 4096  # where the walk does not fit
+
+
+class Constraint:
+    """Owned by a `Request`; used by the engine's thread. `num_left` counts the tokens that may still come.
+
+    It follows from the request and its output tokens alone, so any engine rebuilds it by `replay`.
+    """
+
+    def __init__(self, grammar: Grammar, source: EngineRequest, num_left: int) -> None:
+        """Raises `InvalidRequestError` when not even the shortest answer fits."""
+        params = source.sampling_params
+        if not grammar.shortest.fits(num_left):
+            needed = grammar.shortest.num_tokens
+            raise InvalidRequestError(
+                f"max_tokens: {num_left} tokens are left for the answer, but the shortest one that "
+                f"{source.grammar.param if source.grammar else 'its grammar'} allows needs {needed}.",
+                "max_tokens",
+            )
+        self.is_complete = False  # nothing may follow
+        self.allowed: IntArray = np.zeros(grammar.vocabulary.num_words, np.int32)  # bit t % 32 of word t // 32
+        self._grammar = grammar
+        self._tokens: Any = grammar.tokens.deep_copy()
+        self._symbols: Any = grammar.symbols.deep_copy()
+        self._completion: Completion = grammar.shortest
+        self._eos_token_ids = [i for i in source.eos_token_ids if i < grammar.vocabulary.vocab_size]
+        self._ignore_eos = params.ignore_eos
+        self._min_tokens = params.min_tokens
+        self._stop_token_ids = [i for i in params.stop_token_ids if i < grammar.vocabulary.vocab_size]
+        self._num_taken = 0
+        self._allow_next(num_left)
+
+    def replay(self, token_ids: Sequence[int], num_left: int) -> None:
+        """Take tokens that were accepted before, the first with `num_left` still to come."""
+        for position, token_id in enumerate(token_ids):
+            self.accept(token_id, num_left - 1 - position)
+
+    def accept(self, token_id: int, num_left: int) -> bool:
+        """Go on with a sampled token, after which `num_left` may come. False: it is not taken, sample another.
+
+        Raises `EngineError` where the grammar cannot go on: the request ends with it.
+        """
+        if token_id in self._eos_token_ids and self._tokens.is_accepting():
+            self.is_complete = True
+            return True
+        symbols = self._grammar.vocabulary.symbols_of(token_id)
+        after = self._symbols.deep_copy()
+        if not after.consume_tokens(symbols):
+            raise EngineError(f"The model said token {token_id}, which the grammar does not allow here.")
+        completion = self._find(after, symbols, num_left)
+        if completion is None:
+            self._steer()
+            return False
+        if not self._tokens.consume_token(token_id):
+            raise EngineError(f"The grammar failed at token {token_id}: {self._tokens.get_error()[:200]}")
+        self._symbols, self._completion = after, completion
+        self._num_taken += 1
+        self._allow_next(num_left)
+        return True
+
+    def _find(self, state: Any, symbols: list[int], num_left: int) -> Completion | None:
+        """A completion from `state` of at most `num_left` tokens, if there is one."""
+        completer, known = self._grammar.completer, self._completion
+        rest = known.after(symbols)
+        if rest is None and len(known) and _completes(state, known.rest()):
+            rest = known  # inside of a text, say, it closes as before
+        if rest is not None and rest.fits(num_left):
+            return rest
+        walked = completer.walk(state, _MAX_WALK_STEPS)
+        found = walked or rest
+        if found is None or found.fits(num_left):
+            return found
+        shorter = completer.improve(state, found, _MAX_IMPROVE_STEPS)
+        return shorter if shorter.fits(num_left) else None
+
+    def _allow_next(self, num_left: int) -> None:
+        if self._tokens.is_stopped() or num_left == 0:
+            self.is_complete = self._tokens.is_stopped()
+        elif len(self._completion) >= num_left and not self._completion.fits(num_left - 1):
+            self._steer()
+        else:
+            self._tokens.unsafe_compute_mask_ptr(self.allowed.ctypes.data, self.allowed.nbytes)
+            if self._tokens.is_error():
+                raise EngineError(f"The grammar failed: {self._tokens.get_error()[:200]}")
+            self._heed_other_fields()
+
+    def _steer(self) -> None:
+        """For one token, only the known completion."""
+        self.allowed[:] = 0
+        self._allow([self._completion.first_token()] if len(self._completion) else self._eos_token_ids)
+        self._heed_other_fields()
+
+    def _heed_other_fields(self) -> None:
+        """Forbid what the request's other fields do; raise `EngineError` where that leaves nothing.
+
+        A grammar at its end is an exception: the answer ends, although they would have it go on.
+        """
+        if self._num_taken < self._min_tokens:
+            self._forbid(self._stop_token_ids)
+        if self._ignore_eos or self._num_taken < self._min_tokens:
+            self._forbid(self._eos_token_ids)
+        if not self.allowed.any():
+            if not self._tokens.is_accepting():
+                raise EngineError(
+                    f"min_tokens: {self._min_tokens} forbids stop_token_ids, but the grammar allows nothing else here."
+                )
+            self.is_complete = True
+
+    def _allow(self, token_ids: Sequence[int]) -> None:
+        words = self.allowed.view(np.uint32)
+        for token_id in token_ids:
+            words[token_id // 32] |= np.uint32(1 << token_id % 32)
+
+    def _forbid(self, token_ids: Sequence[int]) -> None:
+        words = self.allowed.view(np.uint32)
+        for token_id in token_ids:
+            words[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ 1 << token_id % 32)
+
+
+def _completes(state: Any, symbols: list[int]) -> bool:
+    if state.validate_tokens(symbols) < len(symbols):
+        return False
+    end = state.deep_copy()
+    return bool(end.consume_tokens(symbols)) and bool(end.is_accepting())

@@ -1,0 +1,109 @@
+"""Requests with a grammar wait here until it is compiled."""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from ..errors import InvalidRequestError, QuireError
+from ..outputs import EngineRequest
+from ..request import Request
+from ..wait_ledger import WaitCause
+from .constraint import Constraint
+from .spec import GrammarSpec
+
+
+class CompiledGrammar(Protocol):
+    def open(self, source: EngineRequest, num_left: int) -> Constraint:
+        """Hold a request to the grammar. `num_left` counts the tokens that may still come after those it resumes with.
+
+        Raises `QuireError`: the request ends with it.
+        """
+        ...
+
+
+class GrammarCompiler(Protocol):
+    def compile(self, grammar: GrammarSpec) -> CompiledGrammar:
+        """May take long; called from another thread. Raises `InvalidRequestError`."""
+        ...
+
+
+class GrammarGate:
+    """A `Gate` that holds a request back until its grammar is compiled, off the hot path, and then opens a
+    `Constraint` for it. Equal grammars are compiled once.
+
+    `on_ready` is called from a compiling thread whenever something is done. Compiled grammars are kept until there are
+    more than `max_cached` of them; those under way are never given up. `num_threads` are compiled at a time.
+    """
+
+    cause = WaitCause.GRAMMAR
+
+    def __init__(
+        self, compiler: GrammarCompiler, on_ready: Callable[[], None], max_cached: int = 256, num_threads: int = 1
+    ) -> None:
+        self.version = 0  # written by the threads below; any change will do
+        self._versions = itertools.count(1)
+        self._compiler = compiler
+        self._on_ready = on_ready
+        self._max_cached = max_cached
+        self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
+        self._threads = ThreadPoolExecutor(max_workers=num_threads, thread_name_prefix="grammar")
+
+    def enter(self, request: Request) -> bool:
+        spec = request.source.grammar
+        if spec is None or request.constraint is not None:  # it was preempted: what its tokens mean has not changed
+            return True
+        future = self._compiled.get(spec)
+        if future is None:
+            self._make_room()
+            future = self._compiled[spec] = self._submit(lambda: self._compile(spec))
+        self._compiled.move_to_end(spec)
+        if not future.done():
+            return False
+        grammar = future.result()  # a grammar that cannot be compiled ends the request
+        if request.output_token_ids:
+            return self._resume(grammar, request)
+        request.constraint = grammar.open(request.source, request.num_tokens_left)
+        return True
+
+    def leave(self, request: Request) -> None:
+        """A compiled grammar is shared, and a constraint goes with its request."""
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _resume(self, grammar: CompiledGrammar, request: Request) -> bool:
+        """Many tokens may have to be read again, which takes time."""
+        if request.opening is None:
+            source, num_left = request.source, request.num_tokens_left
+            request.opening = self._submit(lambda: grammar.open(source, num_left))
+        if not request.opening.done():
+            return False
+        request.constraint = request.opening.result()
+        return True
+
+    def _make_room(self) -> None:
+        """Forget the compiled grammars that were used least recently, down to one less than the limit."""
+        done = [grammar for grammar, future in self._compiled.items() if future.done()]
+        for grammar in done[: max(len(self._compiled) - self._max_cached + 1, 0)]:
+            del self._compiled[grammar]
+
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future = self._threads.submit(work)
+        future.add_done_callback(lambda _: self._announce())
+        return future
+
+    def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        try:
+            return self._compiler.compile(spec)
+        except QuireError:
+            raise
+        except Exception as error:  # whatever a compiler raises, it is about this grammar and ends its requests alone
+            raise InvalidRequestError(f"{spec.param}: it cannot be compiled ({error}).", spec.param) from error
+
+    def _announce(self) -> None:
+        self.version = next(self._versions)
+        self._on_ready()
