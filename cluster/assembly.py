@@ -9,7 +9,7 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
 from quire.engine.gates import Gate
 from quire.engine.grammar.gate import GrammarGate
-from quire.engine.model_source import ModelInfo
+from quire.engine.model_source import ModelInfo, check_ranks
 from quire.engine.tokenizer import load_tokenizer
 
 
@@ -36,6 +36,7 @@ def grammar_gate(config: EngineConfig, info: ModelInfo, wake: Callable[[], None]
 
 def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:
     """One rank runs in this process, several are actors. The imports bring torch, or Ray."""
+    check_ranks(config, info)
     if config.parallel.tensor_parallel_size == 1:
         from quire.workers.local_executor import LocalExecutor
 

@@ -12,6 +12,7 @@ import typer
 from quire import __version__
 from quire.engine.errors import QuireError
 
+from . import cli_cluster
 from .bench.commands import app as bench_app
 from .cli_options import EngineOverrides, flatten, help_without_command, takes_engine_options
 
@@ -61,6 +62,19 @@ def serve(
     from .service import serve as serve_until_interrupted
 
     serve_until_interrupted(config, overrides=engine, host=host, port=port, dashboard=dashboard)
+
+
+app.command(
+    epilog="Examples:  quire deploy configs/llama-3.1-8b.yaml   ·   "
+    "quire deploy --address http://head:8265 --timeout-s 1800 configs/llama-3.1-70b-tp8.yaml"
+)(cli_cluster.deploy)
+app.command(
+    epilog="Examples:  quire status   ·   quire status --address http://127.0.0.1:8265   ·   "
+    "quire status --url http://10.0.0.5:8000 --json"
+)(cli_cluster.status)
+app.command(
+    epilog="Examples:  quire top   ·   quire top --url http://10.0.0.5:8000 --interval 1   ·   quire top --once"
+)(cli_cluster.top)
 
 
 @app.command(

@@ -27,8 +27,9 @@ from typing import Any
 
 import psutil
 
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.model_source import load_model_info
+from quire.engine.model_source import check_ranks, load_model_info
 
 from .config import override
 from .config_file import ServiceConfig, load_service
@@ -102,7 +103,7 @@ def _print_ready(ready: Ready) -> None:
 
 def _check(service: ServiceConfig) -> list[str]:
     """The models' names, after what can be known without starting anything. Raises `ConfigError`."""
-    models = [load_model_info(engine.model).name for engine in service.quire.engines().values()]
+    models = [_check_model(engine) for engine in service.quire.engines().values()]
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -117,6 +118,12 @@ def _check(service: ServiceConfig) -> list[str]:
             f"Too little memory: {available >> 20} MiB are available, at least {MIN_MEMORY_BYTES >> 20} MiB are needed."
         )
     return models
+
+
+def _check_model(engine: EngineConfig) -> str:
+    info = load_model_info(engine.model)
+    check_ranks(engine, info)
+    return info.name
 
 
 # The start

@@ -32,6 +32,11 @@ class ModelConfig(Section):
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt + answer in tokens; the model's own limit when not given."
     )
+    implementation: Literal["auto", "native", "transformers"] = Field(
+        "auto",
+        description="Who computes the model. auto: Quire's own decoder where it knows the architecture, else "
+        "transformers over Quire's KV cache, which is slower and runs on one rank.",
+    )
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the right shapes, for benchmarks."
     )

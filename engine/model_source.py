@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import ModelConfig
+from .config import EngineConfig, ModelConfig
 from .errors import ConfigError
 from .gguf_file import GGUFFile, read_gguf
+from .known_decoders import check_known_decoder
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,19 @@ SUPPORTED_ARCHITECTURES = (
 
 _GGUF_ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama")}  # general.architecture -> class, model_type
 _GGUF_FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}  # general.file_type of unquantized files
+_CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "max_seq_len", "seq_length", "n_ctx")
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """Who computes a model: our own decoder, or `transformers` over our KV cache."""
+
+    kind: Literal["native", "transformers"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.reason})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +83,7 @@ class ModelInfo:
     path: Path  # a directory with safetensors, or a GGUF file
     format: Literal["gguf", "safetensors"]
     hf_config: dict[str, Any]
+    implementation: Implementation
     vocab_size: int  # rows of the embedding, which may be more than the tokenizer knows
     max_model_len: int
     eos_token_ids: tuple[int, ...]
@@ -87,10 +101,10 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
         hf_config, generation = _read_directory(path)
     else:
         hf_config, generation = gguf_config(read_gguf(path)), {}
-    _check_architecture(path, hf_config)
     _check_quantization(path, hf_config)
+    implementation, hf_config = _choose_implementation(path, hf_config, config.implementation)
     try:
-        vocab_size, limit = int(hf_config["vocab_size"]), _context_length(hf_config)
+        vocab_size, limit = int(hf_config["vocab_size"]), _context_length(hf_config, config.max_model_len)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"model: the configuration of {path} has no usable {error}.") from error
     longest = int(limit * _dynamic_factor(hf_config))
@@ -102,11 +116,22 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
         path=path,
         format="safetensors" if path.is_dir() else "gguf",
         hf_config=hf_config,
+        implementation=implementation,
         vocab_size=vocab_size,
         max_model_len=config.max_model_len or limit,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
         generation_defaults=_sampling_defaults(generation),
     )
+
+
+def check_ranks(config: EngineConfig, info: ModelInfo) -> None:
+    """Raise `ConfigError` when the model is to be cut in ranks and cannot be."""
+    size = config.parallel.tensor_parallel_size
+    if size > 1 and info.implementation.kind == "transformers":
+        raise ConfigError(
+            f"tensor_parallel_size: {size} ranks cannot share {info.hf_config['architectures'][0]}, which is computed "
+            f"by transformers, on one rank only. Families that can be shared: {', '.join(SUPPORTED_ARCHITECTURES)}."
+        )
 
 
 def _find(model: str) -> Path:
@@ -147,13 +172,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _check_architecture(path: Path, hf_config: dict[str, Any]) -> None:
+def _choose_implementation(path: Path, hf_config: dict[str, Any], wanted: str) -> tuple[Implementation, dict[str, Any]]:
+    """Who computes the model, and its configuration for that. Raises `ConfigError` when nobody can."""
     given = hf_config.get("architectures") or []
-    if not any(name in SUPPORTED_ARCHITECTURES for name in given):
+    own = [name for name in given if name in SUPPORTED_ARCHITECTURES]
+    if own and wanted != "transformers":
+        return Implementation("native", f"{own[0]} is one of our own families"), hf_config
+    if wanted == "native" or not given:
         what = ", ".join(map(str, given)) or "not named in its configuration"
         raise ConfigError(
             f"model: the architecture of {path} ({what}) is not supported; {', '.join(SUPPORTED_ARCHITECTURES)} are."
         )
+    reason = "model.implementation asks for it" if own else f"{given[0]} is none of our own families"
+    return Implementation("transformers", reason), check_known_decoder(path, given[0], hf_config)
 
 
 def _check_quantization(path: Path, hf_config: dict[str, Any]) -> None:
@@ -166,11 +197,14 @@ def _check_quantization(path: Path, hf_config: dict[str, Any]) -> None:
         )
 
 
-def _context_length(hf_config: dict[str, Any]) -> int:
-    """Tokens that the model was made for. GPT-2 has its own word for it, and Falcon's files do not always say."""
+def _context_length(hf_config: dict[str, Any], given: int | None) -> int:
+    """Tokens that the model was made for: everyone has a word for it. Where the files do not say, `given`."""
     if "FalconForCausalLM" in hf_config["architectures"]:
         return int(hf_config.get("max_position_embeddings", 2048))
-    return int(hf_config["n_positions" if "n_positions" in hf_config else "max_position_embeddings"])
+    known = [hf_config[key] for key in _CONTEXT_LENGTHS if hf_config.get(key)]
+    if not known and given is None:
+        raise ConfigError("max_model_len: must be given, because the model's configuration names no context length.")
+    return int(known[0] if known else given or 0)
 
 
 def _dynamic_factor(hf_config: dict[str, Any]) -> float:

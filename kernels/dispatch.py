@@ -25,7 +25,10 @@ BACKENDS = {
 
 
 class Backend(Protocol):
-    """The functions of a backend's package. Arguments were checked by `ops`, see there for shapes and meaning."""
+    """The functions of a backend's package. Arguments were checked by `ops`, see there for shapes and meaning.
+
+    A cache in 8 bits comes to `write_kv` as bytes, with keys and values that are bytes already.
+    """
 
     def write_kv(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
@@ -41,6 +44,9 @@ class Backend(Protocol):
         scale: float,
         sliding_window: int | None,
         softcap: float | None,
+        sinks: Tensor | None,
+        key_scale: float,
+        value_scale: float,
     ) -> Tensor: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...

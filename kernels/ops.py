@@ -7,6 +7,9 @@ A cache is a pair of tensors `[num_blocks, block_size, num_kv_heads, head_dim]`,
     block_table[r]             7          3           9
     slots                      7B .. 8B-1 3B .. 4B-1  9B .. 10B-1
 
+A cache holds numbers of the dtype of the model, or in 8 bits (`fp8`): then a layer's keys and values are stored divided
+by `key_scale` and `value_scale`, rounded, and multiplied again where they are read.
+
 A batch is mixed: each request brings `query_len >= 1` new tokens, whose keys and values `write_kv` has stored before
 `paged_attention` reads them. The new tokens of a request are its last ones:
 
@@ -25,9 +28,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from . import fp8
 from .dispatch import backend_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CACHE_DTYPES = (*DTYPES, fp8.DTYPE)
 
 
 @dataclass(slots=True)
@@ -61,13 +66,24 @@ class AttentionMetadata:
         return int(self.seq_lens_np.max(initial=0))
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
+) -> None:
     """Store the keys and values of new tokens in the cache. Modifies `key_cache` and `value_cache` and nothing else.
 
     Args:
-        key, value: [num_tokens, num_kv_heads, head_dim], the last dimension contiguous; the dtype of the cache.
+        key, value: [num_tokens, num_kv_heads, head_dim], the last dimension contiguous; the dtype of the
+            cache, or any of `DTYPES` for a cache in 8 bits.
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous.
         slot_mapping: [num_tokens] int64; the slot of each token, each at most once. -1 stores nothing.
+        key_scale, value_scale: positive; of a cache in 8 bits.
     Raises `ValueError` or `TypeError` before anything is written.
     """
     _check_cache(key_cache, value_cache)
@@ -78,6 +94,10 @@ def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
     if key.shape[1] != key_cache.shape[2]:
         raise ValueError(f"key has {key.shape[1]} KV heads, the cache has {key_cache.shape[2]}")
     _check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key_cache.device)
+    if key_cache.dtype == fp8.DTYPE:
+        # Bytes from here on: few operations of any backend know the type.
+        key, value = fp8.quantize(key, key_scale).view(torch.uint8), fp8.quantize(value, value_scale).view(torch.uint8)
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     backend_for(key_cache.device).write_kv(key, value, key_cache, value_cache, slot_mapping)
 
 
@@ -90,18 +110,25 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> Tensor:
     """Causal attention of the new tokens of every request over its cached tokens. Modifies none of its arguments.
 
     Args:
         query: [num_tokens, num_heads, head_dim], the last dimension contiguous. Query head h reads KV head
             h // (num_heads // num_kv_heads).
-        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, the dtype of `query`.
+        key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, the dtype of `query`,
+            or in 8 bits.
         metadata: which rows of `query` belong to whom, and where their cache is.
         scale: multiplies the scores, usually head_dim ** -0.5.
         sliding_window: W: a token attends to itself and the W - 1 tokens before it. Blocks wholly before the window
             are not read, their entries in the table may be anything.
         softcap: scores become softcap * tanh(score / softcap), after `scale`.
+        sinks: [num_heads] float32, contiguous; a score per query head that takes part in the softmax and has no value:
+            weights sum to less than 1 (https://arxiv.org/abs/2309.17453). Neither `scale` nor `softcap` applies to it.
+        key_scale, value_scale: positive; of a cache in 8 bits.
     Returns [num_tokens, num_heads, head_dim], contiguous, the dtype of `query`; accumulated in float32.
     What a request gets does not depend on the others of the batch.
     Raises `ValueError` or `TypeError` before anything runs.
@@ -115,9 +142,20 @@ def paged_attention(
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
+    if sinks is not None:
+        _check_index("sinks", sinks, torch.float32, (num_heads,), query.device)
     _check_metadata(metadata, query, block_size=key_cache.shape[1])
     return backend_for(query.device).paged_attention(
-        query, key_cache, value_cache, metadata, scale=scale, sliding_window=sliding_window, softcap=softcap
+        query,
+        key_cache,
+        value_cache,
+        metadata,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+        key_scale=key_scale,
+        value_scale=value_scale,
     )
 
 
@@ -154,8 +192,8 @@ def _check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
         )
     if not key_cache.is_contiguous() or not value_cache.is_contiguous():
         raise ValueError("key_cache and value_cache must be contiguous")
-    if key_cache.dtype not in DTYPES or key_cache.dtype != value_cache.dtype:
-        raise TypeError(f"the caches must share one of {DTYPES}, got {key_cache.dtype} and {value_cache.dtype}")
+    if key_cache.dtype not in CACHE_DTYPES or key_cache.dtype != value_cache.dtype:
+        raise TypeError(f"the caches must share one of {CACHE_DTYPES}, got {key_cache.dtype} and {value_cache.dtype}")
 
 
 def _check_rows(name: str, rows: Tensor, cache: Tensor) -> None:
@@ -164,7 +202,7 @@ def _check_rows(name: str, rows: Tensor, cache: Tensor) -> None:
         raise ValueError(f"{name} must be [num_tokens, heads, {cache.shape[3]}], got {tuple(rows.shape)}")
     if rows.stride(2) != 1:
         raise ValueError(f"the last dimension of {name} must be contiguous, its stride is {rows.stride(2)}")
-    if rows.dtype != cache.dtype:
+    if rows.dtype != cache.dtype and (cache.dtype != fp8.DTYPE or rows.dtype not in DTYPES):
         raise TypeError(f"{name} is {rows.dtype}, the cache is {cache.dtype}")
     if rows.device != cache.device:
         raise ValueError(f"{name} is on {rows.device}, the cache is on {cache.device}")

@@ -1,10 +1,10 @@
-"""Which implementation runs a model: our own decoder where its family is known."""
+"""Which implementation runs a model: our own decoder where its family is known, else `transformers`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.engine.model_source import ModelInfo
+from quire.engine.model_source import Implementation, ModelInfo
 
 from .loader.load import check_weights, load_weights
 from .models.decoder import Decoder
@@ -16,8 +16,13 @@ from .parallel import ParallelContext
 
 def blueprint_of(info: ModelInfo) -> Blueprint:
     """Raises `ConfigError` when the architecture, or something that its configuration asks for, is not supported."""
+    if info.implementation.kind == "transformers":
+        from .fallback import FallbackBlueprint  # brings the models of transformers
+
+        return FallbackBlueprint.of(info)
     architecture, family = family_of(info.hf_config)
-    return NativeBlueprint(architecture, family, family.decoder_spec(info.hf_config, info.max_model_len))
+    spec = family.decoder_spec(info.hf_config, info.max_model_len)
+    return NativeBlueprint(architecture, info.implementation, family, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +30,9 @@ class NativeBlueprint:
     """A `Decoder` of a known family."""
 
     architecture: str
+    implementation: Implementation
     family: Family
     spec: DecoderSpec
-
-    @property
-    def implementation(self) -> str:
-        return "native"
 
     def build(self, parallel: ParallelContext) -> Decoder:
         return Decoder(self.spec, parallel)

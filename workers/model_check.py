@@ -11,7 +11,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.kv_cache_groups import policy_for
 from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
-from quire.engine.model_source import ModelInfo
+from quire.engine.model_source import Implementation, ModelInfo, check_ranks
 
 from .blueprints import blueprint_of
 from .memory_profile import free_bytes, kv_cache_bytes
@@ -32,7 +32,7 @@ class ModelCheck:
     """A model on this machine, as it is configured."""
 
     architecture: str
-    implementation: str  # who computes it, and why
+    implementation: Implementation
     format: str
     max_model_len: int
     num_parameters: int  # tied ones once, padding not counted
@@ -52,7 +52,7 @@ class ModelCheck:
         )
         lines = {
             "family": f"{self.architecture} ({self.format})",
-            "runs": self.implementation,
+            "computed by": str(self.implementation),
             "parameters": f"{self.num_parameters:,}",
             "context": f"{self.max_model_len:,} tokens",
             "weights": f"{per_rank} bytes per rank, {self.dtype} on {self.device}",
@@ -70,6 +70,7 @@ class ModelCheck:
 
 def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
     """Raises `ConfigError` when the model cannot work wherever it runs: its tensors do not match, or cannot be cut."""
+    check_ranks(config, info)
     blueprint = blueprint_of(info)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device, info)

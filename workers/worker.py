@@ -67,7 +67,7 @@ class Worker:
             blueprint.load(model, self._info, progress=self._parallel.rank == 0)
         self._model = model.to(self.device).eval()  # the weights are there already; this moves the buffers
         logger.info(
-            "rank %d of %d: %s (%s: %s), %d bytes of weights as %s on %s, %d threads",
+            "rank %d of %d: %s, %s, %s, %d bytes of weights as %s on %s, %d threads",
             self._parallel.rank,
             self._parallel.world_size,
             self._info.name,

@@ -1,7 +1,8 @@
 """Paged attention on CPU, each request for itself.
 
-A request with one query token in float32 goes to the compiled kernel in `decode`. Longer chunks, and the other dtypes,
-gather the visible part of the cache and run dense attention in torch: there the products outweigh the copy.
+A request with one query token and a cache in float32 goes to the compiled kernel in `decode`. Longer chunks, and
+caches of other dtypes, gather the visible part of the cache and run dense attention in torch: there the products
+outweigh the copy.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import fp8
 from .decode import DecodePlan, make_plan, run_plan
 
 if TYPE_CHECKING:
@@ -28,10 +30,13 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
+    key_scale: float,
+    value_scale: float,
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     chunks = _chunks(metadata, 1)
-    if query.dtype == torch.float32:
+    if key_cache.dtype == torch.float32:
         chunks = _chunks(metadata, 2)
         plan = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if plan is not None:
@@ -42,16 +47,27 @@ def paged_attention(
                 key_cache.data_ptr(),
                 value_cache.data_ptr(),
                 out.data_ptr(),
+                0 if sinks is None else sinks.data_ptr(),
             )
     group = query.shape[1] // key_cache.shape[2]
     for request, start, end, seq_len in chunks:
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
         slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
-        key = key_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
-        value = value_cache.flatten(0, 1).index_select(0, slots).transpose(0, 1)
+        key, value = _gather(key_cache, slots, query.dtype), _gather(value_cache, slots, query.dtype)
         visible = _visible(metadata, end - start, seq_len - first, group, sliding_window)
-        out[start:end] = _attend(query[start:end], key, value, visible, scale, softcap)
+        attended = _attend(query[start:end], key, value, visible, scale * key_scale, softcap, sinks)
+        out[start:end] = attended if value_scale == 1.0 else attended * value_scale
     return out
+
+
+def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tokens in some slots, [KV heads, k, d]. A cache in 8 bits becomes `dtype`, which holds each of its values."""
+    tokens = cache.flatten(0, 1)
+    if cache.dtype == fp8.DTYPE:
+        tokens = tokens.view(torch.uint8).index_select(0, slots).view(fp8.DTYPE).to(dtype)
+    else:
+        tokens = tokens.index_select(0, slots)
+    return tokens.transpose(0, 1)
 
 
 def _chunks(metadata: AttentionMetadata, shortest: int) -> list[tuple[int, int, int, int]]:
@@ -125,7 +141,13 @@ def _slots(metadata: AttentionMetadata, request: int, first: int, seq_len: int, 
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor | None, scale: float, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Dense attention of one request: query [q, H, d] of its last q positions, key and value [KV heads, k, d]."""
     num_queries, num_heads, head_dim = query.shape
@@ -133,11 +155,17 @@ def _attend(
     group = num_heads // num_kv_heads
     # The query heads of a group become rows of one matrix product, so that no key is read twice: [KV heads, G * q, d].
     rows = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
-    if softcap is None:
+    if softcap is None and sinks is None:
         attended = F.scaled_dot_product_attention(rows[None], key[None], value[None], attn_mask=visible, scale=scale)[0]
     else:
-        scores = softcap * torch.tanh(torch.bmm(rows.float(), key.float().transpose(1, 2)) * (scale / softcap))
+        scores = torch.bmm(rows.float(), key.float().transpose(1, 2)) * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
         if visible is not None:
             scores.masked_fill_(~visible, -torch.inf)
-        attended = torch.bmm(torch.softmax(scores, dim=-1), value.float()).to(query.dtype)
+        if sinks is not None:  # a last column, whose weight goes nowhere
+            column = sinks.view(num_kv_heads, group, 1).expand(-1, -1, num_queries).reshape(num_kv_heads, -1, 1)
+            scores = torch.cat([scores, column], dim=2)
+        weights = torch.softmax(scores, dim=-1)[:, :, : key.shape[1]]
+        attended = torch.bmm(weights, value.float()).to(query.dtype)
     return attended.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)

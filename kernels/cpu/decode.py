@@ -50,6 +50,7 @@ class DecodePlan:
     _KEY_CACHE,
     _VALUE_CACHE,
     _OUT,
+    _SINKS,
     _BLOCK_TABLE,
     _TOKENS,
     _REQUESTS,
@@ -69,7 +70,7 @@ class DecodePlan:
     _HEAD_DIM,
     _BLOCK_SIZE,
     _NUM_ARGUMENTS,
-) = range(23)
+) = range(24)
 
 
 def make_plan(
@@ -115,11 +116,14 @@ def make_plan(
 
 
 def run_plan(
-    plan: DecodePlan, query: int, query_strides: tuple[int, int], key_cache: int, value_cache: int, out: int
+    plan: DecodePlan, query: int, query_strides: tuple[int, int], key_cache: int, value_cache: int, out: int, sinks: int
 ) -> None:
-    """Attend in one layer: addresses of float32 tensors, `out` contiguous. Writes the rows of the planned tokens."""
+    """Attend in one layer: addresses of float32 tensors, `out` contiguous. Writes the rows of the planned tokens.
+
+    `sinks` is 0 where there are none.
+    """
     plan.counters[:] = plan.fresh_counters
-    plan.arguments[_QUERY : _OUT + 1] = query, key_cache, value_cache, out
+    plan.arguments[_QUERY : _SINKS + 1] = query, key_cache, value_cache, out, sinks
     plan.arguments[_QUERY_TOKEN_STRIDE : _QUERY_HEAD_STRIDE + 1] = query_strides
     run_parallel(_worker.ctypes, plan.arguments.ctypes.data)
 
@@ -193,14 +197,20 @@ def _attend_item(
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
-def _merge_items(partial: Any, first: int, last: int, out: Any) -> None:
-    """Merge the items first .. last - 1 of a request, [items, heads, head_dim + 2], into out [heads, head_dim]."""
+def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: bool, out: Any) -> None:
+    """Merge the items first .. last - 1 of a request, [items, heads, head_dim + 2], into out [heads, head_dim].
+
+    A sink [heads] is one more item, with a weight of 1 and no value.
+    """
     num_heads, head_dim = out.shape
     for head in range(num_heads):
         highest = partial[first, head, head_dim]
         for item in range(first + 1, last):
             highest = max(highest, partial[item, head, head_dim])
         total = np.float32(0.0)
+        if has_sinks:
+            highest = max(highest, sinks[head])
+            total = np.float32(math.exp(sinks[head] - highest))
         for d in range(head_dim):
             out[head, d] = np.float32(0.0)
         for item in range(first, last):
@@ -232,6 +242,7 @@ def _worker(address: Any) -> None:
     first_item = carray(pointer(a[_FIRST_ITEM]), (num_items + 1,), np.int64)
     partial = carray(pointer(a[_PARTIAL]), (num_items, num_heads, head_dim + 2), np.float32)
     options = carray(pointer(a[_OPTIONS]), (2,), np.float32)
+    sinks = carray(pointer(a[_SINKS]), (num_heads,), np.float32)
 
     q = np.empty((num_heads, head_dim), np.float32)
     acc = np.empty((num_heads, head_dim), np.float32)
@@ -257,4 +268,5 @@ def _worker(address: Any) -> None:
             for d in range(head_dim):
                 partial[item, head, d] = acc[head, d]
         if fetch_add(a[_COUNTERS] + 8 * (1 + owner), -1) == 1:
-            _merge_items(partial, first_item[owner], first_item[owner + 1], out[tokens[owner]])
+            has_sinks = a[_SINKS] != 0
+            _merge_items(partial, first_item[owner], first_item[owner + 1], sinks, has_sinks, out[tokens[owner]])

@@ -28,6 +28,9 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
+    key_scale: float,
+    value_scale: float,
 ) -> Tensor:
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for request in range(metadata.num_reqs):
@@ -39,8 +42,8 @@ def paged_attention(
         # Blocks before the window of the first query may have been freed: they are not read at all.
         first = 0 if sliding_window is None else max(0, int(query_position[0]) - sliding_window + 1)
         key_position = torch.arange(first, seq_len, device=query.device)
-        key = _gather(key_cache, metadata.block_table[request], key_position)
-        value = _gather(value_cache, metadata.block_table[request], key_position)
+        key = _gather(key_cache, metadata.block_table[request], key_position) * key_scale
+        value = _gather(value_cache, metadata.block_table[request], key_position) * value_scale
         group = query.shape[1] // key.shape[1]
 
         scores = torch.einsum("qhd,khd->hqk", query[start:end].float(), key.repeat_interleave(group, dim=1)) * scale
@@ -49,7 +52,10 @@ def paged_attention(
         visible = key_position[None, :] <= query_position[:, None]
         if sliding_window is not None:
             visible &= key_position[None, :] > query_position[:, None] - sliding_window
-        weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if sinks is not None:  # a last column, whose weight goes nowhere
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, end - start, 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., : len(key_position)]
         out[start:end] = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(group, dim=1)).to(query.dtype)
     return out
 

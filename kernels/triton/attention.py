@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import fp8
+
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
 
@@ -53,6 +55,18 @@ def _dot(a, b, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
+def _load(pointers, mask, DTYPE: tl.constexpr, FP8: tl.constexpr):
+    """Numbers of a cache. Those in 8 bits are decoded by hand, which older GPUs and the interpreter can do as well:
+    the bits of an e4m3, moved to where a float16 has its exponent, are a number 256 times as small."""
+    x = tl.load(pointers, mask=mask, other=0)
+    if FP8:
+        bits = x.to(tl.int16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        x = (half.to(tl.float32) * 256.0).to(DTYPE)
+    return x
+
+
+@triton.jit
 def _paged_attention_kernel(
     out,  # [num_tokens, num_heads, head_dim], contiguous
     query,  # [num_tokens, num_heads, head_dim]
@@ -61,8 +75,10 @@ def _paged_attention_kernel(
     query_start_loc,  # [num_reqs + 1] int32
     seq_lens,  # [num_reqs] int32
     block_table,  # [num_reqs, max_blocks] int32
-    scale,
+    sinks,  # [num_heads] float32, or anything
+    scale,  # times the scale of keys in 8 bits
     softcap,
+    value_scale,
     num_reqs,
     num_kv_heads,
     query_token_stride,
@@ -74,6 +90,8 @@ def _paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,  # 0: none
     USE_SOFTCAP: tl.constexpr,
+    USE_SINKS: tl.constexpr,
+    FP8: tl.constexpr,  # the caches are bytes
     BLOCK_M: tl.constexpr,  # rows of the tile
     BLOCK_N: tl.constexpr,  # keys per iteration
     PRECISION: tl.constexpr,
@@ -108,10 +126,13 @@ def _paged_attention_kernel(
     if SLIDING_WINDOW > 0:
         begin = max(0, seq_len - query_len + first_query - SLIDING_WINDOW + 1)
 
+    LOG2_E: tl.constexpr = 1.4426950408889634
     highest = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if USE_SINKS:  # as if a key without a value had been seen
+        highest = tl.load(sinks + head) * LOG2_E
+        total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    LOG2_E: tl.constexpr = 1.4426950408889634
     for tile in range(begin // BLOCK_N, tl.cdiv(end, BLOCK_N)):
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         loaded = (position >= begin) & (position < end)
@@ -120,7 +141,7 @@ def _paged_attention_kernel(
         cache_row = (block_id * BLOCK_SIZE + position % BLOCK_SIZE) * num_kv_heads + kv_head
         cache_offset = cache_row[:, None] * HEAD_DIM + dim[None, :]
         cache_mask = loaded[:, None] & dim_used[None, :]
-        k = tl.load(key_cache + cache_offset, mask=cache_mask, other=0.0)
+        k = _load(key_cache + cache_offset, cache_mask, q.dtype, FP8)
         scores = _dot(q, tl.trans(k), PRECISION, UPCAST) * scale
         if USE_SOFTCAP:
             # tanh(x) = 2 sigmoid(2 x) - 1
@@ -135,12 +156,12 @@ def _paged_attention_kernel(
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(highest - base)
-        v = tl.load(value_cache + cache_offset, mask=cache_mask, other=0.0)
+        v = _load(value_cache + cache_offset, cache_mask, q.dtype, FP8)
         total = total * decay + tl.sum(weights, axis=1)
         acc = acc * decay[:, None] + _dot(weights.to(v.dtype), v, PRECISION, UPCAST)
         highest = new_highest
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
     out_offset = (token[:, None] * (num_kv_heads * GROUP) + head[:, None]) * HEAD_DIM + dim[None, :]
     tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=q_mask)
 
@@ -154,12 +175,18 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
+    sinks: Tensor | None,
+    key_scale: float,
+    value_scale: float,
 ) -> Tensor:
     num_tokens, num_heads, head_dim = query.shape
     block_size, num_kv_heads = key_cache.shape[1:3]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     if num_tokens == 0 or metadata.num_reqs == 0:
         return out
+    in_bytes = key_cache.dtype == fp8.DTYPE
+    if in_bytes:
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     group = num_heads // num_kv_heads
     # 16 rows is the least that a matrix instruction takes; a batch of decodes needs `group` of them.
     block_m = max(triton.next_power_of_2(group), 16 if metadata.max_query_len == 1 else 64)
@@ -172,8 +199,10 @@ def paged_attention(
         metadata.query_start_loc,
         metadata.seq_lens,
         metadata.block_table,
-        scale,
+        metadata.seq_lens if sinks is None else sinks,
+        scale * key_scale,
         softcap or 1.0,
+        value_scale,
         metadata.num_reqs,
         num_kv_heads,
         query.stride(0),
@@ -185,6 +214,8 @@ def paged_attention(
         BLOCK_SIZE=block_size,
         SLIDING_WINDOW=sliding_window or 0,
         USE_SOFTCAP=softcap is not None,
+        USE_SINKS=sinks is not None,
+        FP8=in_bytes,
         BLOCK_M=block_m,
         BLOCK_N=64 if head_dim <= 128 else 32,
         # float32 models are run for exactness: TF32 would leave 10 bits of mantissa.

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import fp8, ops
 from quire.kernels.ops import AttentionMetadata
 
 POISON_BLOCK_ID = 2**30
+KEY_SCALE, VALUE_SCALE = 0.013, 0.7
 
 # Against a reference in float32 on the same inputs. An output is an average of values of order 1, with weights that sum
 # to 1, so its error is about the rounding of the weights and of the result: a few units of 2**-24 in float32 (scores of
@@ -34,6 +36,8 @@ class Case:
     dtype: torch.dtype = torch.float32
     sliding_window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    fp8: bool = False  # the caches are in 8 bits, with scales
     padding: int = 0  # tokens, and requests, that belong to nobody, at the end
 
     @property
@@ -43,12 +47,18 @@ class Case:
         parts = [lens, heads, f"block{self.block_size}", str(self.dtype).removeprefix("torch.")]
         parts += [f"window{self.sliding_window}"] if self.sliding_window else []
         parts += [f"softcap{self.softcap:g}"] if self.softcap else []
+        parts += ["sinks"] * self.sinks + ["fp8"] * self.fp8
         parts += [f"padding{self.padding}"] if self.padding else []
         return "-".join(parts)
 
     @property
-    def options(self) -> dict[str, float | int | None]:
-        return {"scale": self.head_dim**-0.5, "sliding_window": self.sliding_window, "softcap": self.softcap}
+    def options(self) -> dict[str, float | int | Tensor | None]:
+        options: dict[str, float | int | Tensor | None] = {
+            "scale": self.head_dim**-0.5,
+            "sliding_window": self.sliding_window,
+            "softcap": self.softcap,
+        }
+        return {**options, "key_scale": KEY_SCALE, "value_scale": VALUE_SCALE} if self.fp8 else options
 
 
 @dataclass(frozen=True)
@@ -56,10 +66,13 @@ class Inputs:
     query: Tensor
     key_cache: Tensor
     value_cache: Tensor
+    sinks: Tensor | None
     metadata: AttentionMetadata
 
     def to_float32(self) -> Inputs:
-        return Inputs(self.query.float(), self.key_cache.float(), self.value_cache.float(), self.metadata)
+        """The same numbers; caches in 8 bits stay as they are."""
+        caches = (cache if cache.dtype == fp8.DTYPE else cache.float() for cache in (self.key_cache, self.value_cache))
+        return Inputs(self.query.float(), *caches, self.sinks, self.metadata)
 
 
 def build(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
@@ -73,8 +86,9 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
     shuffled = iter((torch.randperm(num_blocks - 1, generator=generator) + 1).tolist())
 
     cache_shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_dim)
-    key_cache = torch.full(cache_shape, torch.nan, dtype=case.dtype)
-    value_cache = torch.full(cache_shape, torch.nan, dtype=case.dtype)
+    cache_dtype = torch.float32 if case.fp8 else case.dtype
+    key_cache = torch.full(cache_shape, torch.nan, dtype=cache_dtype)
+    value_cache = torch.full(cache_shape, torch.nan, dtype=cache_dtype)
     block_table = torch.full((len(seq_lens), int(blocks_per_request.max()) + 2), POISON_BLOCK_ID, dtype=torch.int32)
     for request, (query_len, seq_len) in enumerate(case.lens):
         first = max(0, seq_len - query_len - case.sliding_window + 1) if case.sliding_window else 0
@@ -82,8 +96,10 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
             block_table[request, index] = next(shuffled)
         for position in range(first, seq_len):
             place = int(block_table[request, position // case.block_size]), position % case.block_size
-            key_cache[place] = torch.randn(cache_shape[2:], generator=generator).to(case.dtype)
-            value_cache[place] = torch.randn(cache_shape[2:], generator=generator).to(case.dtype)
+            key_cache[place] = torch.randn(cache_shape[2:], generator=generator).to(cache_dtype)
+            value_cache[place] = torch.randn(cache_shape[2:], generator=generator).to(cache_dtype)
+    if case.fp8:
+        key_cache, value_cache = fp8.quantize(key_cache, KEY_SCALE), fp8.quantize(value_cache, VALUE_SCALE)
 
     num_tokens = int(starts[-1]) + case.padding
     # Queries come out of a fused projection: neighbouring tokens are further apart than one row.
@@ -96,7 +112,15 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
         query_start_loc_np=starts,
         seq_lens_np=seq_lens,
     )
-    return Inputs(fused.to(device)[:, : case.num_heads], key_cache.to(device), value_cache.to(device), metadata)
+    sinks = torch.randn(case.num_heads, generator=generator).to(device) if case.sinks else None
+    return Inputs(fused.to(device)[:, : case.num_heads], key_cache.to(device), value_cache.to(device), sinks, metadata)
+
+
+def attend(inputs: Inputs, case: Case) -> Tensor:
+    """The rows that belong to requests."""
+    caches = inputs.key_cache, inputs.value_cache
+    out = ops.paged_attention(inputs.query, *caches, inputs.metadata, sinks=inputs.sinks, **case.options)
+    return out[: int(inputs.metadata.query_start_loc_np[-1])]
 
 
 MIXED = ((1, 1), (1, 37), (5, 5), (1, 16), (20, 50), (3, 17), (1, 64))
@@ -123,4 +147,11 @@ CASES = [
     Case(MIXED, dtype=torch.bfloat16, softcap=3.0, head_dim=128),
     Case(MIXED, dtype=torch.float16),
     Case(MIXED, dtype=torch.float16, num_heads=8, num_kv_heads=1, head_dim=80, block_size=32, softcap=3.0),
+    Case(((1, 700), *MIXED), num_heads=9, num_kv_heads=3, sinks=True),
+    Case(MIXED, num_heads=6, num_kv_heads=2, sinks=True, softcap=3.0, sliding_window=7, padding=2),
+    Case(MIXED, dtype=torch.bfloat16, sinks=True, sliding_window=10),
+    Case(((1, 300), *MIXED), num_heads=9, num_kv_heads=3, fp8=True),
+    Case(MIXED, num_heads=7, num_kv_heads=1, head_dim=80, fp8=True, sliding_window=9, softcap=5.0, padding=1),
+    Case(MIXED, dtype=torch.bfloat16, fp8=True, sinks=True),
+    Case(MIXED, dtype=torch.float16, fp8=True, head_dim=128),
 ]

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CASES, MIXED, TOLERANCE, Case, Inputs, build
+from kernel_cases import CASES, KEY_SCALE, MIXED, TOLERANCE, VALUE_SCALE, Case, Inputs, attend, build
 from torch import Tensor
 
 from quire.kernels import ops
@@ -23,11 +23,6 @@ def poisoned_allocations() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def attend(inputs: Inputs, case: Case) -> Tensor:
-    out = ops.paged_attention(inputs.query, inputs.key_cache, inputs.value_cache, inputs.metadata, **case.options)
-    return out[: int(inputs.metadata.query_start_loc_np[-1])]
 
 
 def bits(*tensors: Tensor) -> list[Tensor]:
@@ -62,7 +57,7 @@ def alone(inputs: Inputs, request: int) -> Inputs:
         seq_lens_np=metadata.seq_lens_np[request : request + 1],
         plans={},
     )
-    return Inputs(inputs.query[start:end].clone(), inputs.key_cache, inputs.value_cache, only)
+    return Inputs(inputs.query[start:end].clone(), inputs.key_cache, inputs.value_cache, inputs.sinks, only)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +67,8 @@ def alone(inputs: Inputs, request: int) -> Inputs:
         Case(((1, 700), *MIXED), sliding_window=9),
         Case(MIXED, softcap=5.0),
         Case(MIXED, dtype=torch.bfloat16, head_dim=80),
+        Case(((1, 700), *MIXED), sinks=True),
+        Case(((1, 700), *MIXED), fp8=True),
     ],
     ids=lambda case: case.name,
 )
@@ -113,6 +110,43 @@ def test_write_kv_stores_exactly_the_named_slots(dtype: torch.dtype) -> None:
         assert torch.equal(fused, fused_before)
 
 
+def test_one_sink_by_hand() -> None:
+    """Scores 0 and log 2, and a sink of 0: weights 1/4 and 1/2, and 1/4 goes nowhere."""
+    case = Case(((1, 2),), num_heads=1, num_kv_heads=1, head_dim=2, block_size=1)
+    inputs = build(case)
+    first, second = inputs.metadata.block_table[0, :2].tolist()
+    inputs.key_cache[first, 0, 0], inputs.key_cache[second, 0, 0] = torch.tensor([0.0, 0.0]), torch.tensor([0.0, 1.0])
+    inputs.value_cache[first, 0, 0], inputs.value_cache[second, 0, 0] = torch.tensor([4.0, 0.0]), torch.tensor([0.0, 8])
+    inputs.query[0, 0] = torch.tensor([5.0, float(np.log(2))])
+    caches = inputs.key_cache, inputs.value_cache
+    out = ops.paged_attention(inputs.query, *caches, inputs.metadata, scale=1.0, sinks=torch.zeros(1))
+    torch.testing.assert_close(out, torch.tensor([[[1.0, 4.0]]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_cache_in_8_bits_holds_what_was_written(dtype: torch.dtype) -> None:
+    """Within half a step: 3 bits of mantissa are steps of 1/8 at most, relative to the power of two below; what is
+    beyond the largest number is the largest, not infinity."""
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 5, 2, 8, generator=generator).to(dtype)
+    key[1, 0, 0] = 448 * KEY_SCALE * 1.5
+    slots = torch.tensor([7, 5, 0, 11, -1])
+    stored = []
+    for backend in ("cpu", "reference"):
+        caches = torch.zeros(2, 3, 4, 2, 8, dtype=torch.float8_e4m3fn)
+        with forced_backend(backend):
+            ops.write_kv(key, value, *caches, slots, key_scale=KEY_SCALE, value_scale=VALUE_SCALE)
+        stored.append(caches)
+    assert torch.equal(*(caches.view(torch.uint8) for caches in stored))
+    for written, cache, scale in ((key, stored[0][0], KEY_SCALE), (value, stored[0][1], VALUE_SCALE)):
+        read = cache.float().flatten(0, 1)[slots[:4]] * scale
+        expected = written[:4].float().clamp(max=448 * scale)
+        smallest_step = scale * 2**-9  # below 2^-6 the steps do not shrink any more
+        torch.testing.assert_close(read, expected, rtol=1 / 16, atol=smallest_step / 2)
+    untouched = torch.ones(12, dtype=torch.bool).index_fill(0, slots[:4], value=False)
+    assert not stored[0].view(torch.uint8).flatten(1, 2)[:, untouched].any()
+
+
 def test_write_kv_of_nothing() -> None:
     caches = torch.zeros(2, 3, 4, 2, 8)
     nothing = torch.zeros(0, 2, 8)
@@ -145,6 +179,8 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
     refused(ValueError, "its stride is 2", torch.zeros(9, 4, 128)[..., ::2], key_cache, value_cache, metadata)
     refused(ValueError, "sliding_window must be at least 1", query, key_cache, value_cache, metadata, sliding_window=0)
     refused(ValueError, "softcap must be positive", query, key_cache, value_cache, metadata, softcap=-1.0)
+    refused(ValueError, r"sinks must have shape \(4,\)", query, key_cache, value_cache, metadata, sinks=torch.ones(2))
+    refused(TypeError, "the caches must share one of", query, key_cache.double(), value_cache.double(), metadata)
     refused(ValueError, "at most 31", query[:31], key_cache, value_cache, metadata)
     long_table = replace(metadata, block_table=metadata.block_table.long(), plans={})
     refused(TypeError, "block_table must be torch.int32", query, key_cache, value_cache, long_table)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from kernel_cases import CASES
 
-CHECKS = [case.name for case in CASES] + [f"write_kv-{dtype}" for dtype in ("float32", "bfloat16", "float16")]
+CHECKS = [case.name for case in CASES] + [f"write_kv-{dtype}" for dtype in ("float32", "bfloat16", "float16", "fp8")]
 
 
 @pytest.fixture(scope="module")

@@ -35,10 +35,11 @@ class Parity:
 class FamilyUnderTest:
     """A model on disk, the reference, and an executor of one rank."""
 
-    def __init__(self, family: TinyFamily, directory: Path) -> None:
+    def __init__(self, family: TinyFamily, directory: Path, implementation: str = "auto") -> None:
         self._max_model_len, self._min_length = family.max_model_len, family.min_length
         self.reference = Reference(family.make(directory))
-        self.info: ModelInfo = load_model_info(ModelConfig(model=str(directory), max_model_len=family.max_model_len))
+        fields = {"model": str(directory), "max_model_len": family.max_model_len, "implementation": implementation}
+        self.info: ModelInfo = load_model_info(ModelConfig.model_validate(fields))
         self.executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), self.info)
         self._num_groups = len(group_layers(self.executor.kv_cache_specs()))
         generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,7 @@
-"""`python -m tests.models.parity`: every family against `transformers`, as a table. Exits with 1 on a mismatch."""
+"""`python -m tests.models.parity`: every family, and models computed through the fallback, against `transformers`.
+
+A table. Exits with 1 on a mismatch.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,19 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does for the modules of this folder
 
 from family_parity import FamilyUnderTest
+from tiny_fallbacks import TINY_FALLBACKS
 from tiny_families import TINY_FAMILIES
 
 TOLERANCE = 1e-4
-ROW = "{:<20} {:<24} {:>7} {:>10} {:>5} {:>20}"
+ROW = "{:<22} {:<24} {:>7} {:>10} {:>5} {:>20}"
 
 
 def main() -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     print(ROW.format("model", "architecture", "tokens", "mismatches", "ties", "max logprob diff."))
     exact = True
-    for name, family in TINY_FAMILIES.items():
+    fallbacks = {f"{name} (fallback)": family for name, family in TINY_FALLBACKS.items()}
+    for name, family in {**TINY_FAMILIES, **fallbacks}.items():
         with tempfile.TemporaryDirectory() as directory:
             model = FamilyUnderTest(family, Path(directory))
             parities = [*(model.compare(answers) for answers in model.modes().values()), model.preempted()]

@@ -101,7 +101,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
     [
         (),
         ("bench",),
-        *[(c, "--help") for c in ("serve", "generate", "chat", "check", "bench")],
+        *[(c, "--help") for c in ("serve", "deploy", "status", "top", "generate", "chat", "check", "bench")],
         ("bench", "serve", "-h"),
     ],
 )
@@ -119,6 +119,12 @@ def test_every_command_has_examples_and_the_engine_options(run: Any, command: st
     assert "--max-num-batched-tokens" in out
     assert "--no-enable-prefix-caching" in out
     assert "Requests that run at the same time. (default: 128)" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("command", ["deploy", "status", "top"])
+def test_commands_for_services_elsewhere_have_examples(run: Any, command: str) -> None:
+    _, out, _ = run(command, "--help")
+    assert out.split("Examples:", 1)[1].count(f"quire {command}") + out.count(f"quire\n  {command}") >= 2
 
 
 def test_serve_without_options(run: Any, served: list[dict[str, Any]]) -> None:

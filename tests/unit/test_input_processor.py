@@ -11,10 +11,13 @@ from small_tokenizers import byte_level
 
 from quire.engine.errors import InvalidRequestError
 from quire.engine.input_processor import InputProcessor, RequestOptions
-from quire.engine.model_source import ModelInfo
+from quire.engine.model_source import Implementation, ModelInfo
 from quire.engine.sampling_params import MAX_SEED, SamplingParams
 
-INFO = ModelInfo("tiny", Path("tiny"), "safetensors", {}, vocab_size=600, max_model_len=10, eos_token_ids=(5, 6))
+NATIVE = Implementation("native", "for a test")
+INFO = ModelInfo(
+    "tiny", Path("tiny"), "safetensors", {}, NATIVE, vocab_size=600, max_model_len=10, eos_token_ids=(5, 6)
+)
 
 
 def processor(seed: int | None = 0) -> InputProcessor:

@@ -22,6 +22,8 @@ class LayerCache:
 
     key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
+    key_scale: float = 1.0  # of a cache in 8 bits: what its numbers are multiplied by
+    value_scale: float = 1.0
 
 
 class Attention(nn.Module):
@@ -55,7 +57,15 @@ class Attention(nn.Module):
         if rotation is not None:  # queries and keys lie side by side: one rotation for both
             rotated = rotate(rotated, rotation)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        write_kv(key, value, cache.key, cache.value, metadata.slot_mapping)
+        write_kv(
+            key,
+            value,
+            cache.key,
+            cache.value,
+            metadata.slot_mapping,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
+        )
         attended = paged_attention(
             query,
             cache.key,
@@ -64,6 +74,8 @@ class Attention(nn.Module):
             scale=spec.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
+            key_scale=cache.key_scale,
+            value_scale=cache.value_scale,
         )
         out: Tensor = self.output(attended.view(num_tokens, self._num_heads * spec.head_dim))
         return out

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from rich.console import Console
@@ -28,6 +30,8 @@ from .views import RowsOfGroups, Transposed
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
 
@@ -37,27 +41,18 @@ def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: b
 
     Raises `ConfigError` naming every tensor that is missing, unexpected or wrongly shaped, before anything is read.
     """
-    started = time.monotonic()
-    console = Console(stderr=True)
-    hidden = not progress or not console.is_terminal
-    with _open(model, info) as sources:
-        plan = _plan(model, family, sources, info)
+    with open_checkpoint(info) as sources:
 
         def load(item: tuple[tuple[str, str], TensorSource]) -> None:
             (parameter, piece), source = item
             parameter_of(model, parameter).weight_loader(source, piece)
 
-        # Reading and dequantizing leave the interpreter's lock for most of their time.
-        with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            loaded = pool.map(load, plan.items())
-            for _ in track(loaded, "Loading weights", total=len(plan), transient=True, console=console, disable=hidden):
-                pass
-    logger.info("loaded %d tensors of %s in %.1f s", len(plan), info.name, time.monotonic() - started)
+        run_all(load, list(_plan(model, family, sources, info).items()), info, progress=progress)
 
 
 def check_weights(model: Decoder, family: Family, info: ModelInfo) -> None:
     """Raise what `load_weights` would, without reading any tensor. `model` may be on the meta device."""
-    with _open(model, info) as sources:
+    with open_checkpoint(info) as sources:
         _plan(model, family, sources, info)
 
 
@@ -78,10 +73,40 @@ def parameter_of(model: nn.Module, name: str) -> ShardedParameter:
     return parameter
 
 
-def _open(model: Decoder, info: ModelInfo) -> AbstractContextManager[dict[str, TensorSource]]:
+def open_checkpoint(info: ModelInfo) -> AbstractContextManager[dict[str, TensorSource]]:
+    """The tensors of a model's files. Raises `ConfigError` when a file is damaged."""
     if info.format == "gguf":
-        return open_gguf(info.path, model.spec.layers[0].attention.head_dim)
+        return open_gguf(info.path, info.hf_config["head_dim"])
     return open_safetensors(info.path)
+
+
+def run_all(load: Callable[[T], None], items: Sequence[T], info: ModelInfo, *, progress: bool) -> None:
+    """Load every item, on several threads, with a progress bar if standard error is a terminal."""
+    started = time.monotonic()
+    console = Console(stderr=True)
+    hidden = not progress or not console.is_terminal
+    # Reading and dequantizing leave the interpreter's lock for most of their time.
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        loaded = pool.map(load, items)
+        for _ in track(loaded, "Loading weights", total=len(items), transient=True, console=console, disable=hidden):
+            pass
+    logger.info("loaded %d tensors of %s in %.1f s", len(items), info.name, time.monotonic() - started)
+
+
+@dataclass(slots=True)
+class Faults:
+    """What does not match between a checkpoint and a model."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+
+    def raise_any(self, info: ModelInfo) -> None:
+        """Raise one `ConfigError` about all of them."""
+        kinds = {"missing": self.missing, "unexpected": self.unexpected, "wrong shape": self.misshapen}
+        if any(kinds.values()):
+            listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
+            raise ConfigError(f"model: the weights in {info.path} do not fit its configuration. {listed}.")
 
 
 def _plan(
@@ -93,7 +118,7 @@ def _plan(
     tied_head = "head.weight" not in parameters
     wanted = {(name, piece) for name, parameter in parameters.items() for piece in parameter.pieces}
     plan: dict[tuple[str, str], TensorSource] = {}
-    unexpected, misshapen = [], []
+    faults = Faults()
     for name, source in sources.items():
         found = family.place(name)
         if family.ignores(name) or (tied_head and found is not None and found[0].module == "head"):
@@ -102,19 +127,16 @@ def _plan(
         target = f"{place.module}.{kind}"
         filled = [(target, piece) for piece in place.pieces]
         if any(piece not in wanted or piece in plan for piece in filled):
-            unexpected.append(name)
+            faults.unexpected.append(name)
             continue
         pieces = parameters[target].pieces
         shapes = [pieces[piece].shape for piece in place.pieces]
         views = _views(source, place, shapes, model.spec)
         if views is None:
-            misshapen.append(f"{name} {list(source.shape)} instead of {list(_shape_in_file(place, shapes))}")
+            faults.misshapen.append(f"{name} {list(source.shape)} instead of {list(_shape_in_file(place, shapes))}")
         plan.update(zip(filled, views or [source] * len(filled), strict=True))
-    missing = [f"{name} ({piece})" if piece else name for name, piece in sorted(wanted - plan.keys())]
-    faults = {"missing": missing, "unexpected": unexpected, "wrong shape": misshapen}
-    if any(faults.values()):
-        listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in faults.items() if names)
-        raise ConfigError(f"model: the weights in {info.path} do not fit its configuration. {listed}.")
+    faults.missing = [f"{name} ({piece})" if piece else name for name, piece in sorted(wanted - plan.keys())]
+    faults.raise_any(info)
     return plan
 
 

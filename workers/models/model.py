@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.kv_cache_spec import KVCacheSpec
-from quire.engine.model_source import ModelInfo
+from quire.engine.model_source import Implementation, ModelInfo
 from quire.kernels.ops import AttentionMetadata
 
 from ..layers.attention import LayerCache
@@ -58,9 +58,7 @@ class Blueprint(Protocol):
     def architecture(self) -> str: ...
 
     @property
-    def implementation(self) -> str:
-        """Who computes it and why, in words."""
-        ...
+    def implementation(self) -> Implementation: ...
 
     def build(self, parallel: ParallelContext) -> Model:
         """One rank, of torch's default type on torch's default device, its weights not yet filled.

@@ -1,0 +1,74 @@
+"""The commands for services that run elsewhere: `quire deploy`, `quire status` and `quire top`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Address = Annotated[
+    str,
+    typer.Option(
+        envvar="RAY_DASHBOARD_ADDRESS", help="The dashboard of a running Ray cluster, as `serve deploy` takes it."
+    ),
+]
+Url = Annotated[str, typer.Option(help="The service, with or without /v1.")]
+ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+
+
+def deploy(
+    config: Annotated[Path, typer.Argument(help="A Ray Serve config file, as those in configs/.")],
+    *,
+    address: Address = "http://127.0.0.1:8265",
+    timeout_s: Annotated[
+        float, typer.Option(min=1.0, help="Seconds in which the service must run, before this is a failure.")
+    ] = 1200.0,
+    wait: Annotated[bool, typer.Option(help="Wait until the service runs, and show how far it is.")] = True,
+) -> None:
+    """Check a config file, deploy it on a running Ray cluster, and wait until it serves.
+
+    It replaces what the cluster's Serve has been given by files before. Where it runs already, engines and gateways are
+    exchanged one by one. Status 1, the reason and the last log lines when it does not run. Ctrl-C ends only the wait.
+    """
+    from .cli_deploy import deploy as deploy_and_watch
+
+    deploy_and_watch(config, address, timeout_s=timeout_s, wait=wait)
+
+
+def status(
+    *,
+    url: Annotated[
+        str | None, typer.Option(help="The service, with or without /v1. (default: http://127.0.0.1:8000)")
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(envvar="RAY_DASHBOARD_ADDRESS", help="The dashboard of the Ray cluster that it runs on."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Say what serves which model, and how well: by the service's own account, by Serve's, or both.
+
+    Status 0 only when everything that was asked is healthy.
+    """
+    from .cli_status import status as print_status
+    from .service_http import DEFAULT_URL, Service
+
+    service = Service(url or DEFAULT_URL, api_key) if url is not None or address is None else None
+    if not print_status(service, address, as_json=as_json):
+        raise typer.Exit(1)
+
+
+def top(
+    *,
+    url: Url = "http://127.0.0.1:8000",
+    interval_s: Annotated[float, typer.Option("--interval", min=0.2, help="Seconds between two frames.")] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
+    api_key: ApiKey = None,
+) -> None:
+    """Watch a service's engines: requests that run and wait and why, KV cache, prefix hits, tokens per second."""
+    from .cli_top import top as draw_until_interrupted
+    from .service_http import Service
+
+    draw_until_interrupted(Service(url, api_key), interval_s=interval_s, once=once)
