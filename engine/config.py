@@ -40,6 +40,9 @@ class ModelConfig(Section):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the right shapes, for benchmarks."
     )
+    quantization: Literal["int8"] | None = Field(
+        None, description="int8: weights in 8 bits, one scale per row; a quarter of float32's memory. Not exact."
+    )
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of one rank; the machine's cores shared by the ranks when not given."
     )

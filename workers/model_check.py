@@ -13,9 +13,9 @@ from quire.engine.kv_cache_groups import policy_for
 from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
 from quire.engine.model_source import Implementation, ModelInfo, check_ranks
 
-from .blueprints import blueprint_of
 from .memory_profile import free_bytes, kv_cache_bytes
 from .parallel import planned_rank
+from .quantization import blueprint_for
 from .worker import building, resolve_device, resolve_dtype
 
 
@@ -71,7 +71,7 @@ class ModelCheck:
 def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
     """Raises `ConfigError` when the model cannot work wherever it runs: its tensors do not match, or cannot be cut."""
     check_ranks(config, info)
-    blueprint = blueprint_of(info)
+    blueprint = blueprint_for(config.model, info)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device, info)
     size = config.parallel.tensor_parallel_size

@@ -17,13 +17,13 @@ from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 
-from .blueprints import blueprint_of
 from .kv_cache import allocate_kv_cache
 from .loader.load import load_dummy
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
 from .model_runner import ModelRunner
 from .models.model import Model
 from .parallel import ParallelContext
+from .quantization import blueprint_for
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class Worker:
             torch.set_num_threads(self._config.model.num_threads or default_num_threads(self._parallel.world_size))
         else:
             torch.cuda.set_device(self.device)
-        blueprint = blueprint_of(self._info)
+        blueprint = blueprint_for(self._config.model, self._info)
         with building(torch.device("meta"), self.dtype):
             weight_bytes = sum(p.nbytes for p in blueprint.build(self._parallel).parameters())
         check_weights_fit(weight_bytes, self.device, self._info.name)

@@ -6,8 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.kernels.ops import linear
-
 from ..models.spec import PositionSpec
 from ..parallel import ParallelContext
 from .parameter import WHOLE, Piece, ShardedParameter, replicated, rows
@@ -39,15 +37,15 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
         if self._parallel.world_size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.weight.embed(token_ids)
         local = token_ids - self._start
         foreign = (local < 0) | (local >= self.weight.shape[0])
-        found = F.embedding(local.masked_fill(foreign, 0), self.weight)
+        found = self.weight.embed(local.masked_fill(foreign, 0))
         return self._parallel.all_reduce(found.masked_fill(foreign[:, None], 0.0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32, whole on every rank."""
-        return self._parallel.all_gather(linear(hidden, self.weight, self.bias))[:, : self._vocab_size].float()
+        return self._parallel.all_gather(self.weight.linear(hidden, self.bias))[:, : self._vocab_size].float()
 
 
 class PositionEmbedding(nn.Module):

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.errors import ConfigError
-from quire.kernels.ops import linear
 
 from ..parallel import ParallelContext, split_range
 from .parameter import WHOLE, Piece, ShardedParameter, replicated, rows, whole
@@ -40,7 +39,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, in_features] -> [num_tokens, sum of this rank's parts]."""
-        return linear(x, self.weight, self.bias)
+        return self.weight.linear(x, self.bias)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -87,7 +86,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, this rank's part of in_features] -> [num_tokens, out_features]."""
         # The bias belongs to the sum, so it is added once.
-        return self._parallel.all_reduce(linear(x, self.weight, self.bias if self._parallel.rank == 0 else None))
+        return self._parallel.all_reduce(self.weight.linear(x, self.bias if self._parallel.rank == 0 else None))
 
 
 @dataclass(frozen=True, slots=True)

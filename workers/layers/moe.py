@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.ops import linear
-
 from ..models.spec import MoESpec
 from ..parallel import ParallelContext
 from .activation import ACTIVATIONS
@@ -23,7 +21,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, num_experts] probabilities, float32."""
-        return linear(x, self.weight).float().softmax(dim=-1)
+        return self.weight.linear(x).float().softmax(dim=-1)
 
 
 class ExpertWeights(nn.Module):
@@ -83,5 +81,5 @@ class MixtureOfExperts(nn.Module):
 
     def _run(self, expert: int, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> this rank's part of the expert's sum, the same shape."""
-        gate, up = linear(x, self.gate_up.weight[expert]).chunk(2, dim=-1)
-        return linear(self._activation(gate).mul_(up), self.down.weight[expert])
+        gate, up = self.gate_up.weight.expert_linear(expert, x).chunk(2, dim=-1)
+        return self.down.weight.expert_linear(expert, self._activation(gate).mul_(up))

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from quire.kernels import ops
+
+_INT8_MAX = 127  # -128 is left out, so that the scale is the same on both sides
 
 WHOLE = ""  # the piece of a parameter that one checkpoint tensor fills
 
@@ -58,8 +63,62 @@ class ShardedParameter(nn.Parameter):
         place = self.pieces[piece]
         if source.shape != place.shape:
             raise ValueError(f"shape {list(source.shape)}, expected {list(place.shape)}")
-        with torch.no_grad():
-            self.data[place.target].copy_(source.read(place.source))
+        self.fill(source.read(place.source), place.target)
+
+    def fill(self, values: Tensor, target: Index | None = None) -> None:
+        """Store `values`, converting the dtype, in a part of the parameter or in all of it."""
+        self.data[target or whole(tuple(self.shape))].copy_(values)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """[num_rows, in_features] -> [num_rows, out_features], by this matrix [out_features, in_features]."""
+        return ops.linear(x, self, bias)
+
+    def expert_linear(self, expert: int, x: Tensor) -> Tensor:
+        """`linear` by one of these matrices [num_experts, out_features, in_features]."""
+        return ops.linear(x, self[expert])
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[num_tokens] int64 -> [num_tokens, hidden_size], rows of this matrix."""
+        return F.embedding(token_ids, self)
+
+
+class Int8Parameter(ShardedParameter):
+    """A matrix, or one per expert, held in 8 bits. Row r of it is `self[r] * scales[r]`.
+
+    Each row has the scale that its largest value needs (symmetric, per output channel), rounded to nearest, so that an
+    element is off by at most half of that scale. What multiplies the matrix stays as precise as it was.
+    """
+
+    scales: Tensor  # [..., out_features] float32
+    computed: torch.dtype  # of what multiplies the matrix
+
+    @classmethod
+    def like(cls, parameter: ShardedParameter) -> Int8Parameter:
+        """Room for the same pieces."""
+        data = torch.zeros(parameter.shape, dtype=torch.int8, device=parameter.device)
+        made = cls(data, parameter.pieces)
+        made.scales = torch.ones(parameter.shape[:-1], dtype=torch.float32, device=parameter.device)
+        made.computed = parameter.dtype
+        return made
+
+    def __new__(cls, data: Tensor, pieces: Mapping[str, Piece]) -> Int8Parameter:
+        return cast(Int8Parameter, super().__new__(cls, data, pieces))
+
+    def fill(self, values: Tensor, target: Index | None = None) -> None:
+        target = target or whole(tuple(self.shape))
+        values = values.float()
+        scales = values.abs().amax(dim=-1).div_(_INT8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
+        self.data[target].copy_((values / scales[..., None]).round_())
+        self.scales[target[:-1]].copy_(scales)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.linear_int8(x, self.data, self.scales, bias)
+
+    def expert_linear(self, expert: int, x: Tensor) -> Tensor:
+        return ops.linear_int8(x, self.data[expert], self.scales[expert])
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return (F.embedding(token_ids, self.data) * self.scales[token_ids, None]).to(self.computed)
 
 
 def replicated(shape: tuple[int, ...]) -> dict[str, Piece]:

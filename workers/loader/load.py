@@ -64,7 +64,10 @@ def load_dummy(model: Model, seed: int = 0) -> None:
             parameter.data.fill_(1.0)
         else:
             values = torch.empty(parameter.shape).normal_(0.0, _DUMMY_STD, generator=generator)
-            parameter.data.copy_(values)
+            if isinstance(parameter, ShardedParameter):
+                parameter.fill(values)
+            else:
+                parameter.data.copy_(values)
 
 
 def parameter_of(model: nn.Module, name: str) -> ShardedParameter:

@@ -1,0 +1,114 @@
+"""int8 weights: exact where the weights lie on the grid of 8 bits, close where they do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from family_parity import TOP, FamilyUnderTest
+from hf_reference import Reference
+from tiny_families import TINY_FAMILIES, TinyFamily
+
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.model_source import load_model_info
+from quire.workers.layers.parameter import Int8Parameter, ShardedParameter, replicated
+from quire.workers.local_executor import LocalExecutor
+from quire.workers.model_check import check_model
+from quire.workers.parallel import ParallelContext
+from quire.workers.worker import Worker
+
+NUM_TOKENS = 12
+
+
+def on_grid(weight: torch.Tensor) -> torch.Tensor:
+    scales = weight.abs().amax(dim=-1, keepdim=True) / 127
+    return (weight / scales).round() * scales
+
+
+def executor_of(model: FamilyUnderTest) -> LocalExecutor:
+    sections = {"model": {"num_threads": 1, "quantization": "int8"}, "cache": {"num_kv_blocks": 100}}
+    return LocalExecutor(EngineConfig.model_validate(sections), model.info)
+
+
+class OnGrid:
+    """A tiny family whose matrices lie on the grid of 8 bits."""
+
+    def __init__(self, family: TinyFamily) -> None:
+        self._family = family
+        self.max_model_len, self.min_length = family.max_model_len, family.min_length
+
+    def make(self, directory: Path) -> object:
+        model = self._family.make(directory)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() > 1:
+                    parameter.copy_(on_grid(parameter))
+        model.save_pretrained(directory)
+        return model
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "qwen3-moe"])
+def test_exact_on_the_grid(tmp_path: Path, family: str) -> None:
+    """Tied embeddings, fused projections and experts among them; alone, batched, and in chunks too large for tiles."""
+    model = FamilyUnderTest(OnGrid(TINY_FAMILIES[family]), tmp_path)  # type: ignore[arg-type]
+    executor = executor_of(model)
+    cache: dict[str, object] = {"num_kv_blocks": 100}
+    for answers in (
+        model.driver(executor, cache=cache).greedy(model.prompts, NUM_TOKENS, TOP),
+        [model.driver(executor, cache=cache).greedy([prompt], NUM_TOKENS, TOP)[0] for prompt in model.prompts],
+    ):
+        parity = model.compare(answers)
+        assert parity.mismatches == []
+        assert parity.max_logprob_difference < 1e-4
+    executor.shutdown()
+    model.executor.shutdown()
+
+
+def test_close_off_the_grid(tmp_path: Path) -> None:
+    """An element is off by at most half a step of 1/127 of its row's largest; such large weights move logprobs."""
+    model = FamilyUnderTest(TINY_FAMILIES["llama"], tmp_path)
+    executor = executor_of(model)
+    answers = model.driver(executor, cache={"num_kv_blocks": 100}).greedy(model.prompts, 1, TOP)
+    executor.shutdown()
+    model.executor.shutdown()
+    for prompt, answer in zip(model.prompts, answers, strict=True):
+        expected = model.reference.logits(prompt, answer.token_ids).log_softmax(dim=-1)[0]
+        ours = torch.tensor([logprob for _, logprob in answer.logprobs[0].top])
+        difference = (ours - expected.topk(TOP).values).abs().max().item()
+        assert 0 < difference < 1.0
+
+
+def test_rounding() -> None:
+    parameter = Int8Parameter.like(ShardedParameter(torch.empty(3, 4), replicated((3, 4))))
+    parameter.fill(torch.tensor([[1.27, -1.27, 0.014, 0.016], [0.0, 0.0, 0.0, 0.0], [-254.0, 1.0, 2.9, 3.1]]))
+    assert parameter.data.tolist() == [[127, -127, 1, 2], [0, 0, 0, 0], [-127, 0, 1, 2]]
+    assert parameter.scales[0].item() == pytest.approx(0.01)
+    assert parameter.scales[2].item() == pytest.approx(2.0)
+    assert parameter.embed(torch.tensor([1, 2])).tolist() == [[0.0, 0.0, 0.0, 0.0], [-254.0, 0.0, 2.0, 4.0]]
+
+
+def test_a_quarter_of_the_memory(tmp_path: Path) -> None:
+    """`quire check` and the worker count the same, and dummy weights are not all zero."""
+    TINY_FAMILIES["llama"].make(tmp_path)
+    config = EngineConfig.model_validate({"model": {"model": str(tmp_path), "quantization": "int8", "num_threads": 1}})
+    info = load_model_info(config.model)
+    short, full = (check_model(c, info) for c in (config, EngineConfig(model=ModelConfig(model=str(tmp_path)))))
+    assert short.implementation == "native, int8 weights"
+    assert short.weight_bytes[0] < 0.27 * full.weight_bytes[0]  # the norms keep their 4 bytes
+    dummy = config.model_copy(update={"model": config.model.model_copy(update={"load_format": "dummy"})})
+    worker = Worker(dummy, info, ParallelContext())
+    worker.load_model()
+    int8 = [p for p in worker.model.parameters() if isinstance(p, Int8Parameter)]
+    assert sum(p.nbytes for p in worker.model.parameters()) == short.weight_bytes[0]
+    assert int8
+    assert all(p.data.abs().amax() == 127 for p in int8)
+
+
+def test_the_reference_is_on_the_grid(tmp_path: Path) -> None:
+    """The exactness above would mean nothing if the reference had kept its old weights."""
+    model = OnGrid(TINY_FAMILIES["llama"]).make(tmp_path)
+    assert isinstance(Reference(model), Reference)
+    weight = model.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined]
+    steps = weight / (weight.abs().amax(dim=-1, keepdim=True) / 127)
+    torch.testing.assert_close(steps, steps.round(), atol=1e-3, rtol=0)

@@ -1,0 +1,74 @@
+"""Weights in fewer bits than they were stored with: `model.quantization`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quire.engine.config import ModelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.model_source import ModelInfo
+
+from .blueprints import NativeBlueprint, blueprint_of
+from .layers.embedding import VocabParallelEmbedding
+from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .layers.moe import ExpertWeights
+from .layers.parameter import Int8Parameter
+from .models.decoder import Decoder
+from .models.model import Blueprint
+from .parallel import ParallelContext
+
+# Where nearly all weights are. Norms, biases, routers and learned positions are small, and stay as they are.
+_QUANTIZED = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ExpertWeights)
+
+
+def blueprint_for(config: ModelConfig, info: ModelInfo) -> Blueprint:
+    """How a model is built as it is configured. Raises `ConfigError` like `blueprint_of`, and where it cannot be."""
+    blueprint = blueprint_of(info)
+    return blueprint if config.quantization is None else quantized(blueprint)
+
+
+def quantized(blueprint: Blueprint) -> Blueprint:
+    """The same model with int8 weights. Raises `ConfigError` where its layers are not ours."""
+    if not isinstance(blueprint, NativeBlueprint):
+        raise ConfigError(
+            f"model.quantization: {blueprint.architecture} is computed by transformers, whose layers Quire cannot "
+            "quantize. Leave the option out."
+        )
+    return Int8Blueprint(blueprint)
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Blueprint:
+    """A native model whose large matrices are quantized while they are read, so that it never lies in memory whole."""
+
+    native: NativeBlueprint
+
+    @property
+    def architecture(self) -> str:
+        return self.native.architecture
+
+    @property
+    def implementation(self) -> str:
+        return f"{self.native.implementation}, int8 weights"
+
+    def build(self, parallel: ParallelContext) -> Decoder:
+        model = self.native.build(parallel)
+        for module in model.modules():
+            if isinstance(module, _QUANTIZED):
+                _quantize(module)
+        return model
+
+    def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
+        self.native.load(model, info, progress=progress)
+
+    def check(self, model: Decoder, info: ModelInfo) -> None:
+        self.native.check(model, info)
+
+
+def _quantize(module: nn.Module) -> None:
+    """Nothing was written to the weight yet, so the memory that it asked for was never touched."""
+    with torch.no_grad():
+        module.weight = Int8Parameter.like(module.weight)  # type: ignore[arg-type]
