@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
@@ -25,6 +26,15 @@ class ApiConfig(Section):
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of one HTTP request.")
     max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
+    max_messages: int = Field(4096, ge=1, le=32768, description="Most messages of one conversation.")
+    max_stop_strings: int = Field(16, ge=1, le=16, description="Most stop strings of one request.")
+    max_logit_bias: int = Field(300, ge=1, le=300, description="Most entries of a request's logit_bias.")
+    max_schema_bytes: int = Field(256 << 10, ge=64, description="Largest JSON schema of one request, as JSON.")
+    max_schema_depth: int = Field(64, ge=1, le=256, description="Most levels of a JSON schema of one request.")
+    keys_file: Path | None = Field(
+        None, description="API keys and their tenants (YAML or JSON, on every node); without it nobody needs a key."
+    )
+    open_metrics: bool = Field(True, description="Whether /metrics answers without an API key.")
 
 
 class RoutingConfig(Section):

@@ -66,6 +66,10 @@ class EngineClient:
         """The connected engines, ordered by id."""
         return self._links.connected()
 
+    def num_gateways(self) -> int:
+        """How many gateways there are, as the engines see it."""
+        return max((link.num_gateways for link in self.links()), default=1)
+
     def problem(self) -> str | None:
         """Why engines that come are not noticed; None when they are."""
         return self._links.problem()
@@ -147,7 +151,7 @@ class EngineClient:
 
     def _give_up(self, stream: Stream) -> None:
         message = f"No engine was available for this request within {self._failover_timeout_s:g} s."
-        self._fail(stream, stream.refusal or EngineError(message))
+        self._fail(stream, stream.refusal or OverloadedError(message))
 
     def _retry(self, stream: Stream) -> None:
         """Ask again for a stream that was refused, unless an engine that came has it already, or it has ended."""

@@ -36,6 +36,7 @@ class EngineLink:
         self.num_recent = 0  # requests sent since the last report, and their prompt tokens
         self.num_recent_tokens = 0
         self.cache_number: int | None = None  # of the last word about its prefix cache; None: a snapshot is to come
+        self.num_gateways = 1  # connected to it
         self.closed = asyncio.Event()
 
     def send(self, message: GatewayMessage) -> None:
@@ -49,7 +50,7 @@ class EngineLink:
 
     def report(self, report: LoadReport) -> None:
         """How busy the engine is now."""
-        self.stats, self.problem = report.stats, report.problem
+        self.stats, self.problem, self.num_gateways = report.stats, report.problem, report.num_gateways
         self.num_recent = self.num_recent_tokens = 0
 
     def snapshot(self, num_hit_tokens: int = 0) -> EngineSnapshot:

@@ -81,7 +81,7 @@ class EngineServer:
 
     def load(self) -> LoadReport:
         """The engine's numbers as of its last step, and why it makes no progress if that is so."""
-        return LoadReport(self._engine.stats(), self.problem())
+        return LoadReport(self._engine.stats(), self.problem(), len(self._gateways))
 
     def problem(self) -> str | None:
         """Forward progress is health: None as long as the step under way is younger than the step timeout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import FastAPI
@@ -12,8 +13,9 @@ from quire.engine.outputs import EngineOutput, EngineRequest
 
 from .api.app import create_app
 from .api.backend import ServedModel
-from .api.context import ApiLimits
 from .api.health import EngineHealth, ModelHealth, ServiceHealth
+from .api.keys import KeyRing
+from .api.limits import ApiLimits
 from .api.responses import ModelCard
 from .config import QuireConfig
 from .directory import Directory, EngineRecord, GcsStore
@@ -72,7 +74,7 @@ class Gateway:
         context = serve.get_replica_context()
         self._gateway_id = context.replica_id.unique_id
         configure_logging(f"gateway {self._gateway_id}")
-        self._limits = ApiLimits(config.api.max_body_bytes, config.api.max_choices)
+        self._config = config.api
         self._models = ServedModels([engine.model for engine in config.engines().values()])
         await self._models.start()
         self._client = EngineClient(
@@ -83,6 +85,10 @@ class Gateway:
             on_engines=self._limit_context,
         )
         self._backend = EngineBackend(self._client, self._models)
+        self._keys: KeyRing | None = None
+        if config.api.keys_file is not None:
+            self._keys = KeyRing(config.api.keys_file, num_gateways=self._client.num_gateways)
+            self._key_reader = asyncio.create_task(self._keys.follow())
         await self._client.start()
 
     def _limit_context(self, engines: Sequence[EngineRecord]) -> None:
@@ -94,7 +100,12 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(
-            self._backend, metrics=GatewayMetrics(self._gateway_id), limits=self._limits, request_ids=False
+            self._backend,
+            metrics=GatewayMetrics(self._gateway_id),
+            limits=ApiLimits(**self._config.model_dump(include=set(ApiLimits.__slots__))),
+            keys=self._keys,
+            open_metrics=self._config.open_metrics,
+            request_ids=False,
         )
 
     async def __del__(self) -> None:

@@ -74,10 +74,14 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load"):
-    """How busy an engine is. `problem` says why it makes no progress, None when it does."""
+    """How busy an engine is. `problem` says why it makes no progress, None when it does.
+
+    `num_gateways` are connected to it: every gateway is, so that is how many there are.
+    """
 
     stats: SchedulerStats
     problem: str | None = None
+    num_gateways: int = 1
 
 
 class CacheSnapshot(msgspec.Struct, frozen=True, tag="cache"):

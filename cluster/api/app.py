@@ -15,14 +15,19 @@ import quire
 from quire.engine.errors import ModelNotFoundError
 
 from ..metrics import CONTENT_TYPE, GatewayMetrics
+from . import openapi
 from .backend import Backend
 from .chat import chat_completions
 from .completions import completions
-from .context import ApiContext, ApiLimits, json_response
+from .context import ApiContext, json_response
 from .errors import install_error_handlers
 from .health import health_response
+from .keys import KeyMiddleware, KeyRing
+from .limits import ApiLimits
+from .readiness import Readiness
 from .responses import ModelList
 from .sse import ClientGoneError
+from .tokenization import detokenize_endpoint, tokenize_endpoint
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for logs; nobody receives it
@@ -33,15 +38,22 @@ def create_app(
     *,
     metrics: GatewayMetrics | None = None,
     limits: ApiLimits | None = None,
+    keys: KeyRing | None = None,
+    open_metrics: bool = True,
     request_ids: bool = True,
 ) -> FastAPI:
     """The API of one gateway.
 
-    `metrics` is its own, for it to name itself when there are several. `request_ids`: answer with `x-request-id`;
-    False where the server around the application does so itself (Ray Serve), lest the header come twice.
+    `metrics` is its own, for it to name itself when there are several. With `keys` requests need one; whether /metrics
+    does says `open_metrics`. `request_ids`: answer with `x-request-id`; False where the server around the application
+    does so itself (Ray Serve), lest the header come twice.
     """
     context = ApiContext(backend, metrics or GatewayMetrics(), limits or ApiLimits())
-    app = FastAPI(title="Quire", version=quire.__version__)
+    app = FastAPI(title="Quire", version=quire.__version__, redoc_url=None)
+    described = openapi.document()
+    app.openapi = lambda: described  # type: ignore[method-assign]  # what FastAPI offers for this
+    if keys is not None:
+        app.add_middleware(KeyMiddleware, keys=keys, open_metrics=open_metrics)
     if request_ids:
         app.add_middleware(RequestIdMiddleware)
     install_error_handlers(app)
@@ -58,6 +70,14 @@ def _add_generation_routes(app: FastAPI, context: ApiContext) -> None:
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         return await chat_completions(request, context)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        return await tokenize_endpoint(request, context)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        return await detokenize_endpoint(request, context)
 
     async def client_gone(_request: Request, _error: Exception) -> Response:
         return Response(status_code=_CLIENT_CLOSED_REQUEST)
@@ -83,6 +103,12 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
     @app.get("/health")
     async def health() -> Response:
         return health_response(backend.health())
+
+    readiness = Readiness(backend)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        return json_response(await readiness.check())
 
     @app.get("/version")
     async def version() -> Response:

@@ -18,6 +18,7 @@ from .context import ApiContext
 from .errors import DeadlineError
 from .generation import Generation
 from .protocol.generation import GenerationRequest
+from .tenants import Tenant
 
 
 def generation_of(
@@ -26,12 +27,13 @@ def generation_of(
     prompts: Sequence[Sequence[EngineRequest]],
     metrics: RequestMetrics,
     request: GenerationRequest,
+    tenant: Tenant,
 ) -> Generation:
     """What answers a request: sampling, or a search. Raises `InvalidRequestError`."""
     params = request.beam_search_params(prompts[0][0].sampling_params)
     if params is None:
-        return Generation(context.backend, served, prompts, metrics, include_report=request.include_report)
-    return BeamGeneration(context.backend, served, prompts, metrics, params)
+        return Generation(context.backend, served, prompts, metrics, tenant, include_report=request.include_report)
+    return BeamGeneration(context.backend, served, prompts, metrics, tenant, params)
 
 
 class BeamGeneration(Generation):
@@ -43,9 +45,10 @@ class BeamGeneration(Generation):
         served: ServedModel,
         prompts: Sequence[Sequence[EngineRequest]],
         metrics: RequestMetrics,
+        tenant: Tenant,
         params: BeamSearchParams,
     ) -> None:
-        super().__init__(backend, served, prompts, metrics)
+        super().__init__(backend, served, prompts, metrics, tenant)
         self._firsts = [choices[0] for choices in prompts]
         processor = served.input_processor
         self._search = BeamSearch(

@@ -33,12 +33,13 @@ from .responses import (
     Usage,
 )
 from .sse import DONE, event, unless_client_leaves
+from .tenants import tenant_of
 
 
 async def chat_completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
-    request = await off_the_loop(body, lambda: parse_request(ChatCompletionRequest, body))
+    request = await off_the_loop(body, lambda: parse_request(ChatCompletionRequest, body, context.limits))
     served = await find_model(context.backend, request.model)
     check_choices(1, request.n, context.limits)
     metrics = context.metrics.start(served.name, request.n or 1)
@@ -46,8 +47,10 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     room = served.input_processor.room_after(prompt, "messages")
     params = request.sampling_params(served.info.generation_defaults, room)
     answer_id, engine_id = request.ids("chatcmpl")
-    requests = served.input_processor.process(engine_id, prompt, params, param="messages", options=request.options())
-    generation = generation_of(context, served, [requests], metrics, request)
+    tenant = tenant_of(http.scope)
+    options = tenant.options(request.options())
+    requests = served.input_processor.process(engine_id, prompt, params, param="messages", options=options)
+    generation = generation_of(context, served, [requests], metrics, request, tenant)
     answer = _ChatAnswer(answer_id, served, generation, request, prompt)
     if request.stream:
         return await stream_response(http, answer.events())

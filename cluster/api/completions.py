@@ -22,25 +22,27 @@ from .parsing import parse_request
 from .protocol import CompletionRequest
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .sse import DONE, event, unless_client_leaves
+from .tenants import tenant_of
 
 
 async def completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
-    request = await off_the_loop(body, lambda: parse_request(CompletionRequest, body))
+    request = await off_the_loop(body, lambda: parse_request(CompletionRequest, body, context.limits))
     served = await find_model(context.backend, request.model)
     prompts = await off_the_loop(body, request.prompts)
     check_choices(len(prompts), request.num_choices, context.limits)
     metrics = context.metrics.start(served.name, len(prompts) * request.num_choices)
     token_ids, room = await off_the_loop(body, lambda: _tokenize_all(served, request, prompts))
     params = request.sampling_params(served.info.generation_defaults, room)
-    options = request.options()
+    tenant = tenant_of(http.scope)
+    options = tenant.options(request.options())
     answer_id, engine_id = request.ids("cmpl")
     engine_requests = []
     for i, prompt_token_ids in enumerate(token_ids):
         request_id = engine_id if len(prompts) == 1 else f"{engine_id}-p{i}"
         engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params, options=options))
-    generation = generation_of(context, served, engine_requests, metrics, request)
+    generation = generation_of(context, served, engine_requests, metrics, request, tenant)
     shown = prompts if request.truncate_prompt_tokens is None else token_ids
     echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params.n)) if request.echo else []
     answer = _CompletionAnswer(answer_id, served, generation, request, token_ids, echoed)

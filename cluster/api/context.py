@@ -17,19 +17,12 @@ from quire.engine.errors import InvalidRequestError
 from ..metrics import GatewayMetrics
 from .backend import Backend
 from .errors import BodyTooLargeError
+from .limits import ApiLimits
 from .sse import EventStream, unless_client_leaves
 
 T = TypeVar("T")
 
 _LARGE_BODY_BYTES = 16 << 10  # what takes some 20 ms to parse and tokenize, during which no stream would move
-
-
-@dataclass(frozen=True, slots=True)
-class ApiLimits:
-    """What one HTTP request may hold."""
-
-    max_body_bytes: int = 8 << 20
-    max_choices: int = 256  # prompts x n
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """The one place where errors become HTTP statuses and OpenAI error bodies.
 
-400 a request that cannot work (never 422), 404 an unknown model or path, 405, 408 a deadline that
-passed, 413 a body that is too large, 503 no room
-or no engine (with Retry-After), 500 anything that is the service's own fault.
+400 a request that cannot work (never 422), 401 no key or an unknown one, 404 an unknown model or path, 405, 408 a
+deadline that passed, 413 a body that is too large, 429 a tenant over its limits and 503 no room or no engine (both with
+Retry-After), 500 anything that is the service's own fault.
 """
 
 from __future__ import annotations
@@ -38,6 +38,27 @@ class DeadlineError(QuireError):
         super().__init__("deadline_ms: the time that the request allowed has passed before its answer was complete.")
 
 
+class AuthenticationError(QuireError):
+    """The request comes with no API key that is known here."""
+
+    def __init__(self, message: str, code: str | None) -> None:
+        super().__init__(message)
+        self.code = code
+        self.headers = {"www-authenticate": "Bearer"}
+
+
+class RateLimitError(QuireError):
+    """A tenant has used up what it may for now. `what` is "requests" or "tokens"."""
+
+    def __init__(self, tenant: str, what: str, per_minute: float, retry_after_s: float) -> None:
+        super().__init__(
+            f"Rate limit reached: {tenant!r} may use {per_minute:g} {what} per minute. Try again in "
+            f"{max(1, math.ceil(retry_after_s))} s."
+        )
+        self.what = what
+        self.retry_after_s = retry_after_s
+
+
 def status_of(error: Exception) -> int:
     match error:
         case ModelNotFoundError():
@@ -46,8 +67,12 @@ def status_of(error: Exception) -> int:
             return 413
         case InvalidRequestError():
             return 400
+        case AuthenticationError():
+            return 401
         case DeadlineError():
             return 408
+        case RateLimitError():
+            return 429
         case OverloadedError():
             return 503
         case HTTPException():
@@ -63,6 +88,10 @@ def body_of(error: Exception) -> ErrorBody:
             detail = ErrorDetail(error.message, "invalid_request_error", error.param, error.code)
         case DeadlineError():
             detail = ErrorDetail(error.message, "timeout_error", "deadline_ms", "deadline_exceeded")
+        case AuthenticationError():
+            detail = ErrorDetail(error.message, "invalid_request_error", None, error.code)
+        case RateLimitError():
+            detail = ErrorDetail(error.message, error.what, None, "rate_limit_exceeded")
         case OverloadedError():
             detail = ErrorDetail(error.message, "server_error", None, "overloaded")
         case QuireError():
@@ -77,7 +106,7 @@ def body_of(error: Exception) -> ErrorBody:
 
 def error_response(error: Exception) -> Response:
     headers = dict(getattr(error, "headers", None) or {})
-    if isinstance(error, OverloadedError):
+    if isinstance(error, OverloadedError | RateLimitError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
     return Response(msgspec.json.encode(body_of(error)), status_of(error), headers, "application/json")
 

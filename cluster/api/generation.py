@@ -17,6 +17,7 @@ from .backend import Backend, ServedModel
 from .errors import DeadlineError
 from .protocol.generation import GenerationRequest
 from .responses import PromptTokensDetails, Usage
+from .tenants import NOBODY, Tenant
 
 
 async def find_model(backend: Backend, name: str) -> ServedModel:
@@ -45,7 +46,8 @@ def tokenize(
 class Generation:
     """Runs the choices of all prompts of one HTTP request; `states[i]` is the answer with index i.
 
-    `prompts` has the engine requests of each prompt, one per choice. `include_report`: the user wants to know where the
+    `prompts` has the engine requests of each prompt, one per choice. `tenant` is charged with the tokens as they come,
+    a prompt with the first token of its first choice. `include_report`: the user wants to know where the
     time went.
     """
 
@@ -55,6 +57,7 @@ class Generation:
         served: ServedModel,
         prompts: Sequence[Sequence[EngineRequest]],
         metrics: RequestMetrics,
+        tenant: Tenant = NOBODY,
         *,
         include_report: bool = False,
     ) -> None:
@@ -62,6 +65,7 @@ class Generation:
         self._model = served.name
         self._requests = [request for choices in prompts for request in choices]
         self._metrics = metrics
+        self._tenant = tenant
         self._num_choices = len(prompts[0])
         self.states = [RequestState(request, served.token_decoder, index=i) for i, request in enumerate(self._requests)]
         self._state_of = {state.request_id: state for state in self.states}
@@ -138,6 +142,8 @@ class Generation:
             num_new = len(state.token_ids) - num_known
             if num_new:
                 self._metrics.tokens(state.index, num_new)
+                is_first = num_known == 0 and state.index % self._num_choices == 0
+                self._tenant.used(num_new + (state.num_prompt_tokens if is_first else 0))
             if delta is not None:
                 deltas.append(delta)
             if state.finish_reason is not None:

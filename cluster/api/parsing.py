@@ -15,6 +15,8 @@ from pydantic import BaseModel, ValidationError
 
 from quire.engine.errors import InvalidRequestError
 
+from .limits import ApiLimits
+
 T = TypeVar("T", bound=BaseModel)
 
 # Accepted with any value: labels for the service's own bookkeeping, which Quire does not keep.
@@ -81,6 +83,7 @@ REFUSED: dict[str, _Refused] = {
 }
 
 _SHOWN_CHARS = 80
+_INTEGER = (int, int | None)
 
 _WANTED = {
     "int_type": "an integer",
@@ -95,18 +98,44 @@ _WANTED = {
 }
 
 
-def parse_request(schema: type[T], body: bytes) -> T:
-    """Validate a body against a request model. Raises `InvalidRequestError`."""
+def parse_request(schema: type[T], body: bytes, limits: ApiLimits | None = None) -> T:
+    """Validate a body against a request model, and against the service's limits. Raises `InvalidRequestError`."""
+    return validate_fields(schema, decode_body(body), limits)
+
+
+def decode_body(body: bytes) -> dict[str, Any]:
+    """The JSON object that a body holds. Raises `InvalidRequestError`."""
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise InvalidRequestError(_why_not_json(str(error)), code="invalid_json") from error
     if not isinstance(data, dict):
         raise InvalidRequestError(f"The body must be a JSON object, got {shown(data)}.", code="invalid_body")
+    return data
+
+
+def validate_fields(schema: type[T], data: dict[str, Any], limits: ApiLimits | None = None) -> T:
+    """The fields of a body as a request. Raises `InvalidRequestError`."""
     try:
-        return schema.model_validate(_known_fields(schema, data))
+        request = schema.model_validate(_known_fields(schema, data))
     except ValidationError as error:
         raise _as_request_error(schema, error) from error
+    if limits is not None:
+        _check_limits(request, limits)
+    return request
+
+
+def _check_limits(request: BaseModel, limits: ApiLimits) -> None:
+    """What the models of requests allow at most, a service may allow less of."""
+    lengths = (
+        ("messages", limits.max_messages),
+        ("stop", limits.max_stop_strings),
+        ("logit_bias", limits.max_logit_bias),
+    )
+    for name, most in lengths:
+        value = getattr(request, name, None)
+        if value is not None and len(value) > most:
+            raise InvalidRequestError(f"{name}: must hold at most {most} entries, got {len(value)}.", name)
 
 
 def _why_not_json(error: str) -> str:
@@ -145,7 +174,7 @@ def _known_fields(schema: type[BaseModel], data: dict[str, Any]) -> dict[str, An
     for name, value in data.items():
         if name in known:
             if value is not None or known[name].is_required():
-                fields[name] = value
+                fields[name] = _as_integer(value) if known[name].annotation in _INTEGER else value
         elif name in REFUSED:
             refused = REFUSED[name]
             if value is not None and not any(_same(value, neutral) for neutral in refused.neutral):
@@ -153,6 +182,11 @@ def _known_fields(schema: type[BaseModel], data: dict[str, Any]) -> dict[str, An
         elif name not in HARMLESS:
             raise _unknown_field(name, [*known, *REFUSED, *HARMLESS])
     return fields
+
+
+def _as_integer(value: object) -> object:
+    """JSON has one kind of numbers: 16.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _same(value: object, neutral: object) -> bool:

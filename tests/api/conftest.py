@@ -16,7 +16,7 @@ from live_server import LiveServer, run_server
 
 from quire.cluster.api.app import create_app
 from quire.cluster.api.backend import ServedModel
-from quire.cluster.api.context import ApiLimits
+from quire.cluster.api.limits import ApiLimits
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer

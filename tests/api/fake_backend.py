@@ -33,6 +33,7 @@ class FakeBackend:
         self.failure_after = 3
         self.deadline_after: int | None = None  # tokens after which the deadline of every request passes
         self.report: RequestReport | None = None
+        self.answers_nothing: asyncio.Event | None = None  # until it is set
         self.reports_aborts = True  # False: as if the engine were lost before
         self.last_words: dict[str, EngineOutput] = {}
         self.unhealthy: str | None = None
@@ -60,6 +61,8 @@ class FakeBackend:
         self.running |= mine
         self.started.set()
         num_sent = dict.fromkeys(mine, 0)
+        if self.answers_nothing is not None:
+            await self.answers_nothing.wait()
         try:
             while any(request_id in self.running for request_id in mine):
                 batch = [self._step(self.running[i], num_sent) for i in mine if i in self.running]

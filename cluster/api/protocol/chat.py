@@ -12,7 +12,7 @@ from quire.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from .fields import StrictModel, at_most, check_length, wrong
 from .generation import GenerationRequest
 
-MAX_MESSAGES = 4096
+MAX_MESSAGES = 32768  # whatever a service allows
 MAX_CONTENT_PARTS = 1024
 
 

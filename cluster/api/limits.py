@@ -1,0 +1,18 @@
+"""What one HTTP request may hold. The configuration sets it (`api:`, with a description of each)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class ApiLimits:
+    """What one HTTP request may hold."""
+
+    max_body_bytes: int = 8 << 20
+    max_choices: int = 256  # prompts x n
+    max_messages: int = 4096
+    max_stop_strings: int = 16
+    max_logit_bias: int = 300
+    max_schema_bytes: int = 256 << 10
+    max_schema_depth: int = 64

@@ -1,0 +1,64 @@
+"""POST /tokenize and POST /detokenize: what a model's tokenizer makes of texts, conversations and token ids."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.errors import InvalidRequestError
+
+from .backend import Backend, ServedModel
+from .chat import render
+from .context import ApiContext, json_response, off_the_loop, read_body
+from .generation import find_model, tokenize
+from .parsing import decode_body, parse_request, validate_fields
+from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
+from .responses import Detokenized, Tokenized
+
+TokenizeRequest = TokenizePromptRequest | TokenizeChatRequest
+
+
+async def tokenize_endpoint(http: Request, context: ApiContext) -> Response:
+    body = await read_body(http, context.limits)
+    request = await off_the_loop(body, lambda: _parse(body, context))
+    served = await model_or_default(context.backend, request.model)
+    return json_response(await off_the_loop(body, lambda: tokenized(served, request)))
+
+
+async def detokenize_endpoint(http: Request, context: ApiContext) -> Response:
+    body = await read_body(http, context.limits)
+    request = await off_the_loop(body, lambda: parse_request(DetokenizeRequest, body, context.limits))
+    served = await model_or_default(context.backend, request.model)
+    vocab_size = served.info.vocab_size
+    for token_id in request.tokens:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"tokens: token ids must be from 0 to {vocab_size - 1}, got {token_id}.", "tokens"
+            )
+    text = await off_the_loop(body, lambda: served.token_decoder.decode(request.tokens, skip_special_tokens=False))
+    return json_response(Detokenized(text))
+
+
+async def model_or_default(backend: Backend, name: str | None) -> ServedModel:
+    """The named model, or the service's first one. Raises `ModelNotFoundError`."""
+    return await find_model(backend, backend.models()[0].id if name is None else name)
+
+
+def tokenized(served: ServedModel, request: TokenizeRequest) -> Tokenized:
+    """Raises `InvalidRequestError`. A text may be longer than the context: to know that is why one asks."""
+    if isinstance(request, TokenizePromptRequest):
+        text, param, special = request.prompt, "prompt", request.add_special_tokens
+    else:
+        text, param, special = render(served, request.as_chat()), "messages", False
+    token_ids = tokenize(served, text, param=param, add_special_tokens=special, will_be_cut=True)
+    names = served.tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None
+    return Tokenized(len(token_ids), served.input_processor.max_model_len, token_ids, names)
+
+
+def _parse(body: bytes, context: ApiContext) -> TokenizeRequest:
+    data = decode_body(body)
+    if "messages" in data and "prompt" not in data:
+        return validate_fields(TokenizeChatRequest, data, context.limits)
+    if "messages" in data:
+        raise InvalidRequestError("messages: is given together with prompt; give one of them.", "messages")
+    return validate_fields(TokenizePromptRequest, data, context.limits)

@@ -1,0 +1,274 @@
+"""API keys: who gets in, as whom, how often; and the file that says so."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_backend import DEFAULT_ANSWER, FakeBackend
+from test_errors import COMPLETION, ENDPOINTS, error
+
+from quire.cluster.api.app import create_app
+from quire.cluster.api.keys import KeyRing, read_key_file
+from quire.cluster.api.rate_limits import Bucket
+from quire.cluster.api.tenants import Tenant
+from quire.engine.errors import ConfigError
+
+ANN, BOB, LIMITED = "sk-ann-12345", "sk-bob-12345", "sk-limited-1"
+FILE: Any = {
+    "tenants": [
+        {"name": "ann", "key": ANN, "weight": 2},
+        {"name": "bob", "key_sha256": [hashlib.sha256(BOB.encode()).hexdigest()], "tokens_per_minute": 60},
+        {"name": "limited", "key": [LIMITED, "sk-limited-2"], "requests_per_minute": 2},
+    ]
+}
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    path = tmp_path / "keys.yaml"
+    path.write_text(json.dumps(FILE))
+    return path
+
+
+@pytest.fixture
+def keys(path: Path) -> KeyRing:
+    return KeyRing(path)
+
+
+@pytest.fixture
+async def guarded(backend: FakeBackend, keys: KeyRing) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(create_app(backend, keys=keys, open_metrics=False), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+        yield http
+
+
+async def answers(http: httpx.AsyncClient, key: str) -> httpx.Response:
+    return await http.post("/v1/completions", json={**COMPLETION, "max_tokens": 2}, headers=bearer(key))
+
+
+NO_KEY = error("No API key was given: send it as 'Authorization: Bearer KEY'.")
+UNKNOWN = error("The API key is not known here.", code="invalid_api_key")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ({}, NO_KEY),
+        ({"authorization": ANN}, NO_KEY),
+        ({"authorization": f"Basic {ANN}"}, NO_KEY),
+        ({"authorization": "Bearer "}, NO_KEY),
+        (bearer("sk-wrong"), UNKNOWN),
+        (bearer(ANN[:-1]), UNKNOWN),
+        (bearer("x" * 10_000), UNKNOWN),
+        (bearer(hashlib.sha256(ANN.encode()).hexdigest()), UNKNOWN),
+    ],
+)
+async def test_who_does_not_get_in(
+    guarded: httpx.AsyncClient, backend: FakeBackend, headers: dict[str, str], expected: Any, streamed: bool
+) -> None:
+    for url, body in [*ENDPOINTS, ("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})]:
+        response = await guarded.post(url, json={**body, "stream": streamed}, headers=headers)
+        assert (response.status_code, response.json()) == (401, expected)
+        assert response.headers["www-authenticate"] == "Bearer"
+    for url in ("/v1/models", "/v1/models/x", "/metrics", "/nowhere"):
+        assert (await guarded.get(url, headers=headers)).status_code == 401
+    for url in ("/health", "/version", "/openapi.json", "/docs"):
+        assert (await guarded.get(url, headers=headers)).status_code == 200
+    assert backend.requests == []
+    assert (await answers(guarded, ANN)).status_code == 200
+
+
+async def test_metrics_can_be_open(backend: FakeBackend, keys: KeyRing) -> None:
+    transport = httpx.ASGITransport(create_app(backend, keys=keys))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+        assert (await http.get("/metrics")).status_code == 200
+        assert (await http.get("/v1/models")).status_code == 401
+
+
+@pytest.mark.parametrize(("key", "tenant", "weight"), [(ANN, "ann", 2.0), (BOB, "bob", 1.0)])
+async def test_a_key_is_a_tenant_with_a_weight(
+    guarded: httpx.AsyncClient, backend: FakeBackend, key: str, tenant: str, weight: float
+) -> None:
+    for url, body in ENDPOINTS:
+        response = await guarded.post(url, json={**body, "max_tokens": 2}, headers={"authorization": f"bearer {key}"})
+        assert response.status_code == 200
+    assert [(each.tenant, each.tenant_weight) for each in backend.requests] == [(tenant, weight)] * 2
+
+
+async def test_without_keys_everybody_is_one_tenant(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    response = await client.post("/v1/completions", json=COMPLETION, headers=bearer("anything"))
+    assert response.json()["choices"][0]["text"] == DEFAULT_ANSWER
+    assert backend.requests[0].tenant == ""
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_requests_per_minute(guarded: httpx.AsyncClient, streamed: bool) -> None:
+    """Both keys of a tenant count; a request that is refused for another reason counts; one over the limit does not."""
+    assert (await answers(guarded, LIMITED)).status_code == 200
+    bad = await guarded.post("/v1/completions", json={}, headers=bearer("sk-limited-2"))
+    assert bad.status_code == 400
+    for _ in range(3):
+        body = {**COMPLETION, "stream": streamed}
+        response = await guarded.post("/v1/completions", json=body, headers=bearer(LIMITED))
+        assert response.status_code == 429
+        detail = response.json()["error"]
+        assert (detail["type"], detail["code"]) == ("requests", "rate_limit_exceeded")
+        assert detail["message"].startswith(
+            "Rate limit reached: 'limited' may use 2 requests per minute. Try again in "
+        )
+        assert 28 <= int(response.headers["retry-after"]) <= 30
+    assert (await guarded.get("/v1/models", headers=bearer(LIMITED))).status_code == 200
+    assert (await answers(guarded, ANN)).status_code == 200
+
+
+async def test_tokens_per_minute_are_counted_as_they_are_used(
+    guarded: httpx.AsyncClient, backend: FakeBackend, keys: KeyRing
+) -> None:
+    """60 tokens: the first request takes 4 + 2 * (14 + 1) of a prompt and two answers, the next more than is left."""
+    tenant = keys.find(BOB)
+    assert tenant is not None
+    tenant._buckets["tokens"]._clock = clock = Clock()
+    tenant._buckets["tokens"]._seen = 0.0
+    body = {**COMPLETION, "n": 2, "max_tokens": 100}
+    num_used = 4 + 2 * len(backend.answer_ids) + 1  # the second answer has one token less, and both an end
+    first = await guarded.post("/v1/completions", json=body, headers=bearer(BOB))
+    assert first.json()["usage"]["total_tokens"] == num_used
+    assert (await guarded.post("/v1/completions", json=body, headers=bearer(BOB))).status_code == 200
+    refused = await guarded.post("/v1/completions", json=body, headers=bearer(BOB))
+    missing = 1 - (60 - 2 * num_used)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, str(missing))  # one a second
+    assert refused.json()["error"]["type"] == "tokens"
+    clock.now += missing
+    assert (await guarded.post("/v1/completions", json=body, headers=bearer(BOB))).status_code == 200
+
+
+async def test_a_stream_is_charged_as_it_goes(guarded: httpx.AsyncClient, keys: KeyRing, backend: FakeBackend) -> None:
+    tenant = keys.find(BOB)
+    assert tenant is not None
+    bucket = tenant._buckets["tokens"]
+    bucket._clock = Clock()
+    bucket._seen = 0.0
+    backend.failure, backend.failure_after = "It failed.", 3
+    body = {**COMPLETION, "stream": True}
+    await guarded.post("/v1/completions", json=body, headers=bearer(BOB))
+    assert bucket._level == 60 - 4 - 3
+
+
+async def test_the_file_is_read_again_when_it_changes(keys: KeyRing, path: Path) -> None:
+    ann, limited = keys.find(ANN), keys.find(LIMITED)
+    assert ann is not None
+    assert limited is not None
+    changed = json.loads(json.dumps(FILE))
+    changed["tenants"][0]["key"] = "sk-ann-new"
+    changed["tenants"][1]["weight"] = 3
+    changed["tenants"][2]["key"] = LIMITED
+    path.write_text(json.dumps(changed))
+    await keys.refresh()
+    assert (keys.find(ANN), keys.find("sk-limited-2")) == (None, None)
+    assert keys.find("sk-ann-new") is ann  # with what it has used
+    assert keys.find(LIMITED) is limited
+    bob = keys.find(BOB)
+    assert bob is not None
+    assert bob.weight == 3
+
+
+@pytest.mark.parametrize("broken", ["tenants: [", "tenants: []", None])
+async def test_a_file_that_breaks_changes_nothing(keys: KeyRing, path: Path, broken: str | None) -> None:
+    ann = keys.find(ANN)
+    if broken is None:
+        os.unlink(path)
+    else:
+        path.write_text(broken)
+    await keys.refresh()
+    assert keys.find(ANN) is ann
+    path.write_text(json.dumps({"tenants": [{"name": "eve", "key": "sk-eve-12345"}]}))
+    await keys.refresh()
+    assert (keys.find(ANN), keys.find("sk-eve-12345") is not None) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("tenants: [", ":1: not YAML."),
+        ("{}", ": tenants: Field required."),
+        ("[]", ": Input should be a valid dictionary or instance of KeyFile."),
+        ("tenants: [{name: a}]", ": tenants.0: needs a key or a key_sha256."),
+        ("tenants: [{name: a, key: short}]", ": tenants.0.key.0: String should have at least 8 characters."),
+        (
+            "tenants: [{name: a, key: sk-secret-1}, {name: a, key: sk-secret-2}]",
+            ": two tenants are called 'a': give one of them both keys.",
+        ),
+        (
+            "tenants: [{name: a, key: sk-secret-1}, {name: b, key: sk-secret-1}]",
+            ": tenant 'b': one of its keys is there already.",
+        ),
+        (
+            "tenants: [{name: a, key: sk-secret-1, weight: 0}]",
+            ": tenants.0.weight: Input should be greater than 0.",
+        ),
+        ("tenants: [{name: a, keys: sk-secret-1}]", ": tenants.0.keys: Extra inputs are not permitted."),
+    ],
+)
+def test_files_that_cannot_work(path: Path, content: str, message: str) -> None:
+    """The message says where, and never what a key is."""
+    path.write_text(content)
+    with pytest.raises(ConfigError) as caught:
+        read_key_file(path)
+    assert caught.value.message == f"{path}{message}"
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"api\.keys_file: .* cannot be read \(No such file or directory\)\."):
+        KeyRing(tmp_path / "none")
+
+
+def test_a_bucket() -> None:
+    clock = Clock()
+    bucket = Bucket(60, clock)
+    bucket.take(60)
+    assert bucket.wait_s(1) == 1.0
+    clock.now = 10
+    assert (bucket.wait_s(10), bucket.wait_s(12)) == (0.0, 2.0)
+    bucket.take(30)
+    assert bucket.wait_s(1) == 21.0
+    clock.now = 1000
+    bucket.take(0)
+    assert bucket.wait_s(60) == 0.0  # it never holds more than it can
+    assert bucket.wait_s(1000) == 0.0  # and nobody waits for more than it can hold
+    bucket.resize(30)
+    bucket.take(30)
+    assert bucket.wait_s(1) == 2.0
+
+
+def test_limits_are_divided_among_the_gateways() -> None:
+    num_gateways, clock = 1, Clock()
+    tenant = Tenant("a", 1.0, 4, None, num_gateways=lambda: num_gateways, clock=clock)
+    tenant.admit()
+    num_gateways = 2
+    tenant.admit()
+    tenant.admit()
+    with pytest.raises(Exception, match=r"'a' may use 4 requests per minute\. Try again in 30 s\."):
+        tenant.admit()
+    clock.now = 31
+    tenant.admit()
