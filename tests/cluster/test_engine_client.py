@@ -246,7 +246,7 @@ async def test_a_look_into_the_directory_that_fails_is_not_the_last(monkeypatch:
 async def test_with_no_engine_the_error_says_so(directory: Directory) -> None:
     client = EngineClient(directory, "g", LeastLoaded(), failover_timeout_s=0.05)
     await client.start()
-    with pytest.raises(EngineError, match=r"No engine was available for this request within 0.05 s"):
+    with pytest.raises(OverloadedError, match=r"No engine was available for this request within 0.05 s"):
         await collect(client, request("r"))
     await client.close()
 
@@ -256,7 +256,7 @@ async def test_an_engine_of_another_model_is_not_asked(directory: Directory) -> 
     other = await start_engine(directory, "e1", model="other")
     await client.start()
     await until(lambda: len(client.links()) == 1)
-    with pytest.raises(EngineError, match="No engine was available"):
+    with pytest.raises(OverloadedError, match="No engine was available"):
         await collect(client, request("r"))
     await client.close()
     await other.close()
