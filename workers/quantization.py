@@ -9,7 +9,7 @@ from torch import nn
 
 from quire.engine.config import ModelConfig
 from quire.engine.errors import ConfigError
-from quire.engine.model_source import ModelInfo
+from quire.engine.model_source import Implementation, ModelInfo
 
 from .blueprints import NativeBlueprint, blueprint_of
 from .layers.embedding import VocabParallelEmbedding
@@ -51,8 +51,9 @@ class Int8Blueprint:
         return self.native.architecture
 
     @property
-    def implementation(self) -> str:
-        return f"{self.native.implementation}, int8 weights"
+    def implementation(self) -> Implementation:
+        native = self.native.implementation
+        return Implementation(native.kind, f"{native.reason}, its weights in int8")
 
     def build(self, parallel: ParallelContext) -> Decoder:
         model = self.native.build(parallel)

@@ -94,7 +94,8 @@ def test_a_quarter_of_the_memory(tmp_path: Path) -> None:
     config = EngineConfig.model_validate({"model": {"model": str(tmp_path), "quantization": "int8", "num_threads": 1}})
     info = load_model_info(config.model)
     short, full = (check_model(c, info) for c in (config, EngineConfig(model=ModelConfig(model=str(tmp_path)))))
-    assert short.implementation == "native, int8 weights"
+    assert str(short.implementation).startswith("native (Llama")
+    assert short.implementation.reason.endswith("int8")
     assert short.weight_bytes[0] < 0.27 * full.weight_bytes[0]  # the norms keep their 4 bytes
     dummy = config.model_copy(update={"model": config.model.model_copy(update={"load_format": "dummy"})})
     worker = Worker(dummy, info, ParallelContext())
