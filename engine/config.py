@@ -77,6 +77,11 @@ class CacheConfig(Section):
     gpu_memory_utilization: float = Field(
         0.9, gt=0, le=1, description="Share of a GPU that weights, activations and cache may use."
     )
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto",
+        description="auto: the model's own type. fp8_e4m3: 8 bits, a half or a quarter of the bytes for a little "
+        "accuracy, with the checkpoint's scales (k_scale, v_scale) where it has them.",
+    )
     enable_prefix_caching: bool = Field(True, description="Reuse the blocks of equal prefixes.")
 
 

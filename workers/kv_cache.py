@@ -8,11 +8,11 @@ from torch import Tensor
 
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, shared_layers
 
-from .layers.attention import LayerCache
+from .layers.attention import KVScales, LayerCache
 
 
 def allocate_kv_cache(
-    config: KVCacheConfig, specs: list[KVCacheSpec], dtype: torch.dtype, device: torch.device
+    config: KVCacheConfig, specs: list[KVCacheSpec], scales: list[KVScales], dtype: torch.dtype, device: torch.device
 ) -> list[LayerCache]:
     """The caches of all layers, in layer order, filled with zeros.
 
@@ -27,7 +27,7 @@ def allocate_kv_cache(
         num_bytes = config.num_blocks * max(specs[layer].block_bytes for layer in sharing)
         memory = _zeros(num_bytes, device)
         for layer in sharing:
-            caches[layer] = _view(memory, specs[layer], config.num_blocks, dtype)
+            caches[layer] = _view(memory, specs[layer], config.num_blocks, scales[layer], dtype)
     return [caches[layer] for layer in range(len(specs))]
 
 
@@ -41,7 +41,7 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 
-def _view(memory: Tensor, spec: KVCacheSpec, num_blocks: int, dtype: torch.dtype) -> LayerCache:
+def _view(memory: Tensor, spec: KVCacheSpec, num_blocks: int, scales: KVScales, dtype: torch.dtype) -> LayerCache:
     shape = (2, num_blocks, spec.block_size, spec.num_kv_heads, spec.head_dim)
     key, value = memory[: num_blocks * spec.block_bytes].view(dtype).view(shape)
-    return LayerCache(key, value)
+    return LayerCache(key, value, scales)

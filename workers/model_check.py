@@ -13,10 +13,11 @@ from quire.engine.kv_cache_groups import policy_for
 from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
 from quire.engine.model_source import Implementation, ModelInfo, check_ranks
 
+from .loader.kv_scales import kv_scales
 from .memory_profile import free_bytes, kv_cache_bytes
 from .parallel import planned_rank
 from .quantization import blueprint_for
-from .worker import building, resolve_device, resolve_dtype
+from .worker import building, resolve_cache_dtype, resolve_device, resolve_dtype
 
 
 class Capacity(NamedTuple):
@@ -37,6 +38,7 @@ class ModelCheck:
     max_model_len: int
     num_parameters: int  # tied ones once, padding not counted
     dtype: str
+    cache_dtype: str
     device: str
     weight_bytes: tuple[int, ...]  # of each rank
     kv_bytes_per_token: int  # on rank 0, in all layers
@@ -56,7 +58,7 @@ class ModelCheck:
             "parameters": f"{self.num_parameters:,}",
             "context": f"{self.max_model_len:,} tokens",
             "weights": f"{per_rank} bytes per rank, {self.dtype} on {self.device}",
-            "KV cache": f"{self.kv_bytes_per_token:,} bytes per token and rank{window}",
+            "KV cache": f"{self.kv_bytes_per_token:,} bytes per token and rank, {self.cache_dtype}{window}",
             "free memory": f"{self.free_bytes:,} bytes",
             "fits": self.advice,
         }
@@ -81,7 +83,9 @@ def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
     if config.model.load_format != "dummy":
         blueprint.check(whole, info)
     weight_bytes = tuple(sum(p.nbytes for p in rank.parameters()) for rank in ranks)
-    specs = ranks[0].kv_cache_specs(config.cache.block_size, dtype)
+    kv_scales(config, info, len(whole.kv_cache_specs(1, dtype)))
+    cache_dtype = resolve_cache_dtype(config, dtype)
+    specs = ranks[0].kv_cache_specs(config.cache.block_size, cache_dtype)
     free = free_bytes(device)
     # Ranks on one host share its memory; a GPU is its rank's alone.
     reserved = max(weight_bytes) if device.type == "cuda" else sum(weight_bytes)
@@ -96,6 +100,7 @@ def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
         max_model_len=info.max_model_len,
         num_parameters=sum(p.numel() for p in whole.parameters()),
         dtype=str(dtype).removeprefix("torch."),
+        cache_dtype=str(cache_dtype).removeprefix("torch."),
         device=str(device),
         weight_bytes=weight_bytes,
         kv_bytes_per_token=_per_token(specs),

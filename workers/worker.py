@@ -16,8 +16,11 @@ from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.kernels import fp8
 
 from .kv_cache import allocate_kv_cache
+from .layers.attention import KVScales
+from .loader.kv_scales import kv_scales
 from .loader.load import load_dummy
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
 from .model_runner import ModelRunner
@@ -45,6 +48,8 @@ class Worker:
         self._parallel = parallel
         self.device = resolve_device(config.model.device, device_index)
         self.dtype = resolve_dtype(config.model.dtype, self.device, info)
+        self.cache_dtype = resolve_cache_dtype(config, self.dtype)
+        self._kv_scales: list[KVScales] = []
         self._model: Model | None = None
         self._runner: ModelRunner | None = None
 
@@ -65,6 +70,7 @@ class Worker:
             load_dummy(model)
         else:
             blueprint.load(model, self._info, progress=self._parallel.rank == 0)
+        self._kv_scales = kv_scales(self._config, self._info, len(model.kv_cache_specs(1, self.cache_dtype)))
         self._model = model.to(self.device).eval()  # the weights are there already; this moves the buffers
         logger.info(
             "rank %d of %d: %s, %s, %s, %d bytes of weights as %s on %s, %d threads",
@@ -81,7 +87,7 @@ class Worker:
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """What each layer of this rank caches. Rank 0's are the largest."""
-        return self.model.kv_cache_specs(self._config.cache.block_size, self.dtype)
+        return self.model.kv_cache_specs(self._config.cache.block_size, self.cache_dtype)
 
     def available_kv_cache_bytes(self) -> int:
         """Bytes that this rank can give to its KV cache. On GPU this runs the largest step once, to measure it.
@@ -97,7 +103,7 @@ class Worker:
         self._runner = None  # frees the old cache first
         self._runner = ModelRunner(
             self.model,
-            allocate_kv_cache(config, self.kv_cache_specs(), self.dtype, self.device),
+            allocate_kv_cache(config, self.kv_cache_specs(), self._kv_scales, self.cache_dtype, self.device),
             config,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self._info.max_model_len,
@@ -182,6 +188,10 @@ def resolve_dtype(dtype: str, device: torch.device, info: ModelInfo) -> torch.dt
         return torch.float32
     stored = info.hf_config.get("dtype") or info.hf_config.get("torch_dtype") or "bfloat16"
     return _DTYPES.get(stored, torch.bfloat16)
+
+
+def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    return fp8.DTYPE if config.cache.kv_cache_dtype == "fp8_e4m3" else dtype
 
 
 def default_num_threads(world_size: int) -> int:

@@ -111,8 +111,8 @@ class _Step:
             cache.key,
             cache.value,
             metadata.slot_mapping,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
+            key_scale=cache.scales.key,
+            value_scale=cache.scales.value,
         )
         attended = paged_attention(
             query,
@@ -123,8 +123,8 @@ class _Step:
             sliding_window=call.sliding_window,
             softcap=arguments.get("softcap"),
             sinks=None if sinks is None else sinks.float(),
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
+            key_scale=cache.scales.key,
+            value_scale=cache.scales.value,
         )
         return attended[None, :, :, :value_dim].contiguous()
 

@@ -21,7 +21,9 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from quire.engine.model_source import ModelInfo
 
 from ..layers.parameter import TensorSource, whole
-from ..loader.load import Faults, open_checkpoint, run_all
+from ..loader.checkpoint import open_checkpoint
+from ..loader.kv_scales import is_kv_scale
+from ..loader.load import Faults, run_all
 
 
 @dataclass(slots=True)
@@ -105,6 +107,8 @@ def _assign(model: Any, sources: Mapping[str, TensorSource], faults: Faults) -> 
     weights, prefix = model.state_dict(), model.base_model_prefix
     fillings: dict[str, _Filling] = {}
     for name in sorted(sources, key=dot_natural_key):
+        if is_kv_scale(name):
+            continue
         target, pattern = rename_source_key(name, renamings, converters, prefix, weights)
         if target not in weights:  # it may have the right name already
             target, pattern = rename_source_key(name, [], [], prefix, weights)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,20 @@ from .qk_norm import qk_norm
 from .rotary import Rotation, rotate
 
 
+class KVScales(NamedTuple):
+    """What the numbers of a cache in 8 bits are multiplied by."""
+
+    key: float = 1.0
+    value: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCache:
     """The KV cache of one layer on one rank."""
 
     key: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
-    key_scale: float = 1.0  # of a cache in 8 bits: what its numbers are multiplied by
-    value_scale: float = 1.0
+    scales: KVScales
 
 
 class Attention(nn.Module):
@@ -63,8 +70,8 @@ class Attention(nn.Module):
             cache.key,
             cache.value,
             metadata.slot_mapping,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
+            key_scale=cache.scales.key,
+            value_scale=cache.scales.value,
         )
         attended = paged_attention(
             query,
@@ -74,8 +81,8 @@ class Attention(nn.Module):
             scale=spec.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
-            key_scale=cache.key_scale,
-            value_scale=cache.value_scale,
+            key_scale=cache.scales.key,
+            value_scale=cache.scales.value,
         )
         out: Tensor = self.output(attended.view(num_tokens, self._num_heads * spec.head_dim))
         return out

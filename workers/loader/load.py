@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -24,8 +23,8 @@ from ..models.decoder import Decoder
 from ..models.families import Family, Place
 from ..models.model import Model
 from ..models.spec import DecoderSpec
-from .gguf import open_gguf
-from .safetensors import open_safetensors
+from .checkpoint import open_checkpoint
+from .kv_scales import is_kv_scale
 from .views import RowsOfGroups, Transposed
 
 logger = logging.getLogger(__name__)
@@ -76,13 +75,6 @@ def parameter_of(model: nn.Module, name: str) -> ShardedParameter:
     return parameter
 
 
-def open_checkpoint(info: ModelInfo) -> AbstractContextManager[dict[str, TensorSource]]:
-    """The tensors of a model's files. Raises `ConfigError` when a file is damaged."""
-    if info.format == "gguf":
-        return open_gguf(info.path, info.hf_config["head_dim"])
-    return open_safetensors(info.path)
-
-
 def run_all(load: Callable[[T], None], items: Sequence[T], info: ModelInfo, *, progress: bool) -> None:
     """Load every item, on several threads, with a progress bar if standard error is a terminal."""
     started = time.monotonic()
@@ -124,7 +116,7 @@ def _plan(
     faults = Faults()
     for name, source in sources.items():
         found = family.place(name)
-        if family.ignores(name) or (tied_head and found is not None and found[0].module == "head"):
+        if is_kv_scale(name) or family.ignores(name) or (tied_head and found is not None and found[0].module == "head"):
             continue
         place, kind = found or (Place(""), "")
         target = f"{place.module}.{kind}"
