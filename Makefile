@@ -14,7 +14,7 @@ ARGS ?=
 LOCKED := $(PIP) install --quiet --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test lint format typecheck check lock clean
+.PHONY: help install install-dev serve test lint format typecheck check wheel lock clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,11 @@ typecheck: $(VENV)/.installed-dev ## mypy
 
 check: lint typecheck ## Everything that CI checks before the tests
 	$(BIN)/ruff format --check .
+
+wheel: $(VENV)/.installed ## Build what clusters install, in dist/: the wheel, and the versions to install it with
+	@rm -rf dist build
+	@$(PIP) wheel --quiet --no-deps --wheel-dir dist .
+	@cp requirements.lock dist/
 
 lock: ## Write requirements.lock anew from pyproject.toml
 	PYTHON="$(PYTHON)" sh .ci/lock

@@ -4,18 +4,21 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from ray.serve.schema import ServeDeploySchema
 
 from quire.cluster.app import bind
 from quire.cluster.autoscaling import EngineLoadPolicy
 from quire.cluster.config import QuireConfig, override
 from quire.cluster.config_file import ServiceConfig, load_service
-from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 
+ROOT = Path(__file__).resolve().parents[2]
 GOOD = """\
 http_options:
   port: 9000
@@ -109,14 +112,39 @@ def test_the_default_service_is_that_of_the_file(repo_root: Path) -> None:
     assert in_file == ServiceConfig(quire=on_cpu)
 
 
-def test_every_file_in_configs_is_good(repo_root: Path) -> None:
-    files = sorted((repo_root / "configs").glob("*.yaml"))
-    sizes = {file.stem: [e.parallel.tensor_parallel_size for e in _engines(file)] for file in files}
-    assert sizes == {"multi-model": [1, 1], "smollm2-cpu": [1], "smollm2-cpu-tp2": [2]}
+SHAPES = {  # device, GPUs or processes of one engine of each model
+    "llama-3.1-70b-tp8": [("cuda", 8)],
+    "llama-3.1-8b": [("cuda", 1)],
+    "multi-model": [("cpu", 1), ("cpu", 1)],
+    "smollm2-cpu": [("cpu", 1)],
+    "smollm2-cpu-tp2": [("cpu", 2)],
+}
 
 
-def _engines(file: Path) -> list[EngineConfig]:
-    return list(load_service(file).quire.engines().values())
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_file_in_configs_is_good(path: Path) -> None:
+    """By Serve's schema of the file, by Quire's of its `args:`, and by Serve's of each deployment's options."""
+    ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
+    service = load_service(path)
+    engines = service.quire.engines()
+    assert [(e.model.device, e.parallel.tensor_parallel_size) for e in engines.values()] == SHAPES[path.stem]
+    assert set(service.deployments) == {"Gateway", *engines}  # each is there to be changed
+    gateway = bind(service.quire, service.deployments)._bound_deployment
+    for engine, name in zip(gateway.init_args[1:], engines, strict=True):
+        deployment = engine._bound_deployment
+        gpus = deployment.ray_actor_options.get("num_gpus", 0)
+        config = deployment.init_args[0]
+        assert gpus == (config.model.device == "cuda" and config.parallel.tensor_parallel_size == 1)
+        policy = (service.deployments[name].get("autoscaling_config") or {}).get("policy")
+        if policy:
+            assert policy["policy_function"] == "quire.cluster.autoscaling:EngineLoadPolicy"
+            EngineLoadPolicy(**policy["policy_kwargs"])
+    assert f"configs/{path.name}" in path.read_text().split("proxy_location")[0]  # how to run it stands at its top
+
+
+def test_every_file_in_configs_is_listed_in_the_readme() -> None:
+    listed = set(re.findall(r"\| \[`([\w.-]+)\.yaml`\]\(configs/", (ROOT / "README.md").read_text()))
+    assert listed == set(SHAPES) == {path.stem for path in (ROOT / "configs").glob("*.yaml")}
 
 
 def test_overrides_are_judged_like_the_file() -> None:
