@@ -33,6 +33,7 @@ class CacheIndex:
         self._engines: dict[int, int] = {}  # block number -> mask of the engines that hold it
         self._blocks: dict[str, set[int]] = {}  # engine id -> the block numbers it holds, of those that are kept
         self._layouts: dict[str, CacheLayout] = {}
+        self._members: dict[CacheLayout, int] = {}  # mask of the engines with that layout
         self._bits: dict[str, int] = {}  # engine id -> its bit in the masks
         self._skipped = 0  # mask: blocks with one of these bits in their number are not kept
         self.num_entries = 0
@@ -47,6 +48,7 @@ class CacheIndex:
         free = next(bit for bit in (1 << i for i in range(len(self._bits) + 1)) if bit not in self._bits.values())
         self._bits[engine_id] = free
         self._layouts[engine_id] = layout
+        self._members[layout] = self._members.get(layout, 0) | free
         self._blocks[engine_id] = set()
         self.update(engine_id, numbers, ())
 
@@ -76,7 +78,10 @@ class CacheIndex:
         if not bit:
             return
         blocks = self._blocks.pop(engine_id)
-        del self._layouts[engine_id]
+        layout = self._layouts.pop(engine_id)
+        self._members[layout] &= ~bit
+        if not self._members[layout]:
+            del self._members[layout]
         for number in blocks:
             self._take_away(number, bit)
         self.num_entries -= len(blocks)
@@ -88,7 +93,7 @@ class CacheIndex:
 
     def layouts(self) -> set[CacheLayout]:
         """The layouts of the engines that are known."""
-        return set(self._layouts.values())
+        return set(self._members)
 
     def expect(self, engine_id: str, prompt: PromptKeys) -> None:
         """A prompt was sent to an engine: what it holds of it soon."""
@@ -105,17 +110,17 @@ class CacheIndex:
 
     def hits(self, prompt: PromptKeys, engine_ids: Iterable[str]) -> dict[str, int]:
         """By engine, the tokens of a prompt that it can take from its cache; engines with none are left out."""
-        by_layout: dict[CacheLayout, int] = {}
+        bits, asked = self._bits, 0
         for engine_id in engine_ids:
-            layout = self._layouts.get(engine_id)
-            if layout is not None:
-                by_layout[layout] = by_layout.get(layout, 0) | self._bits[engine_id]
+            asked |= bits.get(engine_id, 0)
         lengths: dict[int, int] = {}  # an engine's bit -> tokens
-        for layout, mask in by_layout.items():
-            for engines, num_blocks in self._search(prompt.of(layout), layout, mask):
-                for bit in _each_bit(engines):
-                    lengths[bit] = num_blocks * layout.block_size
-        return {engine_id: lengths[bit] for engine_id, bit in self._bits.items() if bit in lengths}
+        for layout, members in self._members.items():
+            if mask := members & asked:
+                for engines, num_blocks in self._search(prompt.of(layout), layout, mask):
+                    lengths |= dict.fromkeys(_each_bit(engines), num_blocks * layout.block_size)
+        if not lengths:
+            return {}
+        return {engine_id: lengths[bit] for engine_id, bit in bits.items() if bit in lengths}
 
     # ---- the search -----------------------------------------------------------------------------------------------
 

@@ -30,16 +30,21 @@ class EngineChooser:
                 await asyncio.to_thread(prompt.of, layout)
 
     def choose(self, request: EngineRequest, prompt: PromptKeys, links: Sequence[EngineLink]) -> EngineLink:
-        """One of `links`, which is not empty. It counts as sent there from now on."""
-        by_id = {link.record.engine_id: link for link in links}
-        hits = self._index.hits(prompt, by_id) if self._compares(links) else {}
-        snapshots = [link.snapshot(hits.get(engine_id, 0)) for engine_id, link in by_id.items()]
-        link = by_id[self._policy.choose(request, snapshots)]
+        """One of `links`, which is not empty. The request counts as sent there from now on."""
+        link, num_hit_tokens = self.look(request, prompt, links)
         link.num_recent += 1
-        link.num_recent_tokens += prompt.num_tokens - hits.get(link.record.engine_id, 0)
+        link.num_recent_tokens += prompt.num_tokens - num_hit_tokens
         if self._compares(links):
             self._index.expect(link.record.engine_id, prompt)
         return link
+
+    def look(self, request: EngineRequest, prompt: PromptKeys, links: Sequence[EngineLink]) -> tuple[EngineLink, int]:
+        """The engine that `choose` would choose, and how many tokens of the prompt it has; books nothing."""
+        by_id = {link.record.engine_id: link for link in links}
+        hits = self._index.hits(prompt, by_id) if self._compares(links) else {}
+        snapshots = [link.snapshot(hits.get(engine_id, 0)) for engine_id, link in by_id.items()]
+        engine_id = self._policy.choose(request, snapshots)
+        return by_id[engine_id], hits.get(engine_id, 0)
 
     def _compares(self, links: Sequence[EngineLink]) -> bool:
         return self._policy.uses_prefixes and len(links) > 1

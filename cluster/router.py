@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from hashlib import blake2b
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
+from zlib import crc32
 
 from quire.engine.outputs import EngineRequest, SchedulerStats
 
@@ -19,9 +18,8 @@ FULL_CACHE = 0.95  # from this KV usage on, requests wait for blocks or lose the
 FULL_CACHE_TOKENS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSnapshot:
-    """An engine that can take requests, as one gateway sees it now.
+class EngineSnapshot(NamedTuple):
+    """An engine that can take requests, as one gateway sees it now. A tuple: one is made per engine and request.
 
     `stats` is what the engine reported last; `num_recent` counts the requests that this gateway has sent since then,
     which the report cannot contain, and `num_recent_tokens` their prompt tokens; `num_own` those of this gateway that
@@ -91,15 +89,19 @@ class PrefixAffinity:
 
 def _tokens_until_computed(engine: EngineSnapshot, most_requests: float) -> int:
     """Compared with other engines only: the prompt's length is the same for all, and left out."""
-    num_requests = engine.num_requests
+    num_requests, stats = engine.num_requests, engine.stats
     tokens = engine.num_queued_tokens + TOKENS_PER_REQUEST * num_requests
-    if engine.stats.kv_cache_usage > FULL_CACHE:
+    if stats.kv_cache_usage > FULL_CACHE:
         return tokens + FULL_CACHE_TOKENS
     return tokens if num_requests > most_requests else tokens - HIT_WEIGHT * engine.num_hit_tokens
 
 
-def _rendezvous(name: str, engine_id: str) -> bytes:
-    return blake2b(f"{name}\0{engine_id}".encode(), digest_size=8).digest()
+def _rendezvous(name: str, engine_id: str) -> int:
+    """A number that is the same in every process, and in no order over engines or names.
+
+    The product does what a CRC lacks: the CRCs of one engine id under two names differ by the same bits for all ids.
+    """
+    return crc32(engine_id.encode(), crc32(name.encode())) * 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
 
 
 class LeastLoaded:

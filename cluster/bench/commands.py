@@ -107,6 +107,49 @@ def scheduler(
         write_json(json_path, {**document, "result": asdict(result)})
 
 
+@app.command(epilog="Examples:  quire bench router   ·   quire bench router --replicas 16 --rate 15 --json result.json")
+def router(
+    replicas: Annotated[str, typer.Option(help="Sizes of the fleet, as 1,4,16,64.")] = "1,4,16,64",
+    rate: Annotated[float, typer.Option(min=0.1, help="Requests per second and replica.")] = 40.0,
+    duration_s: Annotated[float, typer.Option(min=1.0, help="Simulated seconds of arrivals.")] = 15.0,
+    groups: Annotated[int, typer.Option(min=1, help="System prompts per replica, some far more often used.")] = 8,
+    prefix_len: Annotated[int, typer.Option(min=1, max=8192, help="Tokens in a system prompt.")] = 1024,
+    seed: Seed = 0,
+    json_path: Json = None,
+) -> None:
+    """Prefix-aware routing against other policies, in simulated time, and what a decision costs.
+
+    The fleet runs the real scheduler, cache and router; only the model is a formula.
+    """
+    from rich.console import Console
+
+    from . import router as router_bench
+    from .fleet import Trace
+    from .machine import describe_machine, package_versions
+    from .report import show_facts, show_router, write_json
+
+    sizes = _levels(replicas, "--replicas")
+    console = Console(stderr=json_path == "-")
+    machine, versions = describe_machine(), package_versions()
+    show_facts(console, machine)
+    trace = Trace(duration_s=duration_s, requests_per_s=rate, groups_per_replica=groups, prefix_tokens=prefix_len)
+    done, total = 0, len(sizes) * len(router_bench.COMPARED)
+    with console.status("Simulating") as status:
+
+        def on_done() -> None:
+            nonlocal done
+            done += 1
+            status.update(f"Simulating, {done} of {total} done")
+
+        fleets = router_bench.run(sizes, trace, seed, on_done)
+        cost = router_bench.cost()
+    show_router(console, fleets, cost)
+    if json_path is not None:
+        document = {"bench": "router", "machine": machine, "versions": versions, "settings": asdict(trace)}
+        result = {"fleets": [asdict(fleet) for fleet in fleets], "cost": asdict(cost)}
+        write_json(json_path, {**document, "result": result})
+
+
 @app.command(epilog="Example:  quire bench offline --num-prompts 64 --load-format dummy --max-num-seqs 64")
 @takes_engine_options
 def offline(

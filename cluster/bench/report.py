@@ -14,6 +14,7 @@ from rich.table import Table
 from .latency import Distribution, Summary
 
 if TYPE_CHECKING:
+    from .router import Cost, FleetResult
     from .scheduler import SchedulerResult
 
 
@@ -60,6 +61,28 @@ def show_scheduler(console: Console, result: SchedulerResult) -> None:
         console,
         ("queued requests", "step of 64 us", "arrival us"),
         [(q.num_queued, q.step_us, q.add_us) for q in result.queued],
+    )
+
+
+def show_router(console: Console, fleets: Sequence[FleetResult], cost: Cost) -> None:
+    """One row per fleet and policy; what a decision costs in a line."""
+    rows = [
+        (
+            f.num_replicas,
+            f.policy,
+            f"{f.hit_rate:.1%}",
+            f"{f.queue_ms.p50:,.0f} / {f.queue_ms.p99:,.0f}",
+            f"{f.ttft_ms.p50:,.0f} / {f.ttft_ms.p99:,.0f}",
+            f"{f.busiest:.2f}",
+        )
+        for f in fleets
+    ]
+    columns = ("replicas", "policy", "hit rate", "queue ms p50 / p99", "TTFT ms p50 / p99", "busiest / average")
+    _show_rows(console, columns, rows)
+    console.print(
+        f"A decision among {cost.num_engines} engines for {cost.num_prompt_tokens} prompt tokens: "
+        f"{cost.choose_unknown_us:.0f} us when nobody has the prompt, {cost.choose_known_us:.0f} us when all have it; "
+        f"hashing the prompt once {cost.hash_us:.0f} us; {cost.update_us:.2f} us per block that an engine tells of."
     )
 
 
