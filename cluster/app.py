@@ -32,7 +32,9 @@ GATEWAY_OPTIONS: dict[str, Any] = {
 ENGINE_OPTIONS: dict[str, Any] = {
     "health_check_period_s": 2.0,
     "health_check_timeout_s": 10.0,
-    "graceful_shutdown_timeout_s": 10.0,  # its streams go on at another engine
+    # What runs in an engine that stops moves to others at once. Where there is none, it goes on until a replacement is
+    # there: as long as one takes to start, where there is room for it next to the old one.
+    "graceful_shutdown_timeout_s": 20.0,
     "graceful_shutdown_wait_loop_s": 0.2,
     "max_constructor_retry_count": 1,  # what keeps an engine from starting does not go away by itself
 }

@@ -21,23 +21,46 @@ if TYPE_CHECKING:
 
 
 class EngineLoadPolicy:
-    """As many engines as keep each at `target_requests_per_engine` (running and waiting) and its cache below
-    `target_kv_cache_usage` (0 to 1), whichever asks for more.
+    """As many engines as keep each at its targets, whichever of them asks for more.
 
-    A cache can be full of few long requests, and a queue can be long with an empty cache: neither tells enough alone.
+    `target_requests_per_engine` counts running and waiting requests, `target_queued_tokens_per_engine` the tokens that
+    are to be computed before a new request gets its turn (what that is in seconds depends on the hardware), and
+    `target_kv_cache_usage` is from 0 to 1. A cache can be full of few long requests, a queue can be long with an empty
+    cache, and one request can be all that an engine computes for a minute: none of them tells enough alone.
+
+    With `min_replicas: 0` engines go when nobody has anything to do, and come back when a gateway asks for one
+    (`waking.py`); until it has its answer, at least one stays.
     """
 
-    def __init__(self, target_requests_per_engine: float = 32.0, target_kv_cache_usage: float = 0.8) -> None:
-        if target_requests_per_engine <= 0 or not 0 < target_kv_cache_usage <= 1:
-            raise ValueError("target_requests_per_engine must be > 0, target_kv_cache_usage > 0 and <= 1")
+    def __init__(
+        self,
+        target_requests_per_engine: float = 32.0,
+        target_kv_cache_usage: float = 0.8,
+        target_queued_tokens_per_engine: float = 16_384.0,
+    ) -> None:
+        if not 0 < target_kv_cache_usage <= 1:
+            raise ValueError(f"target_kv_cache_usage: must be > 0 and <= 1, got {target_kv_cache_usage}")
+        if target_requests_per_engine <= 0:
+            raise ValueError(f"target_requests_per_engine: must be > 0, got {target_requests_per_engine}")
+        if target_queued_tokens_per_engine <= 0:
+            raise ValueError(f"target_queued_tokens_per_engine: must be > 0, got {target_queued_tokens_per_engine}")
         self._target_requests = target_requests_per_engine
         self._target_usage = target_kv_cache_usage
+        self._target_tokens = target_queued_tokens_per_engine
 
     def __call__(self, ctx: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         reported = ctx.aggregated_metrics or {}
-        requests = sum(reported.get("num_running", {}).values()) + sum(reported.get("num_waiting", {}).values())
-        usage = sum(reported.get("kv_cache_usage", {}).values())
-        return max(_engines_for(requests, self._target_requests), _engines_for(usage, self._target_usage)), {}
+
+        def total(name: str) -> float:
+            return sum(reported.get(name, {}).values())
+
+        wanted = max(
+            _engines_for(total("num_running") + total("num_waiting"), self._target_requests),
+            _engines_for(total("num_queued_tokens"), self._target_tokens),
+            _engines_for(total("kv_cache_usage"), self._target_usage),
+            1 if ctx.total_num_requests > 0 else 0,
+        )
+        return wanted, {}
 
 
 def _engines_for(load: float, target: float) -> int:

@@ -22,7 +22,7 @@ class ApiConfig(Section):
     """What the HTTP API allows, and how long it waits."""
 
     failover_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds that a request waits when no engine is there, before it fails."
+        60.0, gt=0, description="Seconds that a request waits when no engine is there, before it is refused or fails."
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of one HTTP request.")
     max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
@@ -44,6 +44,9 @@ class RoutingConfig(Section):
         "prefix_affinity",
         description="prefix_affinity weighs what an engine has of a prompt in its cache against what it has to do; "
         "least_loaded, power_of_two and round_robin do not look at prompts.",
+    )
+    max_waiting_requests: int = Field(
+        1024, ge=1, description="Requests that one gateway lets wait while there is no engine; more are refused (503)."
     )
 
 

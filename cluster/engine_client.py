@@ -19,7 +19,7 @@ from quire.engine.outputs import EngineOutput, EngineRequest
 from .directory import Directory, EngineRecord
 from .engine_chooser import EngineChooser
 from .engine_links import EngineLink, EngineLinks
-from .messages import Abort, Add, CacheSnapshot, CacheUpdate, EngineMessage, LoadReport, Refused, StepOutputs
+from .messages import Abort, Add, CacheSnapshot, CacheUpdate, EngineMessage, Leaving, LoadReport, Refused, StepOutputs
 from .prefix_keys import PromptKeys
 from .router import RoutingPolicy
 from .streams import Call, Stream, Trials
@@ -27,14 +27,16 @@ from .streams import Call, Stream, Trials
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # before a stream that found all engines full asks again; their load reports come as often
+NO_ENGINE_RETRY_S = 10.0  # after which a client may try again that found no engine at all
 MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it is given up
 
 
 class EngineClient:
     """Everything a gateway knows of its engines. All methods run on one event loop.
 
-    `failover_timeout_s` bounds how long a stream waits for an engine when there is none. `on_engines` is called with
-    the connected engines when there are others than before, and before a new one gets its first request.
+    `failover_timeout_s` bounds how long a stream waits for an engine when there is none, `max_waiting_requests` how
+    many that have not begun do so. `on_engines` is called with the connected engines when there are others than before,
+    and before a new one gets its first request; `on_waiting` with a model of which an engine is waited for.
     """
 
     def __init__(
@@ -44,11 +46,15 @@ class EngineClient:
         policy: RoutingPolicy,
         *,
         failover_timeout_s: float = 60.0,
+        max_waiting_requests: int = 1024,
         on_engines: Callable[[Sequence[EngineRecord]], None] = lambda _: None,
+        on_waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._links = EngineLinks(directory, identity, self)
         self._chooser = EngineChooser(policy)
         self._failover_timeout_s = failover_timeout_s
+        self._max_waiting_requests = max_waiting_requests
+        self._on_waiting = on_waiting
         self._on_engines = on_engines
         self._streams: dict[str, Stream] = {}  # all live ones, by request id
         self._homeless: dict[str, Stream] = {}  # streams without an engine, by wire id, oldest first
@@ -125,21 +131,37 @@ class EngineClient:
 
     def _place(self, stream: Stream) -> None:
         """Send a stream to an engine, or let it wait for one."""
-        links = [link for link in self.links() if link.record.model == stream.model]
-        fitting = [link for link in links if stream.fits(link.record)]
-        if not fitting and stream.attempt == 0:
-            fitting = links  # nothing is lost yet: any of them can tell what it would have to be
-        if not fitting:
-            self._wait(stream)
-            self._homeless[stream.wire_id] = stream
+        candidates = self._staying(stream) or self._fitting(stream)
+        if not candidates:
+            self._wait_for_engine(stream)
             return
-        link = self._chooser.choose(stream.request, stream.prompt, fitting)
+        link = self._chooser.choose(stream.request, stream.prompt, candidates)
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None
         stream.engine = link
         link.streams[stream.wire_id] = stream
         link.send(Add(stream.to_submit()))
+
+    def _wait_for_engine(self, stream: Stream) -> None:
+        """There is no engine for a stream: let it wait for the next one."""
+        if stream.attempt == 0 and len(self._homeless) >= self._max_waiting_requests:
+            message = f"{len(self._homeless)} requests wait for an engine already; none is there."
+            self._fail(stream, OverloadedError(message, NO_ENGINE_RETRY_S))
+            return
+        self._wait(stream)
+        self._homeless[stream.wire_id] = stream
+        self._on_waiting(stream.model)
+
+    def _fitting(self, stream: Stream) -> list[EngineLink]:
+        """The engines that a stream can go to, ordered by id."""
+        links = [link for link in self.links() if link.record.model == stream.model]
+        fitting = [link for link in links if stream.fits(link.record)]
+        # While nothing is lost, any of them can tell what it would have to be.
+        return fitting or (links if stream.attempt == 0 else [])
+
+    def _staying(self, stream: Stream) -> list[EngineLink]:
+        return [link for link in self._fitting(stream) if not link.is_leaving]
 
     def _wait(self, stream: Stream) -> None:
         """The stream has no engine: bound for how long."""
@@ -151,7 +173,7 @@ class EngineClient:
 
     def _give_up(self, stream: Stream) -> None:
         message = f"No engine was available for this request within {self._failover_timeout_s:g} s."
-        self._fail(stream, stream.refusal or OverloadedError(message))
+        self._fail(stream, stream.refusal or OverloadedError(message, NO_ENGINE_RETRY_S))
 
     def _retry(self, stream: Stream) -> None:
         """Ask again for a stream that was refused, unless an engine that came has it already, or it has ended."""
@@ -179,6 +201,22 @@ class EngineClient:
         waiting, self._homeless = list(self._homeless.values()), {}
         for stream in waiting:
             self._place(stream)
+        for leaving in [each for each in self.links() if each.is_leaving]:
+            self._hand_over(leaving)
+
+    def _hand_over(self, leaving: EngineLink) -> None:
+        """Move the streams of an engine that leaves to others. Where there is none, they stay until one comes."""
+        moved = [stream for stream in leaving.streams.values() if not stream.is_complete and self._staying(stream)]
+        if not moved:
+            return
+        logger.info("Engine %s leaves: %d streams go on elsewhere.", leaving.record.engine_id, len(moved))
+        leaving.send(Abort([stream.wire_id for stream in moved]))
+        for stream in moved:
+            del leaving.streams[stream.wire_id]
+            stream.engine = None
+            stream.give_up_at = stream.refusal = None
+            stream.attempt += 1
+            self._place(stream)
 
     def on_lost(self, link: EngineLink, reason: str) -> None:
         """An engine is gone: its streams go elsewhere."""
@@ -195,8 +233,11 @@ class EngineClient:
                 self._abort(stream)
                 continue
             stream.give_up_at = stream.refusal = None
-            stream.num_losses += 1
             stream.attempt += 1
+            if link.is_leaving:
+                self._place(stream)
+                continue
+            stream.num_losses += 1
             if stream.num_losses >= MAX_LOSSES:
                 self._fail(stream, EngineError(f"{stream.num_losses} engines in a row were lost with this request."))
             elif stream.num_losses == MAX_LOSSES - 1:
@@ -211,6 +252,9 @@ class EngineClient:
                 self._on_output(link, output)
         elif isinstance(message, LoadReport):
             link.report(message)
+        elif isinstance(message, Leaving):
+            link.is_leaving = True
+            self._hand_over(link)
         elif isinstance(message, CacheSnapshot | CacheUpdate):
             self._chooser.on_message(link, message)
         elif isinstance(message, Refused):

@@ -33,6 +33,7 @@ class EngineLink:
         self.streams: dict[str, Stream] = {}  # by wire id
         self.stats = SchedulerStats()
         self.problem: str | None = None
+        self.is_leaving = False  # it has said so; what happens to it then is no fault of its requests
         self.num_recent = 0  # requests sent since the last report, and their prompt tokens
         self.num_recent_tokens = 0
         self.cache_number: int | None = None  # of the last word about its prefix cache; None: a snapshot is to come

@@ -7,6 +7,7 @@ directory and talk to its `EngineServer`.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import uuid
@@ -25,6 +26,9 @@ from .placement import node_address
 
 logger = logging.getLogger(__name__)
 
+# Nobody starts a replacement before the process has ended: where there is no other engine, waiting is in vain.
+SIGTERM_GRACE_S = 5.0
+
 
 class Engine:
     """One engine, from its weights to its address in the directory. The constructor raises what keeps it from working.
@@ -36,6 +40,8 @@ class Engine:
         context = serve.get_replica_context()
         self._engine_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:6]}"
         configure_logging(f"engine {self._engine_id}")
+        # Serve kills what has not ended by then; the last second is for ending in order.
+        self._grace_s = max(0.0, context._deployment_config.graceful_shutdown_timeout_s - 1.0)
         directory = Directory(GcsStore(), context.app_name)
         info = load_model_info(config.model)
         core = await asyncio.to_thread(start_core, config, info)
@@ -48,6 +54,8 @@ class Engine:
         )
         self._registration = Registration(directory, record)
         await self._registration.start()
+        self._event_loop = asyncio.get_running_loop()
+        atexit.register(self._on_exit)
         logger.info("Engine %s serves %s at %s:%d.", self._engine_id, info.name, host, port)
 
     def check_health(self) -> None:
@@ -56,21 +64,34 @@ class Engine:
         if problem is not None:
             raise EngineError(f"Engine {self._engine_id} makes no progress: {problem}.")
 
+    def wake(self) -> None:
+        """Called by gateways that have found no engine (`waking.py`): there is one now."""
+
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve, for the policy in `autoscaling.py`."""
         stats = self._server.load().stats
         return {
             "num_running": stats.num_running,
             "num_waiting": stats.num_waiting,
+            "num_queued_tokens": stats.num_waiting_tokens + stats.num_uncomputed_tokens,
             "kv_cache_usage": stats.kv_cache_usage,
         }
 
     async def __del__(self) -> None:
-        """Called by Serve when it stops the replica: leave the directory first, so that nobody new comes."""
+        """Called by Serve when it stops the replica, for whatever reason: hand over what runs here, and end."""
+        atexit.unregister(self._on_exit)
         if hasattr(self, "_registration"):
-            await self._registration.end()
-        if hasattr(self, "_server"):
-            await self._server.close()
+            await self._leave(self._grace_s)
+
+    async def _leave(self, grace_s: float) -> None:
+        await self._registration.end()
+        await self._server.leave(grace_s)
+        await self._server.close()
+
+    def _on_exit(self) -> None:
+        """SIGTERM ends the process by way of its main thread (Ray sees to that). The others still run meanwhile."""
+        logger.info("Engine %s is told to end.", self._engine_id)
+        asyncio.run_coroutine_threadsafe(self._leave(SIGTERM_GRACE_S), self._event_loop).result()
 
     def _on_core_failure(self, failed: asyncio.Future[BaseException]) -> None:
         logger.critical("Engine %s ends, because its core failed: %r", self._engine_id, failed.result())

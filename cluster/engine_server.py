@@ -26,6 +26,7 @@ from .messages import (
     Add,
     EngineMessage,
     FollowCache,
+    Leaving,
     LoadReport,
     Refused,
     StepOutputs,
@@ -35,6 +36,7 @@ from .messages import (
 
 logger = logging.getLogger(__name__)
 
+LEAVE_POLL_S = 0.02
 REPORT_S = 0.2  # how often a gateway hears how busy the engine is, while that changes
 
 
@@ -55,6 +57,7 @@ class EngineServer:
         self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events)
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
         self._gateways: set[transport.Connection] = set()
+        self._is_leaving = False
         self._server: asyncio.Server | None = None
         self._reporter: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = self._event_loop.create_future()
@@ -68,6 +71,20 @@ class EngineServer:
         self._reporter = asyncio.create_task(self._report())
         port: int = self._server.sockets[0].getsockname()[1]
         return port
+
+    async def leave(self, grace_s: float) -> None:
+        """Let gateways move what runs here to other engines. Returns when nothing is left, or after `grace_s`.
+
+        Where there is no other engine, work goes on here: perhaps another one comes in time.
+        """
+        self._is_leaving = True
+        for gateway in self._gateways:
+            self._send(gateway, Leaving())
+        deadline = self._event_loop.time() + grace_s
+        while self._owners and self._event_loop.time() < deadline:
+            await asyncio.sleep(LEAVE_POLL_S)
+        if self._owners:
+            logger.warning("%d requests are left behind after %g s.", len(self._owners), grace_s)
 
     async def close(self) -> None:
         """Leave all gateways and shut the engine down."""
@@ -104,6 +121,8 @@ class EngineServer:
         logger.info("Gateway %s connected.", gateway.peer)
         self._gateways.add(gateway)
         self._send(gateway, self.load())
+        if self._is_leaving:
+            self._send(gateway, Leaving())
 
     def _on_frame(self, gateway: transport.Connection, payload: bytes) -> None:
         try:

@@ -25,6 +25,7 @@ from .logs import configure_logging
 from .metrics import EngineStats, GatewayMetrics
 from .router import POLICIES
 from .served_models import ServedModels
+from .waking import EngineWaker
 
 
 class EngineBackend:
@@ -69,7 +70,7 @@ class Gateway:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         config: QuireConfig,
-        *engines: DeploymentHandle[Engine],  # noqa: ARG002
+        *engines: DeploymentHandle[Engine],
     ) -> None:
         context = serve.get_replica_context()
         self._gateway_id = context.replica_id.unique_id
@@ -77,12 +78,17 @@ class Gateway:
         self._config = config.api
         self._models = ServedModels([engine.model for engine in config.engines().values()])
         await self._models.start()
+        self._waker = EngineWaker(
+            {engine.model.name: handle for engine, handle in zip(config.engines().values(), engines, strict=True)}
+        )
         self._client = EngineClient(
             Directory(GcsStore(), context.app_name),
             self._gateway_id,
             POLICIES[config.routing.policy](),
             failover_timeout_s=config.api.failover_timeout_s,
+            max_waiting_requests=config.routing.max_waiting_requests,
             on_engines=self._limit_context,
+            on_waiting=self._waker.wake,
         )
         self._backend = EngineBackend(self._client, self._models)
         self._keys: KeyRing | None = None
@@ -112,3 +118,4 @@ class Gateway:
         """Called by Serve when it stops the replica."""
         if hasattr(self, "_client"):
             await self._client.close()
+            self._waker.close()

@@ -1,8 +1,9 @@
 """What gateways and engines say to each other, and engines to their ranks. Framing is `transport.py`'s.
 
 A gateway sends `Add` and `Abort`; an engine answers with one `StepOutputs` per step and connection, `Refused` for a
-request that it does not take, and a `LoadReport` now and then. A gateway that routes by prefix sends `FollowCache`, and
-gets a `CacheSnapshot` and then a `CacheUpdate` per step. Ranks receive `SchedulerOutput` and answer with `RankAnswer`.
+request that it does not take, a `LoadReport` now and then, and `Leaving` before it ends. A gateway that routes by
+prefix sends `FollowCache`, and gets a `CacheSnapshot` and then a `CacheUpdate` per step. Ranks receive
+`SchedulerOutput` and answer with `RankAnswer`.
 """
 
 from __future__ import annotations
@@ -84,6 +85,10 @@ class LoadReport(msgspec.Struct, frozen=True, tag="load"):
     num_gateways: int = 1
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The engine ends soon. It works on until its streams are elsewhere, and takes new ones where nobody else is."""
+
+
 class CacheSnapshot(msgspec.Struct, frozen=True, tag="cache"):
     """All blocks that an engine's prefix cache holds, after update `number`. Block numbers are packed as
     `prefix_keys.pack` does; `windows` as in `prefix_keys.CacheLayout`.
@@ -113,7 +118,7 @@ class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
 
 
 GatewayMessage = Add | Abort | FollowCache
-EngineMessage = StepOutputs | Refused | LoadReport | CacheSnapshot | CacheUpdate
+EngineMessage = StepOutputs | Refused | LoadReport | Leaving | CacheSnapshot | CacheUpdate
 
 encoder = wire_encoder()
 # A union of types is no `type` to mypy, but it is one to msgspec.

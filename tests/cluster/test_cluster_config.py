@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -117,6 +118,7 @@ SHAPES = {  # device, GPUs or processes of one engine of each model
     "llama-3.1-8b": [("cuda", 1)],
     "multi-model": [("cpu", 1), ("cpu", 1)],
     "smollm2-cpu": [("cpu", 1)],
+    "smollm2-cpu-autoscale": [("cpu", 1)],
     "smollm2-cpu-tp2": [("cpu", 2)],
 }
 
@@ -171,8 +173,36 @@ def test_engines_for_a_load(running: list[int], waiting: list[int], usage: list[
         for name, values in (("num_running", running), ("num_waiting", waiting), ("kv_cache_usage", usage))
     }
     policy = EngineLoadPolicy(target_requests_per_engine=32, target_kv_cache_usage=0.8)
-    assert policy(SimpleNamespace(aggregated_metrics=reported)) == (engines, {})  # type: ignore[arg-type]
-    assert policy(SimpleNamespace(aggregated_metrics=None)) == (0, {})  # type: ignore[arg-type]
+    assert policy(context(reported)) == (engines, {})
+    assert policy(context(None)) == (0, {})
+
+
+def context(reported: dict[str, dict[str, float]] | None, total_num_requests: float = 0.0) -> Any:
+    """What the policies read of Serve's `AutoscalingContext`."""
+    return SimpleNamespace(aggregated_metrics=reported, total_num_requests=total_num_requests)
+
+
+def test_queued_tokens_ask_for_engines() -> None:
+    policy = EngineLoadPolicy(target_queued_tokens_per_engine=1000)
+    assert policy(context({"num_running": {"a": 1, "b": 1}, "num_queued_tokens": {"a": 2000, "b": 500}})) == (3, {})
+    assert policy(context({"num_running": {"a": 1}, "num_queued_tokens": {"a": 1000}})) == (1, {})
+
+
+def test_a_gateway_that_asks_keeps_one_engine() -> None:
+    assert EngineLoadPolicy()(context({"num_running": {"a": 0}}, total_num_requests=1.0)) == (1, {})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "name"),
+    [
+        ({"target_requests_per_engine": 0}, "target_requests_per_engine"),
+        ({"target_kv_cache_usage": 1.1}, "target_kv_cache_usage"),
+        ({"target_queued_tokens_per_engine": -1}, "target_queued_tokens_per_engine"),
+    ],
+)
+def test_a_target_that_cannot_be_is_named(kwargs: dict[str, float], name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: must be > 0"):
+        EngineLoadPolicy(**kwargs)
 
 
 @pytest.mark.parametrize(

@@ -244,11 +244,28 @@ async def test_a_look_into_the_directory_that_fails_is_not_the_last(monkeypatch:
 
 
 async def test_with_no_engine_the_error_says_so(directory: Directory) -> None:
-    client = EngineClient(directory, "g", LeastLoaded(), failover_timeout_s=0.05)
+    """As one that may try again: an engine may be starting, and the request has not begun."""
+    asked: list[str] = []
+    client = EngineClient(directory, "g", LeastLoaded(), failover_timeout_s=0.05, on_waiting=asked.append)
     await client.start()
-    with pytest.raises(OverloadedError, match=r"No engine was available for this request within 0.05 s"):
+    with pytest.raises(OverloadedError, match=r"No engine was available for this request within 0.05 s") as refused:
         await collect(client, request("r"))
+    assert refused.value.retry_after_s == 10.0
+    assert asked == [MODEL]
     await client.close()
+
+
+async def test_only_so_many_requests_wait_for_a_first_engine(directory: Directory) -> None:
+    client = EngineClient(directory, "g", LeastLoaded(), max_waiting_requests=2)
+    await client.start()
+    waiting = [asyncio.create_task(collect(client, request(f"r{i}"))) for i in range(2)]
+    await asyncio.sleep(0.01)
+    with pytest.raises(OverloadedError, match="2 requests wait for an engine already"):
+        await collect(client, request("one-too-many"))
+    engine = await start_engine(directory, "e1")
+    assert await asyncio.gather(*waiting) == [{f"r{i}": expected()} for i in range(2)]
+    await client.close()
+    await engine.close()
 
 
 async def test_an_engine_of_another_model_is_not_asked(directory: Directory) -> None:
@@ -512,3 +529,95 @@ def test_the_directory_keeps_records_and_one_secret() -> None:
     directory.remove("e2")
     assert directory.engine_ids() == ["e1"]
     assert directory.get("e2") is None
+
+
+async def leave(directory: Directory, engine: EngineServer, grace_s: float = 5.0) -> float:
+    """As `Engine.__del__` does. Returns the seconds that it took."""
+    started = time.monotonic()
+    directory.remove(engine._engine_id)
+    await engine.leave(grace_s)
+    await engine.close()
+    return time.monotonic() - started
+
+
+async def test_an_engine_that_leaves_hands_its_streams_over(directory: Directory, client: EngineClient) -> None:
+    """Running and waiting ones, at once, and no token is computed twice for a client."""
+    first = await start_engine(directory, "e1", fake_core(step_s=0.01, max_num_seqs=4))
+    streams = [asyncio.create_task(collect(client, request(f"r{i}", 200, seed=i))) for i in range(6)]
+    await until(lambda: first.load().stats.num_generation_tokens > 40)
+    second = await start_engine(directory, "e2", fake_core())
+    await until(lambda: len(client.links()) == 2)
+    assert await leave(directory, first) < 1.0
+    assert first.load().stats.num_generation_tokens < 6 * 200 / 2
+    assert await asyncio.gather(*streams) == [{f"r{i}": expected(200, seed=i)} for i in range(6)]
+    await until(lambda: is_idle(second))
+    await second.close()
+
+
+async def test_an_engine_that_leaves_waits_for_its_successor(directory: Directory, client: EngineClient) -> None:
+    """Until then it works on, and takes new requests: nobody else does."""
+    first = await start_engine(directory, "e1", fake_core(step_s=0.01))
+    stream = asyncio.create_task(collect(client, request("r", 300)))
+    await until(lambda: first.load().stats.num_generation_tokens > 5)
+    leaving = asyncio.create_task(leave(directory, first))
+    await until(lambda: client.links()[0].is_leaving)
+    before = first.load().stats.num_generation_tokens
+    assert await collect(client, request("new", 10)) == {"new": expected(10)}
+    assert first.load().stats.num_generation_tokens > before + 10
+    second = await start_engine(directory, "e2", fake_core())
+    await leaving
+    assert await stream == {"r": expected(300)}
+    assert second.load().stats.num_generation_tokens > 100
+    await second.close()
+
+
+async def test_what_a_leaving_engine_drops_at_its_grace_is_no_fault_of_the_streams(
+    directory: Directory, client: EngineClient
+) -> None:
+    """However many engines leave under a stream: it is neither given up nor put on trial."""
+    stream = asyncio.create_task(collect(client, request("r", 120)))
+    for i in range(5):
+        engine = await start_engine(directory, f"e{i}", fake_core(step_s=0.5))
+        await until(lambda engine=engine: engine._owners != {})
+        assert await leave(directory, engine, grace_s=0.05) < 2.0
+    assert client._streams["r"].num_losses == 0
+    last = await start_engine(directory, "last")
+    assert await stream == {"r": expected(120)}
+    await last.close()
+
+
+async def test_a_gateway_that_comes_late_hears_that_the_engine_leaves(directory: Directory) -> None:
+    first = await start_engine(directory, "e1", fake_core(step_s=0.01))
+    first._engine.add(request("x", 300))
+    first._owners["x"] = None  # type: ignore[assignment]  # somebody's work keeps it there
+    leaving = asyncio.create_task(first.leave(5.0))
+    await asyncio.sleep(0)
+    client = EngineClient(directory, "late", LeastLoaded())
+    await client.start()
+    await until(lambda: client.links() and client.links()[0].is_leaving)
+    second = await start_engine(directory, "e2")
+    await until(lambda: len(client.links()) == 2)
+    assert await collect(client, request("r")) == {"r": expected()}
+    assert second.load().stats.num_generation_tokens == 20
+    first._owners.clear()
+    await leaving
+    await client.close()
+    await first.close()
+    await second.close()
+
+
+async def test_handing_over_crosses_choices_and_full_engines(directory: Directory, client: EngineClient) -> None:
+    """The successor has one row and no queue: streams that it refuses ask again, and the choices of one call stay one
+    call."""
+    first = await start_engine(directory, "e1", fake_core(step_s=0.005))
+    choices = [msgspec.structs.replace(request(f"r-{i}", 60), choice_index=i) for i in range(4)]
+    stream = asyncio.create_task(collect(client, *choices))
+    await until(lambda: first.load().stats.num_generation_tokens > 20)
+    late = asyncio.create_task(collect(client, request("late", 30)))
+    second = await start_engine(directory, "e2", fake_core(max_num_seqs=1, max_queued_requests=1))
+    await until(lambda: len(client.links()) == 2)
+    assert await leave(directory, first) < 2.0
+    assert await stream == {f"r-{i}": expected_tokens([1, 2, 3], 60, 3, i) for i in range(4)}
+    assert await late == {"late": expected(30)}
+    await until(lambda: is_idle(second))
+    await second.close()

@@ -1,0 +1,47 @@
+"""Wakes a model that has been scaled to zero: how Serve hears that a request waits in a gateway.
+
+Serve's autoscaling looks at calls through its own handles, and requests do not pass through them. So a gateway that
+finds no engine makes one call on the handle of the engines. While there is none, the call waits in the handle, Serve
+counts it, and starts an engine at once, whatever the policy and its delays say; the engine's answer ends the call.
+Where an engine is on its way anyway, the call changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from .engine_replica import Engine
+
+logger = logging.getLogger(__name__)
+
+
+class EngineWaker:
+    """At most one call per model is under way. Methods are called on one event loop."""
+
+    def __init__(self, handles: Mapping[str, DeploymentHandle[Engine]]) -> None:
+        self._handles = handles  # by model
+        self._calls: dict[str, asyncio.Task[None]] = {}
+
+    def wake(self, model: str) -> None:
+        """See to it that there is an engine of this model soon."""
+        if model in self._handles and model not in self._calls:
+            self._calls[model] = asyncio.create_task(self._call(model))
+
+    def close(self) -> None:
+        for call in self._calls.values():
+            call.cancel()
+
+    async def _call(self, model: str) -> None:
+        logger.info("A request for %s waits for an engine: Serve is asked for one.", model)
+        try:
+            await self._handles[model].wake.remote()
+        except (RayError, RayServeException) as error:  # an engine that died while it answered, say
+            logger.warning("Serve cannot be asked for an engine of %s: %s", model, error)
+        finally:
+            del self._calls[model]

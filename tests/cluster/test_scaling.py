@@ -1,0 +1,231 @@
+"""Engines come and go under load, on Ray: nothing fails, and every answer is what it would have been."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from cluster_processes import processes, wait_for
+
+from quire.cluster.config import ENGINE, GATEWAY, QuireConfig
+from quire.cluster.ray_local import free_ports
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("models", "unit")]
+
+pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
+APPLICATION, MODEL = "scaling", "tiny"
+ENGINES, GATEWAYS = f"ray::ServeReplica:{APPLICATION}:Engine", f"ray::ServeReplica:{APPLICATION}:Gateway"
+NUM_STREAMS = 4
+PROMPT_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama with random weights that starts in a second, and its tokenizer."""
+    from small_tokenizers import byte_level
+    from tiny_llama import make_tiny_llama
+
+    folder = tmp_path_factory.mktemp("tiny")
+    make_tiny_llama(folder, vocab_size=512, max_position_embeddings=4096)
+    byte_level().backend_tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(cluster: str) -> Iterator[str]:
+    """Where Serve listens; it is started here unless another test has done so."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is not None:
+        yield f"http://127.0.0.1:{client.http_config.port}"
+        return
+    (port,) = free_ports(1)
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    yield f"http://127.0.0.1:{port}"
+    serve.shutdown()
+
+
+@pytest.fixture
+def deploy(root: str, model: Path) -> Iterator[Callable[..., str]]:
+    """Deploys, or deploys anew, with these options of the engines; returns the URL of the service."""
+    from ray import serve
+
+    from quire.cluster.app import bind
+
+    def run(engine: dict[str, Any], max_num_seqs: int = 32) -> str:
+        config = QuireConfig.model_validate(
+            {
+                "model": {"model": str(model), "served_model_name": MODEL, "device": "cpu", "num_threads": 1},
+                "cache": {"num_kv_blocks": 2048},
+                "scheduler": {"max_num_seqs": max_num_seqs},
+            }
+        )
+        options = {ENGINE: {"health_check_period_s": 1.0, **engine}, GATEWAY: {"num_replicas": 1}}
+        serve.run(bind(config, options), name=APPLICATION, route_prefix=f"/{APPLICATION}")
+        return f"{root}/{APPLICATION}"
+
+    yield run
+    serve.delete(APPLICATION)
+    wait_for(lambda: not processes(ENGINES) and not processes(GATEWAYS), 30, lambda: processes("ray::"))
+
+
+def body(index: int, **fields: object) -> dict[str, object]:
+    """Greedy and seeded requests alternate."""
+    prompt = [(7 * index + 3 * i) % 199 + 1 for i in range(PROMPT_TOKENS)]
+    sampling = {"temperature": 0} if index % 2 else {"temperature": 1.0, "seed": index}
+    return {"model": MODEL, "prompt": prompt, "max_tokens": 300, "ignore_eos": True, **sampling, **fields}
+
+
+def answer(url: str, index: int, **fields: object) -> str:
+    """The text of one streamed answer. Whatever is not a whole answer fails."""
+    text, ended = "", False
+    with httpx.stream(
+        "POST", f"{url}/v1/completions", json=body(index, stream=True, **fields), timeout=httpx.Timeout(90)
+    ) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line == "data: [DONE]":
+                ended = True
+            elif line.startswith("data: "):
+                event = json.loads(line.removeprefix("data: "))
+                assert "error" not in event, event
+                text += event["choices"][0]["text"]
+    assert ended
+    return text
+
+
+class Load:
+    """Streams that follow one another, from several clients at a time, until `stop`; each is checked when it ends."""
+
+    def __init__(self, url: str, expected: list[str]) -> None:
+        self._url = url
+        self._expected = expected
+        self._stopping = threading.Event()
+        self.num_answers = 0
+        self._pool = ThreadPoolExecutor(len(expected))
+        self._clients = [self._pool.submit(self._run, index) for index in range(len(expected))]
+
+    def _run(self, index: int) -> None:
+        while not self._stopping.is_set():
+            assert answer(self._url, index) == self._expected[index]
+            self.num_answers += 1
+
+    def stop(self) -> None:
+        """Raises what any client has met."""
+        self._stopping.set()
+        for client in self._clients:
+            client.result(120)
+        self._pool.shutdown()
+
+
+def expected_answers(url: str) -> list[str]:
+    """Undisturbed, one after the other."""
+    found = [answer(url, index) for index in range(NUM_STREAMS)]
+    assert len(set(found)) == NUM_STREAMS
+    return found
+
+
+def gateway_log() -> dict[Path, str]:
+    """What the gateways of this Ray have said so far of their engines."""
+    from ray._private.worker import global_worker
+
+    folder = Path(global_worker.node.get_session_dir_path()) / "logs"
+    logs = {path: path.read_text() for path in sorted(folder.rglob("*.err"))}
+    return {path: text for path, text in logs.items() if "engine_links" in text}
+
+
+def handed_over(before: dict[Path, str]) -> bool:
+    """Since then, streams have been handed over by engines that leave, and by none that was lost."""
+    since = "".join(text[len(before.get(path, "")) :] for path, text in gateway_log().items())
+    assert "was lost" not in since, since
+    return "streams go on elsewhere" in since
+
+
+def num_running_engines() -> int:
+    from ray import serve
+
+    deployments = serve.status().applications[APPLICATION].deployments
+    return deployments[ENGINE].replica_states.get("RUNNING", 0)
+
+
+def test_a_new_configuration_under_load(deploy: Callable[..., str]) -> None:
+    """The old engine works on until the new one is there, and hands over."""
+    url = deploy({"num_replicas": 1})
+    load = Load(url, expected_answers(url))
+    wait_for(lambda: load.num_answers > 2, 60)
+    before = gateway_log()
+    (old,) = processes(ENGINES)
+    started = time.monotonic()
+    deploy({"num_replicas": 1}, max_num_seqs=24)
+    updated_s = time.monotonic() - started
+    wait_for(lambda: not old.is_running() and len(processes(ENGINES)) == 1, 30)
+    assert updated_s < 45, updated_s
+    count = load.num_answers
+    wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
+    load.stop()
+    assert handed_over(before)
+
+
+def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) -> None:
+    """The policy asks for three as long as four streams run. One of them is told to end by SIGTERM, the others by Serve
+    when less is to be done: all hand over.
+    """
+    scaling = {
+        "min_replicas": 1,
+        "max_replicas": 3,
+        "upscale_delay_s": 0.5,
+        "downscale_delay_s": 1.0,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 1.0,
+        "policy": {
+            "policy_function": "quire.cluster.autoscaling:EngineLoadPolicy",
+            "policy_kwargs": {"target_requests_per_engine": 1},
+        },
+    }
+    url = deploy({"autoscaling_config": scaling})
+    expected = expected_answers(url)
+    load = Load(url, expected)
+    wait_for(lambda: num_running_engines() == 3, 60, lambda: num_running_engines())
+    count, before = load.num_answers, gateway_log()
+    wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
+    terminated = processes(ENGINES)[0]
+    terminated.terminate()
+    wait_for(lambda: not terminated.is_running(), 10)
+    long = ThreadPoolExecutor(1).submit(answer, url, 1, max_tokens=4000)
+    load.stop()
+    wait_for(lambda: num_running_engines() == 1, 60, lambda: num_running_engines())
+    assert long.result(90).startswith(expected[1])
+    assert answer(url, 0) == expected[0]
+    assert handed_over(before)
+
+
+def test_scale_to_zero_and_wake(deploy: Callable[..., str]) -> None:
+    """Also from the start: the first requests wait in the gateway, and wake an engine; nobody is refused."""
+    scaling = {
+        "min_replicas": 0,
+        "max_replicas": 1,
+        "downscale_delay_s": 1.0,
+        "metrics_interval_s": 0.5,
+        "look_back_period_s": 1.0,
+        "policy": {"policy_function": "quire.cluster.autoscaling:EngineLoadPolicy"},
+    }
+    url = deploy({"autoscaling_config": scaling})
+    assert processes(ENGINES) == []
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        started = time.monotonic()
+        first = list(pool.map(lambda index: answer(url, index), range(NUM_STREAMS)))
+        woken_s = time.monotonic() - started
+        wait_for(lambda: not processes(ENGINES), 60, lambda: processes("ray::"))
+        assert list(pool.map(lambda index: answer(url, index), range(NUM_STREAMS))) == first
+    assert woken_s < 60, woken_s
