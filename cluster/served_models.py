@@ -100,4 +100,4 @@ class _Model:
 
     def _read(self) -> ServedModel:
         info = load_model_info(self.config)
-        return ServedModel.create(info, load_tokenizer(info), created=self._created)
+        return ServedModel.create(info, load_tokenizer(info), created=self._created, config=self.config)

@@ -46,6 +46,15 @@ class ModelConfig(Section):
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of one rank; the machine's cores shared by the ranks when not given."
     )
+    chat_template: str | None = Field(
+        None, description="Chat template instead of the model's own: a file, or one that comes with Quire (hermes)."
+    )
+    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder"] | None = Field(
+        None, description="How the model writes tool calls; told by the chat template when not given."
+    )
+    reasoning_marks: tuple[str, str] | None = Field(
+        None, description="What the model's thoughts stand between; told by the chat template when not given."
+    )
     seed: int = Field(0, description="Seed from which requests without one of their own draw theirs (offline use).")
 
     @property

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 _REPLACEMENT = "\ufffd"
@@ -53,11 +53,23 @@ class TokenDecoder:
         text: str = self._backend.decode([token_id], skip_special_tokens=False)
         return text.encode()
 
+    def special_ids(self, tokens: Iterable[str]) -> dict[str, int]:
+        """Those of `tokens` that are special tokens, by their text."""
+        ids = {token: self._backend.token_to_id(token) for token in tokens}
+        return {token: token_id for token, token_id in ids.items() if token_id in self._special_ids}
+
     def stream(
-        self, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+        self,
+        *,
+        skip_special_tokens: bool = True,
+        spaces_between_special_tokens: bool = True,
+        keep: frozenset[int] = frozenset(),
     ) -> IncrementalDetokenizer:
-        """A new output. Byte decoders put no spaces between special tokens, whatever is asked for."""
-        skipped = self._special_ids if skip_special_tokens else frozenset()
+        """A new output. Special tokens in `keep` are never skipped.
+
+        Byte decoders put no spaces between special tokens, whatever is asked for.
+        """
+        skipped = self._special_ids - keep if skip_special_tokens else frozenset()
         if self._table is not None:
             return _ByteStream(self._table, skipped, self._strip_left)
         joined = frozenset() if spaces_between_special_tokens else self._added_ids

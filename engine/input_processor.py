@@ -50,9 +50,14 @@ class InputProcessor:
         )
         self._random = random.SystemRandom() if seed is None else random.Random(seed)
 
+    @property
+    def max_chars(self) -> int:
+        """Characters beyond which no text fits into the context."""
+        return self.max_model_len * self._longest_token
+
     def check_length(self, text: str, param: str = "prompt") -> None:
         """Refuse a text that cannot fit, before its tokenization costs seconds. Raises `InvalidRequestError`."""
-        limit = self.max_model_len * self._longest_token
+        limit = self.max_chars
         if len(text) > limit:
             raise InvalidRequestError(
                 f"{param}: {len(text)} characters given, more than {limit} never fit into the model's context of "

@@ -6,6 +6,7 @@ Used by the gateway (one `RequestState` per choice) and by the offline `LLM` (`O
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Literal, NamedTuple
 
 from .detokenizer import TokenDecoder
@@ -21,12 +22,17 @@ class RequestState:
 
     Feed it with `push`. `text`, `token_ids` and `logprobs` are the answer so far, as far as it can be shown: the tokens
     of text that is held back (half a character, the beginning of a stop string) appear together with it.
+
+    `marks` are special tokens that stay in `text`, for whoever parses it. Users do not see them, so they are no part of
+    a stop string.
     """
 
     __slots__ = (
         "_detokenizer",
+        "_marks",
         "_matcher",
         "_min_tokens",
+        "_new_detokenizer",
         "_num_shown",
         "_pieces",
         "_silent_token_ids",
@@ -42,7 +48,14 @@ class RequestState:
         "token_ids",
     )
 
-    def __init__(self, request: EngineRequest, decoder: TokenDecoder, *, index: int | None = None) -> None:
+    def __init__(
+        self,
+        request: EngineRequest,
+        decoder: TokenDecoder,
+        *,
+        index: int | None = None,
+        marks: frozenset[int] = frozenset(),
+    ) -> None:
         params = request.sampling_params
         self.request_id = request.request_id
         self.index = request.choice_index if index is None else index
@@ -54,10 +67,14 @@ class RequestState:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.stopped_here = False  # a stop string ended it, so that the engine may still be at work
-        self._detokenizer = decoder.stream(
+        self._new_detokenizer = partial(
+            decoder.stream,
             skip_special_tokens=params.skip_special_tokens,
             spaces_between_special_tokens=params.spaces_between_special_tokens,
+            keep=marks,
         )
+        self._detokenizer = self._new_detokenizer()
+        self._marks = marks if params.skip_special_tokens else frozenset()
         include = params.include_stop_str_in_output
         self._matcher = StopStringMatcher(params.stop, include=include) if params.stop else None
         self._min_tokens = params.min_tokens
@@ -114,7 +131,9 @@ class RequestState:
             if i == silent and token_id in self._silent_token_ids:
                 continue
             text = self._detokenizer.push(token_id)
-            if self._matcher is not None and text:
+            if self._matcher is not None and token_id in self._marks:
+                text = self._matcher.finish() + text
+            elif self._matcher is not None and text:
                 shown = self._matcher.push(text, armed=len(self.token_ids) >= self._min_tokens)
                 if isinstance(shown, StopMatch):
                     released.append(shown.text)
@@ -143,6 +162,15 @@ class RequestState:
             stop_reason=self.stop_reason,
             error=self.error,
         )
+
+    def num_tokens_of(self, num_chars: int) -> int:
+        """Tokens of the answer that hold the first `num_chars` characters of `text`."""
+        detokenizer, length = self._new_detokenizer(), 0
+        for i, token_id in enumerate(self.token_ids):
+            length += len(detokenizer.push(token_id))
+            if length >= num_chars:
+                return i + 1
+        return len(self.token_ids)
 
     def completion(self) -> CompletionOutput:
         """The whole answer so far."""

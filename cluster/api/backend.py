@@ -10,12 +10,14 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from quire.engine.config import ModelConfig
 from quire.engine.detokenizer import TokenDecoder
 from quire.engine.input_processor import InputProcessor
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import EngineOutput, EngineRequest
 
 from ..metrics import EngineStats
+from .chat_style import ChatStyle
 from .health import ServiceHealth
 from .responses import ModelCard
 
@@ -29,12 +31,16 @@ class ServedModel:
     input_processor: InputProcessor
     token_decoder: TokenDecoder
     created: int  # seconds since the epoch, for /v1/models
+    chat: ChatStyle
 
     @classmethod
-    def create(cls, info: ModelInfo, tokenizer: Any, *, created: int | None = None) -> ServedModel:
-        """A model served from now on, or from `created`."""
+    def create(
+        cls, info: ModelInfo, tokenizer: Any, *, created: int | None = None, config: ModelConfig | None = None
+    ) -> ServedModel:
+        """A model served from now on, or from `created`. Raises `ConfigError` when its chat template is not there."""
         when = int(time.time()) if created is None else created
-        return cls(info, tokenizer, InputProcessor(info, tokenizer), TokenDecoder(tokenizer), when)
+        chat = ChatStyle.of(tokenizer, config)
+        return cls(info, tokenizer, InputProcessor(info, tokenizer), TokenDecoder(tokenizer), when, chat)
 
     @property
     def name(self) -> str:

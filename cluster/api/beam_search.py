@@ -28,12 +28,16 @@ def generation_of(
     metrics: RequestMetrics,
     request: GenerationRequest,
     tenant: Tenant,
+    *,
+    marks: frozenset[int] = frozenset(),
 ) -> Generation:
     """What answers a request: sampling, or a search. Raises `InvalidRequestError`."""
     params = request.beam_search_params(prompts[0][0].sampling_params)
     if params is None:
-        return Generation(context.backend, served, prompts, metrics, tenant, include_report=request.include_report)
-    return BeamGeneration(context.backend, served, prompts, metrics, tenant, params)
+        return Generation(
+            context.backend, served, prompts, metrics, tenant, include_report=request.include_report, marks=marks
+        )
+    return BeamGeneration(context.backend, served, prompts, metrics, tenant, params, marks)
 
 
 class BeamGeneration(Generation):
@@ -47,8 +51,9 @@ class BeamGeneration(Generation):
         metrics: RequestMetrics,
         tenant: Tenant,
         params: BeamSearchParams,
+        marks: frozenset[int],
     ) -> None:
-        super().__init__(backend, served, prompts, metrics, tenant)
+        super().__init__(backend, served, prompts, metrics, tenant, marks=marks)
         self._firsts = [choices[0] for choices in prompts]
         processor = served.input_processor
         self._search = BeamSearch(

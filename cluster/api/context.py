@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -19,6 +19,7 @@ from .backend import Backend
 from .errors import BodyTooLargeError
 from .limits import ApiLimits
 from .sse import EventStream, unless_client_leaves
+from .template_sandbox import TemplateSandbox
 
 T = TypeVar("T")
 
@@ -30,6 +31,7 @@ class ApiContext:
     backend: Backend
     metrics: GatewayMetrics
     limits: ApiLimits
+    templates: TemplateSandbox = field(default_factory=TemplateSandbox)  # for those that come with requests
 
 
 async def read_body(http: Request, limits: ApiLimits) -> bytes:

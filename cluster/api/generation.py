@@ -47,8 +47,8 @@ class Generation:
     """Runs the choices of all prompts of one HTTP request; `states[i]` is the answer with index i.
 
     `prompts` has the engine requests of each prompt, one per choice. `tenant` is charged with the tokens as they come,
-    a prompt with the first token of its first choice. `include_report`: the user wants to know where the
-    time went.
+    a prompt with the first token of its first choice. `include_report`: the user wants to know where the time went.
+    `marks`: special tokens that stay in the text.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Generation:
         tenant: Tenant = NOBODY,
         *,
         include_report: bool = False,
+        marks: frozenset[int] = frozenset(),
     ) -> None:
         self._backend = backend
         self._model = served.name
@@ -67,7 +68,10 @@ class Generation:
         self._metrics = metrics
         self._tenant = tenant
         self._num_choices = len(prompts[0])
-        self.states = [RequestState(request, served.token_decoder, index=i) for i, request in enumerate(self._requests)]
+        self.states = [
+            RequestState(request, served.token_decoder, index=i, marks=marks)
+            for i, request in enumerate(self._requests)
+        ]
         self._state_of = {state.request_id: state for state in self.states}
         self._num_unfinished = len(self.states)
         self._include_report = include_report

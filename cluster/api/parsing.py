@@ -41,6 +41,7 @@ class _Refused(NamedTuple):
 
 
 _NOT_YET = "is not supported yet"
+_CHAT_ONLY = "is a field of /v1/chat/completions only"
 _GUIDED = "is the old name of a structured output; use structured_outputs"
 _ANSWERS_ARE_TEXT = "is not supported: answers are text"
 
@@ -52,28 +53,28 @@ REFUSED: dict[str, _Refused] = {
     "functions": _Refused("is deprecated by OpenAI; use tools", ([],)),
     "modalities": _Refused(_ANSWERS_ARE_TEXT, (["text"],)),
     "moderation": _Refused("is not supported: this service moderates nothing"),
-    "parallel_tool_calls": _Refused(_NOT_YET, (True, False)),
+    "parallel_tool_calls": _Refused(_CHAT_ONLY, (True, False)),
     "prediction": _Refused("is not supported: nothing would be faster for it"),
-    "reasoning_effort": _Refused(_NOT_YET),
+    "reasoning_effort": _Refused(_CHAT_ONLY),
     "response_format": _Refused(_NOT_YET, ({"type": "text"},)),
     "store": _Refused("is not supported: this service keeps no answers", (False,)),
     "suffix": _Refused("is not supported: no model served here fills in a middle", ("",)),
-    "tool_choice": _Refused(_NOT_YET, ("none", "auto")),
-    "tools": _Refused(_NOT_YET, ([],)),
+    "tool_choice": _Refused(_CHAT_ONLY, ("none", "auto")),
+    "tools": _Refused(_CHAT_ONLY, ([],)),
     "verbosity": _Refused("is not supported: no model served here knows it", ("medium",)),
     "web_search_options": _Refused("is not supported: this service searches nothing"),
     # vLLM
-    "add_generation_prompt": _Refused(_NOT_YET, (True,)),
+    "add_generation_prompt": _Refused(_CHAT_ONLY, (True,)),
     "add_special_tokens": _Refused(_NOT_YET),
-    "chat_template": _Refused(_NOT_YET),
-    "chat_template_kwargs": _Refused(_NOT_YET, ({},)),
-    "continue_final_message": _Refused(_NOT_YET, (False,)),
-    "documents": _Refused(_NOT_YET),
+    "chat_template": _Refused(_CHAT_ONLY),
+    "chat_template_kwargs": _Refused(_CHAT_ONLY, ({},)),
+    "continue_final_message": _Refused(_CHAT_ONLY, (False,)),
+    "documents": _Refused(_CHAT_ONLY),
     "guided_choice": _Refused(_GUIDED),
     "guided_grammar": _Refused(_GUIDED),
     "guided_json": _Refused(_GUIDED),
     "guided_regex": _Refused(_GUIDED),
-    "include_reasoning": _Refused(_NOT_YET, (True,)),
+    "include_reasoning": _Refused(_CHAT_ONLY, (True,)),
     "kv_transfer_params": _Refused(_NOT_YET),
     "mm_processor_kwargs": _Refused("is not supported: prompts are text"),
     "prompt_embeds": _Refused("is not supported: prompts are text or token ids"),

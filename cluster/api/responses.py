@@ -18,12 +18,19 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET  # of models that think before they answer
 
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 # Text completions
 
@@ -80,17 +87,32 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None = None
 
 
+class CalledFunction(msgspec.Struct):
+    name: str
+    arguments: str  # JSON, as the model wrote it
+
+
+class ToolCall(msgspec.Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AssistantMessage(msgspec.Struct):
-    content: str
+    """`content` is null where there is nothing but calls or a thought."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | None = None
     report: RequestReport | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
@@ -106,16 +128,32 @@ class ChatCompletion(msgspec.Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class CalledFunctionDelta(msgspec.Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(msgspec.Struct):
+    """`id`, `type` and the name come with the first of a call."""
+
+    index: int
+    function: CalledFunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class ChatDelta(msgspec.Struct):
     role: Literal["assistant"] | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     stop_reason: int | str | UnsetType | None = UNSET
     report: RequestReport | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET

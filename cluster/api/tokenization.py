@@ -8,7 +8,7 @@ from starlette.responses import Response
 from quire.engine.errors import InvalidRequestError
 
 from .backend import Backend, ServedModel
-from .chat import render
+from .chat_prompt import chat_prompt
 from .context import ApiContext, json_response, off_the_loop, read_body
 from .generation import find_model, tokenize
 from .parsing import decode_body, parse_request, validate_fields
@@ -22,7 +22,12 @@ async def tokenize_endpoint(http: Request, context: ApiContext) -> Response:
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: _parse(body, context))
     served = await model_or_default(context.backend, request.model)
-    return json_response(await off_the_loop(body, lambda: tokenized(served, request)))
+    if isinstance(request, TokenizePromptRequest):
+        token_ids = await off_the_loop(body, lambda: _text_tokens(served, request))
+    else:
+        token_ids = (await chat_prompt(context, served, request.as_chat(), body, any_length=True)).token_ids
+    names = served.tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None
+    return json_response(Tokenized(len(token_ids), served.input_processor.max_model_len, token_ids, names))
 
 
 async def detokenize_endpoint(http: Request, context: ApiContext) -> Response:
@@ -44,15 +49,11 @@ async def model_or_default(backend: Backend, name: str | None) -> ServedModel:
     return await find_model(backend, backend.models()[0].id if name is None else name)
 
 
-def tokenized(served: ServedModel, request: TokenizeRequest) -> Tokenized:
-    """Raises `InvalidRequestError`. A text may be longer than the context: to know that is why one asks."""
-    if isinstance(request, TokenizePromptRequest):
-        text, param, special = request.prompt, "prompt", request.add_special_tokens
-    else:
-        text, param, special = render(served, request.as_chat()), "messages", False
-    token_ids = tokenize(served, text, param=param, add_special_tokens=special, will_be_cut=True)
-    names = served.tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None
-    return Tokenized(len(token_ids), served.input_processor.max_model_len, token_ids, names)
+def _text_tokens(served: ServedModel, request: TokenizePromptRequest) -> list[int]:
+    """A text may be longer than the context: to know that is why one asks."""
+    return tokenize(
+        served, request.prompt, param="prompt", add_special_tokens=request.add_special_tokens, will_be_cut=True
+    )
 
 
 def _parse(body: bytes, context: ApiContext) -> TokenizeRequest:

@@ -66,12 +66,6 @@ CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"logit_bias": {"49152": 1}}, "logit_bias", None, "logit_bias: token ids must be from 0 to 49151, got 49152."),
     ({"logit_bias": {"1": 101}}, "logit_bias", None, "logit_bias: must be a number >= -100 and <= 100, got 101.0."),
     ({"model": "gpt-5"}, "model", "model_not_found", f"The model 'gpt-5' does not exist. Served here: {MODEL}."),
-    (
-        {"tools": [{"type": "function"}]},
-        "tools",
-        "unsupported",
-        "tools: is not supported yet, got [{'type': 'function'}].",
-    ),
     ({"priority": 2**70}, "priority", None, f"priority: must be an integer from -1000000 to 1000000, got {2**70}."),
     ({"deadline_ms": 0}, "deadline_ms", None, "deadline_ms: must be an integer from 1 to 604800000, got 0."),
     ({"cache_salt": ""}, "cache_salt", None, "cache_salt: must have 1 to 256 characters, got 0."),
@@ -123,6 +117,12 @@ COMPLETION_CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
         "prompt: 33 answers in one request (prompts x n), at most 32 are allowed.",
     ),
     ({"logprobs": 21}, "logprobs", None, "logprobs: must be an integer from 0 to 20, got 21."),
+    (
+        {"tools": [{"type": "function"}]},
+        "tools",
+        "unsupported",
+        "tools: is a field of /v1/chat/completions only, got [{'type': 'function'}].",
+    ),
     (
         {"suffix": "x"},
         "suffix",
@@ -187,7 +187,11 @@ async def test_bodies_that_are_not_json(
         ({"stop": [1] * 60_000}, "stop"),
         ({"stop_token_ids": ["a"] * 40_000}, "stop_token_ids"),
         ({"logit_bias": dict.fromkeys(map(str, range(18_000)), "a")}, "logit_bias"),
-        ({"tools": [[1] * 90_000]}, "tools"),
+        ({"tools": [[1] * 90_000]}, "tools[0]"),
+        ({"tools": [1] * 60_000}, "tools"),
+        ({"documents": [1] * 60_000}, "documents"),
+        ({"chat_template_kwargs": dict.fromkeys(map(str, range(18_000)))}, "chat_template_kwargs"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1] * 60_000}]}, "messages[0].tool_calls"),
     ],
 )
 def test_a_large_body_of_mistakes_costs_as_much_as_one(fields: dict[str, Any], param: str | None) -> None:

@@ -117,9 +117,9 @@ def test_messages() -> None:
             "audio": None,
         },
     ]
-    assert chat(messages=given).template_messages() == [
+    assert chat(messages=given).conversation({}).messages == [
         {"role": "system", "content": "be kind"},
-        {"role": "user", "content": "one\ntwo", "name": "ann"},
+        {"role": "user", "content": ["one", "two"], "name": "ann"},
         {"role": "assistant", "content": "hello"},
     ]
 
@@ -158,7 +158,6 @@ def test_messages() -> None:
         ),
         ({"temprature": 1}, "temprature", "temprature: is not a known field. Did you mean 'temperature'?"),
         ({"qqqqqqqq": 1}, "qqqqqqqq", "qqqqqqqq: is not a known field."),
-        ({"tools": [{}]}, "tools", "tools: is not supported yet, got [{}]."),
         ({"store": True}, "store", "store: is not supported: this service keeps no answers, got True."),
         ({"store": 0}, "store", "store: is not supported: this service keeps no answers, got 0."),
         ({"audio": {}}, "audio", "audio: is not supported: answers are text, got {}."),
@@ -194,9 +193,9 @@ def test_refused_by_name(make: Any, fields: dict[str, Any], param: str, message:
         ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role: is required."),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content: is required."),
         (
-            {"messages": [USER, {"role": "tool", "content": "x"}]},
+            {"messages": [USER, {"role": "function", "content": "x"}]},
             "messages[1].role",
-            "messages[1].role: must be 'system', 'developer', 'user' or 'assistant', got 'tool'.",
+            "messages[1].role: must be 'system', 'developer', 'user', 'assistant' or 'tool', got 'function'.",
         ),
         (
             {"messages": [{"role": "user", "content": 5}]},
@@ -216,8 +215,8 @@ def test_refused_by_name(make: Any, fields: dict[str, Any], param: str, message:
         ),
         (
             {"messages": [{**USER, "tool_calls": [{}]}]},
-            "messages[0].tool_calls",
-            "messages[0].tool_calls: is not supported yet, got [{}].",
+            "messages[0].tool_calls[0].id",
+            "messages[0].tool_calls[0].id: is required.",
         ),
         (
             {"max_completion_tokens": 101},
@@ -237,7 +236,7 @@ def test_refused_by_name(make: Any, fields: dict[str, Any], param: str, message:
 def test_refused_by_name_in_chat(fields: dict[str, Any], param: str, message: str) -> None:
     def read() -> None:
         request = chat(**fields)
-        request.template_messages()
+        request.conversation({})
         request.sampling_params({}, 100)
 
     with pytest.raises(InvalidRequestError) as caught:
@@ -255,7 +254,9 @@ def test_refused_by_name_in_chat(fields: dict[str, Any], param: str, message: st
 )
 def test_fields_that_ask_for_nothing_are_accepted(fields: dict[str, Any]) -> None:
     assert completion(**fields) == completion()
-    assert chat(**fields) == chat()
+    asked = [request.conversation({}) for request in (chat(**fields), chat())]
+    assert asked[0] == asked[1]
+    assert chat(**fields).tool_set() is None
 
 
 @pytest.mark.parametrize(

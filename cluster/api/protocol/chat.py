@@ -2,58 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, FailFast
 
 from quire.engine.errors import InvalidRequestError
 from quire.engine.sampling_params import MAX_LOGPROBS, SamplingParams
 
-from .fields import StrictModel, at_most, check_length, wrong
+from ..chat_template import Conversation
+from ..tools.tool_set import ToolSet
+from .fields import at_most, check_length
 from .generation import GenerationRequest
+from .messages import MAX_MESSAGES, ChatMessage, conversation
+from .tools import MAX_TOOLS, Tool, ToolChoice, tool_set
 
-MAX_MESSAGES = 32768  # whatever a service allows
-MAX_CONTENT_PARTS = 1024
-
-
-def _joined_text(value: object) -> object:
-    """Content as one text: a string, or a list of text parts (joined by newlines)."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise wrong("must be a string or a list of text parts")
-    check_length(value, MAX_CONTENT_PARTS)
-    texts = []
-    for part in value:
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise wrong(f"parts of type {part['type'][:40]!r} are not supported yet, only 'text' is")
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str)):
-            raise wrong("every part must be an object {type: 'text', text: a string}")
-        texts.append(part["text"])
-    return "\n".join(texts)
+MAX_DOCUMENTS = 1024
+MAX_TEMPLATE_KWARGS = 64
 
 
-def _no_value_yet(value: object) -> object:
-    if value not in (None, []):
-        raise wrong("is not supported yet")
-    return None
-
-
-# What clients send back from an earlier answer, where it held nothing.
-NotYet = Annotated[None, BeforeValidator(_no_value_yet)]
-
-
-class ChatMessage(StrictModel):
-    """One message. Tool calls come later; what clients echo of an answer without any is accepted."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str | None, BeforeValidator(_joined_text)] = None
-    name: str | None = None
-    refusal: NotYet = None
-    audio: NotYet = None
-    annotations: NotYet = None
-    function_call: NotYet = None
-    tool_calls: NotYet = None
+def _few_kwargs(value: object) -> object:
+    if isinstance(value, dict):
+        check_length(value, MAX_TEMPLATE_KWARGS)
+    return value
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -63,6 +33,18 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    include_reasoning: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_kwargs)] | None = None
+    documents: Annotated[list[dict[str, Any]] | None, at_most(MAX_DOCUMENTS)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    echo: bool = False
 
     def sampling_params(self, defaults: dict[str, float], room: int) -> SamplingParams:
         """`room`: tokens that the context leaves. Raises `InvalidRequestError`."""
@@ -76,16 +58,35 @@ class ChatCompletionRequest(GenerationRequest):
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._sampling_params(self._checked(field, room) or room, logprobs, defaults)
 
-    def template_messages(self) -> list[dict[str, str]]:
-        """Messages as chat templates read them. Raises `InvalidRequestError`."""
-        if not self.messages:
-            raise InvalidRequestError("messages: must hold at least one message.", "messages")
-        return [self._template_message(i, message) for i, message in enumerate(self.messages)]
+    def tool_set(self) -> ToolSet | None:
+        """What the answer may call, if anything. Raises `InvalidRequestError`."""
+        return tool_set(self.tools or [], self.tool_choice, parallel=self.parallel_tool_calls)
 
-    @staticmethod
-    def _template_message(i: int, message: ChatMessage) -> dict[str, str]:
-        if message.content is None:
-            raise InvalidRequestError(f"messages[{i}].content: is required.", f"messages[{i}].content")
-        # OpenAI renamed the role; templates know the old name.
-        rendered = {"role": "system" if message.role == "developer" else message.role, "content": message.content}
-        return rendered if message.name is None else {**rendered, "name": message.name}
+    def conversation(self, special_tokens: dict[str, str]) -> Conversation:
+        """What the chat template reads. Tools that must not be called are not shown. Raises `InvalidRequestError`."""
+        messages = conversation(self.messages)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequestError(
+                "continue_final_message: is not allowed together with add_generation_prompt.", "continue_final_message"
+            )
+        for field in ("continue_final_message", "echo"):
+            if getattr(self, field) and (messages[-1]["role"] != "assistant" or not messages[-1]["content"]):
+                raise InvalidRequestError(f"{field}: needs a final message of role 'assistant' with content.", field)
+        tools = self.tools if self.tools and self.tool_choice != "none" else None
+        prompted = not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+        return Conversation(
+            messages=messages,
+            tools=None if tools is None else [tool.template_tool() for tool in tools],
+            documents=self.documents,
+            reasoning_effort=self.reasoning_effort,
+            variables=self.chat_template_kwargs or {},
+            special_tokens=special_tokens,
+            add_generation_prompt=prompted,
+            continue_final_message=self.continue_final_message,
+            own_template=self.chat_template is not None,
+        )
+
+    def echoed_text(self) -> str:
+        """What stands before each answer: the final message, where the user wants to see it again."""
+        content = self.messages[-1].content if self.echo else None
+        return "\n".join(content) if isinstance(content, list) else content or ""

@@ -54,6 +54,8 @@ _WITH_BEAM_SEARCH = frozenset(
         "chat_template_kwargs",
         "documents",
         "continue_final_message",
+        "reasoning_effort",
+        "include_reasoning",
     ]
 )
 

@@ -1,0 +1,160 @@
+"""The messages of a conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from pydantic import BeforeValidator, WithJsonSchema
+
+from quire.engine.errors import InvalidRequestError
+
+from .fields import StrictModel, at_most, check_length, wrong
+
+MAX_MESSAGES = 32768  # whatever a service allows
+MAX_CONTENT_PARTS = 1024
+MAX_TOOL_CALLS = 128
+MAX_NAME_CHARS = 256
+
+
+def _texts(value: object) -> object:
+    """Content as it was given: a string, or the texts of a list of text parts."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong("must be a string or a list of text parts")
+    check_length(value, MAX_CONTENT_PARTS)
+    texts = []
+    for part in value:
+        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
+            raise wrong(f"parts of type {part['type'][:40]!r} are not supported yet, only 'text' is")
+        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str)):
+            raise wrong("every part must be an object {type: 'text', text: a string}")
+        texts.append(part["text"])
+    return texts
+
+
+def _no_value_yet(value: object) -> object:
+    if value not in (None, []):
+        raise wrong("is not supported yet")
+    return None
+
+
+def _json_object(value: object) -> object:
+    """The arguments of a call: templates read them as an object. Some clients send "" for none."""
+    if not isinstance(value, str):
+        raise wrong("must be a string that holds a JSON object")
+    try:
+        arguments = msgspec.json.decode(value or "{}")
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise wrong(f"must be a string that holds a JSON object ({str(error)[:100]})") from error
+    if not isinstance(arguments, dict):
+        raise wrong("must be a string that holds a JSON object")
+    return arguments
+
+
+_TEXT_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_CONTENT = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": _TEXT_PART, "maxItems": MAX_CONTENT_PARTS},
+        {"type": "null"},
+    ]
+}
+
+# What clients send back from an earlier answer, where it held nothing.
+NotYet = Annotated[None, BeforeValidator(_no_value_yet)]
+
+
+class CalledFunction(StrictModel):
+    name: str
+    arguments: Annotated[dict[str, Any], BeforeValidator(_json_object), WithJsonSchema({"type": "string"})]
+
+
+class ToolCall(StrictModel):
+    """A call that an earlier answer made. `index` is left over from a stream."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
+class ChatMessage(StrictModel):
+    """One message. What clients echo of an answer without values is accepted."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | list[str] | None, BeforeValidator(_texts), WithJsonSchema(_CONTENT)] = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, at_most(MAX_TOOL_CALLS)] = None
+    tool_call_id: str | None = None
+    refusal: NotYet = None
+    audio: NotYet = None
+    annotations: NotYet = None
+    function_call: NotYet = None
+
+
+def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates read them, content as it was given. Raises `InvalidRequestError`."""
+    if not messages:
+        raise InvalidRequestError("messages: must hold at least one message.", "messages")
+    calls: dict[str, str] = {}  # id -> name of the function
+    return [_template_message(f"messages[{i}]", message, calls) for i, message in enumerate(messages)]
+
+
+def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -> dict[str, Any]:
+    for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+        if getattr(message, field) and message.role != role:
+            raise _refused(f"{where}.{field}", f"is allowed only with role {role!r}, got {message.role!r}")
+    if message.content is None and not message.tool_calls:
+        raise _refused(f"{where}.content", "is required")
+    # OpenAI renamed the role; templates know the old name.
+    rendered: dict[str, Any] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": "" if message.content is None else message.content,
+    }
+    if message.name is not None:
+        if not 1 <= len(message.name) <= MAX_NAME_CHARS:
+            raise _refused(f"{where}.name", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(message.name)}")
+        rendered["name"] = message.name
+    if message.reasoning_content:
+        rendered["reasoning_content"] = message.reasoning_content
+    if message.role == "tool":
+        rendered |= _result_of(where, message, calls)
+    if message.tool_calls:
+        rendered["tool_calls"] = [
+            _rendered_call(f"{where}.tool_calls[{i}]", call, calls) for i, call in enumerate(message.tool_calls)
+        ]
+    return rendered
+
+
+def _rendered_call(where: str, call: ToolCall, calls: dict[str, str]) -> dict[str, Any]:
+    if not 1 <= len(call.id) <= MAX_NAME_CHARS:
+        raise _refused(f"{where}.id", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(call.id)}")
+    if not 1 <= len(call.function.name) <= MAX_NAME_CHARS:
+        raise _refused(f"{where}.function.name", f"must have 1 to {MAX_NAME_CHARS} characters")
+    calls[call.id] = call.function.name
+    function = {"name": call.function.name, "arguments": call.function.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _result_of(where: str, message: ChatMessage, calls: dict[str, str]) -> dict[str, str]:
+    """Which call a tool message answers. Templates often want the function's name, which clients leave out."""
+    given = message.tool_call_id
+    if given is None:
+        raise _refused(f"{where}.tool_call_id", "is required with role 'tool'", "missing_field")
+    if given not in calls:
+        known = f"known: {', '.join(list(calls)[-4:])}" if calls else "there is none"
+        why = f"must be the id of a call of an earlier message, got {given[:80]!r} ({known[:200]})"
+        raise _refused(f"{where}.tool_call_id", why)
+    return {"tool_call_id": given, "name": message.name or calls[given]}
+
+
+def _refused(param: str, why: str, code: str | None = None) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}: {why}.", param, code)

@@ -1,0 +1,45 @@
+"""`{"name": "f", "parameters": {...}}` as the whole answer, maybe after `<|python_tag|>`: Llama 3.1 to 3.3.
+
+Nothing but the name tells a call from JSON that was asked for, so only the request's own functions are taken for calls.
+"""
+
+from __future__ import annotations
+
+from .events import Parser, Sink
+from .json_calls import call_object
+from .reader import Reader, Steps
+from .tool_set import ToolSet
+
+TAG = "<|python_tag|>"
+_SEPARATORS = (";", ",")
+
+
+class LlamaJson:
+    name = "llama3_json"
+    marks = (TAG,)
+
+    def parser(self, tools: ToolSet) -> Parser:
+        return lambda reader, sink: _parse(reader, sink, tools)
+
+
+def _parse(reader: Reader, sink: Sink, tools: ToolSet) -> Steps[None]:
+    sink.content((yield from reader.space()))
+    tagged = yield from reader.starts_with(TAG)
+    if tagged:
+        reader.take(len(TAG))
+    before = (yield from reader.space()) if tagged else ""
+    while (yield from reader.starts_with("{")):
+        rest = yield from call_object(reader, sink, names=tools)
+        if rest is None:
+            yield from reader.until((), sink.arguments)
+            return
+        if rest:
+            before += rest
+            break
+        before = yield from reader.space()
+        if reader.text.startswith(_SEPARATORS):
+            before += reader.take(1) + (yield from reader.space())
+    if tagged and not sink.num_calls:
+        sink.mark(TAG)
+    sink.content(before)
+    yield from reader.until((), sink.content)
