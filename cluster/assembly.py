@@ -9,8 +9,9 @@ from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
 from quire.engine.gates import Gate
 from quire.engine.grammar.gate import GrammarGate
-from quire.engine.model_source import ModelInfo, check_ranks
+from quire.engine.model_source import ModelInfo
 from quire.engine.tokenizer import load_tokenizer
+from quire.workers.models.sizes import check_ranks
 
 
 def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
@@ -35,9 +36,12 @@ def grammar_gate(config: EngineConfig, info: ModelInfo, wake: Callable[[], None]
 
 
 def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:
-    """One rank runs in this process, several are actors. The imports bring torch, or Ray."""
+    """One rank runs in this process, several are actors. The imports bring torch, or Ray.
+
+    Raises `ConfigError` before any rank is started when the ranks cannot share the model.
+    """
     check_ranks(config, info)
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.world_size == 1:
         from quire.workers.local_executor import LocalExecutor
 
         return LocalExecutor(config, info)

@@ -110,7 +110,7 @@ class CacheUpdate(msgspec.Struct, frozen=True, tag="cache_update"):
 
 
 class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """A rank's answer to one step: rank 0 sends the output, the others only that they have done it."""
+    """A rank's answer to one step: the first of the last stage sends the output, the others that they have done it."""
 
     step_id: int
     output: ModelRunnerOutput | None = None

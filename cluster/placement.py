@@ -12,6 +12,7 @@ from ray.exceptions import GetTimeoutError
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
+from quire.engine.config import ParallelConfig
 from quire.engine.errors import ExecutorError
 
 logger = logging.getLogger(__name__)
@@ -21,15 +22,14 @@ CPU_PER_RANK = 0.5  # logical: a small machine must be able to hold two ranks, t
 
 @dataclass(frozen=True, slots=True)
 class PlacementPlan:
-    """One bundle of resources per rank, in rank order. STRICT_PACK keeps them on one node."""
+    """One bundle of resources per pipeline stage. A bundle is never split, so the ranks of a stage share a node.
+
+    `strategy` is Ray's: whether the bundles are spread over nodes where possible (SPREAD) or in any case
+    (STRICT_SPREAD), or lie on as few as possible (PACK).
+    """
 
     bundles: tuple[dict[str, float], ...]
-    strategy: str = "STRICT_PACK"
-
-    @property
-    def total(self) -> dict[str, float]:
-        names = sorted({name for bundle in self.bundles for name in bundle})
-        return {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in names}
+    strategy: str = "PACK"
 
 
 def node_address() -> str:
@@ -38,27 +38,41 @@ def node_address() -> str:
     return address
 
 
-def plan_ranks(world_size: int, *, on_gpu: bool) -> PlacementPlan:
-    """Tensor-parallel ranks: all on one node, one GPU each where the model runs on GPUs."""
-    bundle = {"CPU": CPU_PER_RANK, "GPU": 1.0} if on_gpu else {"CPU": CPU_PER_RANK}
-    return PlacementPlan((bundle,) * world_size)
+def rank_resources(*, on_gpu: bool) -> dict[str, float]:
+    """What one rank takes of a node: a GPU where the model runs on GPUs."""
+    return {"CPU": CPU_PER_RANK, "GPU": 1.0} if on_gpu else {"CPU": CPU_PER_RANK}
+
+
+def plan_ranks(config: ParallelConfig, *, on_gpu: bool) -> PlacementPlan:
+    """The tensor-parallel ranks of a stage together, the stages as the configuration says."""
+    size = config.tensor_parallel_size
+    bundle = {name: size * amount for name, amount in rank_resources(on_gpu=on_gpu).items()}
+    strategy = config.stage_placement.upper() if config.pipeline_parallel_size > 1 else "PACK"
+    return PlacementPlan((bundle,) * config.pipeline_parallel_size, strategy)
 
 
 def explain_shortage(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> str:
-    """Why a plan that needs one node is not placed: what the best node lacks of its total, or that it is in use.
+    """Why a plan is not placed: what the nodes have of what a bundle needs, or that it is in use.
 
     `nodes` holds the total resources of each live node.
     """
-    needed = plan.total
-    asked = _amounts(needed)
-    if any(_fits(plan, node) for node in nodes):
-        return f"{asked} on one node are needed; a node has that much, but it is in use."
+    needed, count = plan.bundles[0], len(plan.bundles)
+    asked = f"{_amounts(needed)} on one node are needed"
+    if count > 1:
+        asked += f", {count} times" + (", each on a node of its own" if plan.strategy == "STRICT_SPREAD" else "")
+    if _fits(plan, nodes):
+        return f"{asked}; {'a node has' if count == 1 else 'there is'} that much, but it is in use."
     there = "; ".join(_amounts({name: node.get(name, 0.0) for name in needed}) for node in nodes) or "no node"
-    return f"{asked} on one node are needed, and no node has that: there is {there}."
+    return f"{asked}, and {'no node has that' if count == 1 else 'the nodes do not have that'}: there is {there}."
 
 
-def _fits(plan: PlacementPlan, node: Mapping[str, float]) -> bool:
-    return all(node.get(name, 0.0) >= amount for name, amount in plan.total.items())
+def _fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> bool:
+    """Whether empty nodes could hold the bundles, which are all equal."""
+    bundle = plan.bundles[0]
+    held = [int(min(node.get(name, 0.0) // amount for name, amount in bundle.items())) for node in nodes]
+    if plan.strategy == "STRICT_SPREAD":
+        held = [min(1, count) for count in held]
+    return sum(held) >= len(plan.bundles)
 
 
 def _live_nodes() -> list[Mapping[str, float]]:
@@ -73,9 +87,9 @@ def _amounts(resources: Mapping[str, float]) -> str:
 def reserve(plan: PlacementPlan, timeout_s: float, *, can_grow: bool = True) -> PlacementGroup:
     """The placement group of a plan. Raises `ExecutorError`, leaving nothing behind, if it is not there in time.
 
-    A cluster that cannot grow is not waited for when no node of it is large enough.
+    A cluster that cannot grow is not waited for when its nodes are too small or too few.
     """
-    if not any(_fits(plan, node) for node in _live_nodes()):
+    if not _fits(plan, _live_nodes()):
         shortage = explain_shortage(plan, _live_nodes())
         if not can_grow:
             raise ExecutorError(f"The ranks have no place: {shortage}")

@@ -13,6 +13,7 @@ import struct
 import time
 from collections.abc import Sequence
 
+from .messages import RankAnswer, rank_answer_decoder
 from .transport import (
     HANDSHAKE_BYTES,
     HANDSHAKE_TIMEOUT_S,
@@ -143,25 +144,35 @@ def broadcast(links: Sequence[RankLink], payload: bytes) -> None:
         link.send_frame(framed)
 
 
-def gather(links: Sequence[RankLink], timeout_s: float) -> list[bytes]:
-    """One frame from each rank, in rank order.
+def gather(links: Sequence[RankLink], timeout_s: float) -> list[RankAnswer]:
+    """The answers to one step, in rank order; or fewer, as soon as one of them is an error.
 
-    Raises `TransportError` as soon as any rank is gone, even while another one is still silent (it may be waiting in a
-    collective for the dead one), or `TimeoutError` naming the ranks that said nothing for `timeout_s`.
+    Raises `TransportError` as soon as a rank is gone that has not answered, even while another one is still silent (it
+    may be waiting in a collective for the dead one), or `TimeoutError` naming the ranks that said nothing for
+    `timeout_s`. A rank that is gone and has answered was lost in a later step: the others, in a pipeline, may still
+    finish this one, and then it is known which step failed.
     """
-    answers: list[bytes | None] = [link.poll() for link in links]
+    answers: dict[int, RankAnswer] = {}
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector:
         for rank, link in enumerate(links):
-            selector.register(link, selectors.EVENT_READ, rank)
-        while any(answer is None for answer in answers):
+            if not _take_answer(answers, rank, link):
+                selector.register(link, selectors.EVENT_READ, rank)
+        while len(answers) < len(links) and not any(answer.error for answer in answers.values()):
             ready = selector.select(max(0.0, deadline - time.monotonic()))
             if not ready:
-                silent = [rank for rank, answer in enumerate(answers) if answer is None]
+                silent = [rank for rank in range(len(links)) if rank not in answers]
                 raise TimeoutError(f"ranks {silent} did not answer within {timeout_s:g} s")
             for key, _ in ready:
-                rank = key.data
-                links[rank].read_available()
-                if answers[rank] is None:
-                    answers[rank] = links[rank].poll()
-    return [answer for answer in answers if answer is not None]
+                links[key.data].read_available()
+                if _take_answer(answers, key.data, links[key.data]):
+                    selector.unregister(links[key.data])
+    return [answers[rank] for rank in sorted(answers)]
+
+
+def _take_answer(answers: dict[int, RankAnswer], rank: int, link: RankLink) -> bool:
+    """Take the next answer of a rank if it has been read."""
+    payload = link.poll()
+    if payload is not None:
+        answers[rank] = rank_answer_decoder.decode(payload)
+    return payload is not None

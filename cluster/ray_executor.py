@@ -24,7 +24,7 @@ from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 from . import placement
-from .messages import RankAnswer, encoder, rank_answer_decoder
+from .messages import RankAnswer, encoder
 from .rank_links import RankLink, RankServer, broadcast, gather
 from .ray_local import LocalRay
 from .transport import TransportError, new_secret
@@ -52,7 +52,7 @@ class RayExecutor:
             parallel = self._config.parallel
             deadline = time.monotonic() + parallel.startup_timeout_s
             on_gpu = self._config.model.device == "cuda"
-            plan = placement.plan_ranks(parallel.tensor_parallel_size, on_gpu=on_gpu)
+            plan = placement.plan_ranks(parallel, on_gpu=on_gpu)
             can_grow = self._local_ray is None
             self._group = placement.reserve(plan, parallel.startup_timeout_s, can_grow=can_grow)
             self._gang = Gang(self._config, info, self._group, deadline - time.monotonic())
@@ -61,13 +61,16 @@ class RayExecutor:
             raise
 
     def preferred_inflight_steps(self) -> int:
-        return 2 if self._config.model.device == "cuda" else 1
+        num_stages = self._config.parallel.pipeline_parallel_size
+        return num_stages if num_stages > 1 else 2 if self._config.model.device == "cuda" else 1
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._ranks.facts[0].kv_cache_specs
 
-    def available_kv_cache_bytes(self) -> int:
-        return min(facts.available_kv_cache_bytes for facts in self._ranks.facts)
+    def available_kv_cache_bytes(self) -> list[int]:
+        by_rank = [facts.available_kv_cache_bytes for facts in self._ranks.facts]
+        per_stage = self._config.parallel.tensor_parallel_size
+        return [min(by_rank[first : first + per_stage]) for first in range(0, len(by_rank), per_stage)]
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._ranks.initialize_kv_cache(config)
@@ -106,7 +109,7 @@ def _with_device(config: EngineConfig) -> EngineConfig:
     if config.model.device != "auto":
         return config
     num_gpus = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
-    device = "cuda" if num_gpus >= config.parallel.tensor_parallel_size else "cpu"
+    device = "cuda" if num_gpus >= config.parallel.world_size else "cpu"
     return config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
 
 
@@ -118,7 +121,7 @@ class Gang:
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo, group: PlacementGroup, timeout_s: float) -> None:
-        self._world_size = config.parallel.tensor_parallel_size
+        self._world_size = config.parallel.world_size
         self._step_timeout_s = config.parallel.step_timeout_s
         self._startup_timeout_s = timeout_s
         self._lock = threading.Lock()
@@ -127,17 +130,18 @@ class Gang:
         self._links: list[RankLink] = []
         self._runs: list[ray.ObjectRef[Any]] = []
         self._error: ExecutorError | None = None
-        options: dict[str, Any] = {"num_cpus": placement.CPU_PER_RANK}
-        if config.model.device == "cuda":
-            options["num_gpus"] = 1
+        self._failed = threading.Event()
+        resources = placement.rank_resources(on_gpu=config.model.device == "cuda")
         self._actors = [
             start_worker(
                 config,
                 info,
                 rank,
-                self._world_size,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-                **options,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank // config.parallel.tensor_parallel_size
+                ),
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
             )
             for rank in range(self._world_size)
         ]
@@ -213,21 +217,24 @@ class Gang:
         return [results[rank] for rank in range(len(refs))]
 
     def _gather_answers(self) -> None:
-        """Resolve futures in the order of the steps. The step deadline runs from the end of the step before."""
+        """Resolve futures in the order of the steps. The step deadline runs from the end of the step before.
+
+        The step that fails is the oldest that is not resolved: in a pipeline those before it end first.
+        """
         while self._wake.get():
             try:
-                answers = [rank_answer_decoder.decode(data) for data in gather(self._links, self._step_timeout_s)]
+                answers = gather(self._links, self._step_timeout_s)
             except TransportError as error:
                 self._fail(ExecutorError(f"A rank was lost ({error.message}). {self._cause_of_death()}"))
                 return
             except TimeoutError as error:
                 self._fail(ExecutorError(f"A step hangs: {error}."))
                 return
-            failures = [f"rank {rank}: {answer.error}" for rank, answer in enumerate(answers) if answer.error]
+            failures = [answer.error for answer in answers if answer.error]
             if failures:
                 self._fail(ExecutorError(f"A step failed on {'; '.join(failures)}"))
                 return
-            self._resolve(answers[0])
+            self._resolve(next(answer for answer in answers if answer.output is not None))
 
     def _resolve(self, answer: RankAnswer) -> None:
         assert answer.output is not None
@@ -237,8 +244,12 @@ class Gang:
             future.set_result(answer.output)
 
     def _watch(self) -> None:
-        """Hear of a rank's end from Ray: also between steps, and when its node is gone without closing a socket."""
+        """Hear of a rank's end from Ray: also between steps, and when its node is gone without closing a socket.
+
+        Where a socket tells as well, the gathering thread goes first: it knows which step is lost.
+        """
         ray.wait(self._runs, num_returns=1)
+        self._failed.wait(CAUSE_OF_DEATH_S)
         self._fail(ExecutorError(f"A rank was lost. {self._cause_of_death()}"))
 
     def _cause_of_death(self) -> str:
@@ -260,6 +271,7 @@ class Gang:
             if self._error is not None:
                 return
             self._error = error
+            self._failed.set()
             pending, self._pending = list(self._pending), deque()
         for future in pending:
             future.set_exception(error)

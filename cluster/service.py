@@ -29,7 +29,8 @@ import psutil
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
-from quire.engine.model_source import check_ranks, load_model_info
+from quire.engine.model_source import load_model_info
+from quire.workers.models.sizes import check_ranks
 
 from .config import override
 from .config_file import ServiceConfig, load_service

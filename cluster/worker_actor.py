@@ -29,17 +29,16 @@ class RankFacts:
 
 
 class WorkerActor:
-    """Rank `rank` of `world_size`. The engine calls, in this order: `host_store` (rank 0 only), `load`,
+    """One rank. The engine calls, in this order: `host_store` (rank 0 only), `load`,
     `initialize_kv_cache`, and `run`, which does not return while all is well.
 
     torch is imported by the first of them, not by the import of this module, which the engine does as well.
     """
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, rank: int, world_size: int) -> None:
+    def __init__(self, config: EngineConfig, info: ModelInfo, rank: int) -> None:
         self._config = config
         self._info = info
         self._rank = rank
-        self._world_size = world_size
         configure_logging(f"rank {rank}")
 
     def host_store(self) -> tuple[str, int]:
@@ -47,23 +46,24 @@ class WorkerActor:
         from quire.workers.parallel import host_store
 
         address = node_address()
-        self._store = host_store(address, self._world_size)
+        self._store = host_store(address, self._config.parallel.world_size)
         return address, self._store.port
 
     def load(self, address: str, port: int) -> RankFacts:
         """Meet the other ranks at the store and load this rank's part of the weights."""
-        from quire.workers.parallel import Rendezvous, join
+        from quire.workers.parallel import Grid, Rendezvous, join
         from quire.workers.worker import Worker
 
         context = join(
             Rendezvous(address, port),
             self._rank,
-            self._world_size,
+            Grid.of(self._config.parallel),
             local_address=node_address(),
             backend="nccl" if self._config.model.device == "cuda" else "gloo",
             timeout_s=self._config.parallel.startup_timeout_s,
             store=getattr(self, "_store", None),
         )
+        self._answers = context.is_last_stage and context.tensor_rank == 0
         self._worker = Worker(self._config, self._info, context)
         self._worker.load_model()
         return RankFacts(self._worker.kv_cache_specs(), self._worker.available_kv_cache_bytes())
@@ -85,19 +85,19 @@ class WorkerActor:
         try:
             output = self._worker.execute_model(step)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"
+            message = f"rank {self._rank}: {type(error).__name__}: {error}"
             link.send(encoder.encode(RankAnswer(step.step_id, error=message)))
             raise
-        # Every rank has sampled the same tokens: one of them says so.
-        link.send(encoder.encode(RankAnswer(step.step_id, output if self._rank == 0 else None)))
+        # Every rank of the last stage has sampled the same tokens: one of them says so.
+        link.send(encoder.encode(RankAnswer(step.step_id, output if self._answers else None)))
 
 
 def start_worker(
-    config: EngineConfig, info: ModelInfo, rank: int, world_size: int, **options: object
+    config: EngineConfig, info: ModelInfo, rank: int, **options: object
 ) -> ray.actor.ActorHandle[WorkerActor]:
     """Start the actor of one rank. It is never restarted by Ray: ranks are only of use all together."""
     remote_class: Any = ray.remote(WorkerActor)
     actor: ray.actor.ActorHandle[WorkerActor] = remote_class.options(max_restarts=0, **options).remote(
-        config, info, rank, world_size
+        config, info, rank
     )
     return actor

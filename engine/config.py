@@ -67,12 +67,26 @@ class ParallelConfig(Section):
     """How one engine is spread over ranks."""
 
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that share every layer.")
+    pipeline_parallel_size: int = Field(
+        1, ge=1, description="Stages of consecutive layers, each of `tensor_parallel_size` ranks."
+    )
+    expert_parallel: bool = Field(
+        False, description="Deal a mixture's experts to the ranks whole, instead of a slice of each expert."
+    )
+    stage_placement: Literal["spread", "pack", "strict_spread"] = Field(
+        "spread",
+        description="Stages on nodes: on different ones where possible, on as few as possible, or never two on one.",
+    )
     startup_timeout_s: float = Field(
         300.0, gt=0, description="Seconds in which all ranks must be placed and loaded, else the engine gives up."
     )
     step_timeout_s: float = Field(
         60.0, gt=0, description="Seconds after which a step that is not done counts as hung, and its ranks as lost."
     )
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class CacheConfig(Section):

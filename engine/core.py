@@ -23,6 +23,7 @@ from .kv_cache_spec import KVCacheConfig, KVCacheSpec, block_bytes, group_layers
 from .outputs import EngineOutput, EngineRequest, ModelRunnerOutput, RequestReport, SchedulerStats
 from .scheduler import Scheduler
 from .step_plan import ScheduledStep
+from .step_share import PipelineShare
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ class EngineCore:
             self._kv_cache_config, config.scheduler.max_num_seqs, config.cache.enable_prefix_caching
         )
         self.max_model_len = fit_model_len(config, kv_cache, max_model_len)
-        self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates)
         self._max_inflight_steps = config.scheduler.max_inflight_steps or executor.preferred_inflight_steps()
+        share = PipelineShare(self._max_inflight_steps) if config.parallel.pipeline_parallel_size > 1 else None
+        self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates, share)
         self._inflight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
         executor.initialize_kv_cache(self._kv_cache_config)
         logger.info(
@@ -153,19 +155,23 @@ class EngineCore:
         return outputs
 
 
-def plan_kv_cache(config: EngineConfig, specs: list[KVCacheSpec], available_bytes: int) -> KVCacheConfig:
+def plan_kv_cache(config: EngineConfig, specs: list[KVCacheSpec], available_bytes: list[int]) -> KVCacheConfig:
     """How many blocks there are, and which layers share a table. One block is one block of *every* layer of a group.
 
-    All groups draw from one pool, so a block must be large enough for the largest group.
+    All groups draw from one pool, so a block must be large enough for the largest group. The stages of a pipeline,
+    whose `available_bytes` these are, have the same tables: the stage that can hold the fewest blocks decides.
     """
-    bytes_per_block = block_bytes(specs)
-    num_blocks = config.cache.num_kv_blocks or available_bytes // bytes_per_block
+    num_stages = len(available_bytes)
+    bytes_per_block = [block_bytes(specs, num_stages, stage) for stage in range(num_stages)]
+    held = [available // needed for available, needed in zip(available_bytes, bytes_per_block, strict=True)]
+    num_blocks = config.cache.num_kv_blocks or min(held)
     if num_blocks < 2:
+        tightest = held.index(min(held))
         raise ConfigError(
-            f"cache: {available_bytes:,} bytes of KV cache hold {num_blocks} blocks; at least 2 blocks of "
-            f"{bytes_per_block:,} bytes are needed. Raise cache.memory_bytes or lower cache.block_size."
+            f"cache: {available_bytes[tightest]:,} bytes of KV cache hold {num_blocks} blocks; at least 2 blocks of "
+            f"{bytes_per_block[tightest]:,} bytes are needed. Raise cache.memory_bytes or lower cache.block_size."
         )
-    return KVCacheConfig(num_blocks, config.cache.block_size, group_layers(specs))
+    return KVCacheConfig(num_blocks, config.cache.block_size, group_layers(specs, num_stages))
 
 
 def fit_model_len(config: EngineConfig, kv_cache: KVCacheManager, max_model_len: int) -> int:

@@ -17,15 +17,16 @@ class Executor(Protocol):
     """
 
     def preferred_inflight_steps(self) -> int:
-        """How many steps outstanding hide planning behind computing: 1 where both share the CPU, 2 on a GPU."""
+        """How many steps outstanding keep the ranks busy: 1 where planning shares their CPU, 2 on a GPU, and as many
+        as there are stages in a pipeline."""
         ...
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """One spec per attention layer, in layer order, for one rank."""
+        """One spec per attention layer of the whole model, in layer order, for one rank of each stage."""
         ...
 
-    def available_kv_cache_bytes(self) -> int:
-        """Bytes that one rank can give to its KV cache (the smallest over the ranks)."""
+    def available_kv_cache_bytes(self) -> list[int]:
+        """By pipeline stage, the bytes that one of its ranks can give to its KV cache (the smallest over them)."""
         ...
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:

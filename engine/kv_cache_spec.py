@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import msgspec
 
 
@@ -38,34 +40,60 @@ class KVCacheConfig(msgspec.Struct, frozen=True):
     groups: tuple[KVCacheGroup, ...]
 
 
-def group_layers(specs: list[KVCacheSpec]) -> tuple[KVCacheGroup, ...]:
+def split_range(size: int, rank: int, num_ranks: int) -> range:
+    """Part `rank` of `size` things cut in `num_ranks` contiguous parts; the first `size % num_ranks` have one more.
+
+    9 things over 2 ranks: 0-4 and 5-8.
+    """
+    base, extra = divmod(size, num_ranks)
+    start = rank * base + min(rank, extra)
+    return range(start, start + base + (rank < extra))
+
+
+def group_layers(specs: list[KVCacheSpec], num_stages: int = 1) -> tuple[KVCacheGroup, ...]:
     """Group layers (in order) by equal specs. The first group is that of the first layer.
 
     Groups share memory layer by layer, so a block of a small group wastes what a large one has more. Windowed layers
     are therefore cut into groups no larger than the full ones, whose blocks grow with the context:
 
         5 windowed layers for each full one, 12 layers:   0 1 | 2 3 | 4 6 | 7 8 | 9 10 | and 5 11
+
+    The stages of a pipeline share one set of tables, but no memory. So each cuts its own layers, and the n-th groups of
+    all stages are one group:
+
+        the same on 2 stages, 0-5 and 6-11:               0 6 | 1 7 | 2 8 | 3 9 | 4 10 | and 5 11
     """
-    layers: dict[KVCacheSpec, list[int]] = {}
-    for index, spec in enumerate(specs):
-        layers.setdefault(spec, []).append(index)
-    full = [len(indices) for spec, indices in layers.items() if spec.sliding_window is None]
+    stages = [split_range(len(specs), stage, num_stages) for stage in range(num_stages)]
     groups = []
-    for spec, indices in layers.items():
-        size = len(indices) if spec.sliding_window is None or not full else min(full)
-        groups += [KVCacheGroup(tuple(indices[i : i + size]), spec) for i in range(0, len(indices), size)]
+    for spec in dict.fromkeys(specs):
+        own = [[layer for layer in stage if specs[layer] == spec] for stage in stages]
+        limits = [0 if spec.sliding_window is None else _num_full_layers(specs, stage) for stage in stages]
+        num_groups = max([1, *(-(-len(layers) // limit) for layers, limit in zip(own, limits, strict=True) if limit)])
+        parts: list[list[int]] = [[] for _ in range(num_groups)]
+        for layers, limit in zip(own, limits, strict=True):
+            size = limit or -(-len(layers) // num_groups)
+            for n, part in enumerate(parts):
+                part += layers[n * size : (n + 1) * size]
+        groups += [KVCacheGroup(tuple(part), spec) for part in parts]
     return tuple(groups)
 
 
-def shared_layers(groups: tuple[KVCacheGroup, ...]) -> list[list[int]]:
-    """The layers that share memory: the first of every group, the second of every group, and so on.
+def _num_full_layers(specs: list[KVCacheSpec], stage: range) -> int:
+    """Layers of a stage with full attention, of the kind that has the fewest; 0 if there are none."""
+    counts = Counter(specs[layer] for layer in stage if specs[layer].sliding_window is None)
+    return min(counts.values(), default=0)
+
+
+def shared_layers(groups: tuple[KVCacheGroup, ...], layers: range) -> list[list[int]]:
+    """Those of a rank's `layers` that share memory: its first of every group, its second of every group, and so on.
 
     A block belongs to one group at a time, so they never use it at once.
     """
-    longest = max(len(group.layer_indices) for group in groups)
-    return [[group.layer_indices[i] for group in groups if i < len(group.layer_indices)] for i in range(longest)]
+    own = [[layer for layer in group.layer_indices if layer in layers] for group in groups]
+    return [[group[i] for group in own if i < len(group)] for i in range(max(map(len, own)))]
 
 
-def block_bytes(specs: list[KVCacheSpec]) -> int:
-    """Bytes of one block of the pool: in all layers, those that share memory counted once."""
-    return sum(max(specs[layer].block_bytes for layer in sharing) for sharing in shared_layers(group_layers(specs)))
+def block_bytes(specs: list[KVCacheSpec], num_stages: int = 1, stage: int = 0) -> int:
+    """Bytes of one block of the pool on a rank of a stage: in all its layers, those that share memory counted once."""
+    shared = shared_layers(group_layers(specs, num_stages), split_range(len(specs), stage, num_stages))
+    return sum(max(specs[layer].block_bytes for layer in sharing) for sharing in shared)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import EngineConfig, ModelConfig
+from .config import ModelConfig
 from .errors import ConfigError
 from .gguf_file import GGUFFile, read_gguf
 from .known_decoders import check_known_decoder
@@ -122,16 +122,6 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
         generation_defaults=_sampling_defaults(generation),
     )
-
-
-def check_ranks(config: EngineConfig, info: ModelInfo) -> None:
-    """Raise `ConfigError` when the model is to be cut in ranks and cannot be."""
-    size = config.parallel.tensor_parallel_size
-    if size > 1 and info.implementation.kind == "transformers":
-        raise ConfigError(
-            f"tensor_parallel_size: {size} ranks cannot share {info.hf_config['architectures'][0]}, which is computed "
-            f"by transformers, on one rank only. Families that can be shared: {', '.join(SUPPORTED_ARCHITECTURES)}."
-        )
 
 
 def _find(model: str) -> Path:

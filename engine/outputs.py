@@ -154,6 +154,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     that reaches the row's last known token, the worker samples the next one and appends it to its own copy of the row,
     so that a later step in flight can compute it. `released_rows` are free from this step on (finished or preempted);
     they are applied before `new_rows` of the same step write them again.
+
+    In a pipeline only the last stage samples. There, `last_token_ids` tells every stage the token at the last position
+    of each row that samples in this step, and a row waits until what it sampled before is back.
     """
 
     step_id: int
@@ -164,6 +167,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     block_updates: list[BlockUpdate] = []
     released_rows: list[int] = []
     grammar: GrammarMasks | None = None
+    last_token_ids: IntArray | None = None  # [num_reqs], -1 for rows that do not sample; None without a pipeline
 
     @property
     def total_num_scheduled_tokens(self) -> int:

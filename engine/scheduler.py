@@ -28,7 +28,6 @@ from .gates import Gate
 from .grammar.steps import Verdicts, gather_masks, hold_to_grammars
 from .kv_cache_manager import KVCacheManager
 from .outputs import (
-    BatchLogprobs,
     EngineOutput,
     EngineRequest,
     FinishReason,
@@ -45,6 +44,7 @@ from .request import Request, RequestStatus, check_source
 from .request_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from .running_table import RunningTable
 from .step_plan import ScheduledStep, StepPlan
+from .step_share import StepShare, WholeShare
 from .wait_ledger import WaitCause
 from .waiting_room import WaitingRoom
 
@@ -55,7 +55,12 @@ class Scheduler:
     """Owner of all request state (DESIGN 4.2). No thread, no device, no clock: `now` is seconds on any steady clock."""
 
     def __init__(
-        self, config: SchedulerConfig, kv_cache: KVCacheManager, max_model_len: int, gates: tuple[Gate, ...] = ()
+        self,
+        config: SchedulerConfig,
+        kv_cache: KVCacheManager,
+        max_model_len: int,
+        gates: tuple[Gate, ...] = (),
+        share: StepShare | None = None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
@@ -63,6 +68,7 @@ class Scheduler:
         self.running = RunningTable(config.max_num_seqs)
         self.waiting = WaitingRoom(config, gates)
         self.requests: dict[str, Request] = {}  # unfinished
+        self._share = share or WholeShare()
         self._quarantine = Quarantine()
         self._ended: list[EngineOutput] = []  # ends that no step brought
         self._deadlines: list[tuple[float, int, Request]] = []  # heap; finished requests are skipped at its top
@@ -145,14 +151,14 @@ class Scheduler:
         table, config = self.running, self.config
         computed = table.num_computed[rows]
         # The last token that a request may have is never computed: nothing is sampled after it.
-        pending = np.where(table.is_constrained[rows], 0, table.num_pending[rows])
-        end = np.minimum(table.num_tokens[rows] + pending, table.max_total[rows] - 1)
+        end = np.minimum(self._share.known(table, rows), table.max_total[rows] - 1)
         wants = end - computed
         most = config.long_prefill_token_threshold
         limited = np.minimum(wants, most) if most else wants
+        limited, budget = self._share.limit(limited, len(table), self.waiting.num_tokens, config.max_num_batched_tokens)
         served_before = np.cumsum(limited) - limited
-        grants = np.clip(config.max_num_batched_tokens - served_before, 0, limited).astype(np.int32)
-        plan = StepPlan(now, config.max_num_batched_tokens - int(grants.sum()), rows, grants)
+        grants = np.clip(budget - served_before, 0, limited).astype(np.int32)
+        plan = StepPlan(now, budget - int(grants.sum()), rows, grants)
 
         num_blocks = -(-(computed + grants) // self.kv_cache.block_size)
         for index in np.flatnonzero(num_blocks > table.num_blocks[rows]).tolist():
@@ -286,16 +292,19 @@ class Scheduler:
             block_updates=plan.block_updates,
             released_rows=self._released_rows,
             grammar=gather_masks(requests, np.flatnonzero(samples & table.is_constrained[rows])),
+            last_token_ids=self._share.last_token_ids(table, rows, samples),
         )
         self._num_steps += 1
         self._released_rows = []
-        self.waiting.drain_rate.record(int(grants.sum()), plan.now)
+        self._share.given_out(output.total_num_scheduled_tokens)
+        self.waiting.drain_rate.record(output.total_num_scheduled_tokens, plan.now)
         return ScheduledStep(output, requests, table.epoch[rows], samples)
 
     # ---- taking in the results of a step --------------------------------------------------------------------------
 
     def update(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> list[EngineOutput]:
         """Book the tokens that a step sampled, and end the requests that they end. In batch order."""
+        self._share.taken_in(step.output.total_num_scheduled_tokens)
         table, rows = self.running, step.output.rows
         taken = step.samples & (table.epoch[rows] == step.epochs)  # a row released meanwhile belongs to somebody else
         table.num_pending[rows[taken]] -= 1
@@ -304,7 +313,8 @@ class Scheduler:
         if held.objections:
             taken[held.objections] = False
         table.num_tokens[rows[taken]] += 1
-        logprobs = _split_logprobs(result.logprobs, step.requests) if result.logprobs is not None else {}
+        table.last_token_ids[rows[taken]] = result.sampled_token_ids[taken, 0]
+        logprobs = step.split_logprobs(result.logprobs)
         outputs = []
         requests = step.requests
         for index in np.flatnonzero(taken).tolist():
@@ -388,6 +398,7 @@ class Scheduler:
             request.status = RequestStatus.PREEMPTED
             self.waiting.push(request, now)
         self.kv_cache.reset_prefix_cache()
+        self._share.reset()
         self._released_rows = []
         self.waiting.queue.all_stand_still(WaitCause.RECOVERY, now)
         ends = []
@@ -482,16 +493,3 @@ class Scheduler:
             prefix_cache_hits=self.kv_cache.num_hit_tokens,
             prefix_cache_ghost_hits=self.kv_cache.num_ghost_hit_tokens,
         )
-
-
-def _split_logprobs(batch: BatchLogprobs, requests: list[Request | None]) -> dict[int, list[TokenLogprobs]]:
-    """Logprobs by position in the batch, each request getting as many as it asked for."""
-    result = {}
-    columns = (batch.indices.tolist(), batch.token_ids.tolist(), batch.logprobs.tolist(), batch.sampled_ranks.tolist())
-    for index, token_ids, values, rank in zip(*columns, strict=True):
-        request = requests[index]
-        wanted = 1 + ((request.source.sampling_params.logprobs if request is not None else 0) or 0)
-        pairs = zip(token_ids[1:wanted], values[1:wanted], strict=True)
-        top = [(token_id, value) for token_id, value in pairs if token_id >= 0]
-        result[index] = [TokenLogprobs(token_ids[0], values[0], rank, top)]
-    return result

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .outputs import BlockUpdate, IntArray, NewRow, SchedulerOutput
+from .outputs import BatchLogprobs, BlockUpdate, IntArray, NewRow, SchedulerOutput, TokenLogprobs
 from .request import Request
 
 
@@ -51,3 +51,17 @@ class ScheduledStep:
     requests: list[Request | None]  # in batch order
     epochs: IntArray  # [num_reqs] of the rows, when the step was planned
     samples: npt.NDArray[np.bool_]  # [num_reqs] whether the row samples a token
+
+    def split_logprobs(self, batch: BatchLogprobs | None) -> dict[int, list[TokenLogprobs]]:
+        """Logprobs by position in the batch, each request getting as many as it asked for."""
+        if batch is None:
+            return {}
+        result = {}
+        columns = (batch.indices, batch.token_ids, batch.logprobs, batch.sampled_ranks)
+        for index, token_ids, values, rank in zip(*(column.tolist() for column in columns), strict=True):
+            request = self.requests[index]
+            wanted = 1 + ((request.source.sampling_params.logprobs if request is not None else 0) or 0)
+            pairs = zip(token_ids[1:wanted], values[1:wanted], strict=True)
+            top = [(token_id, value) for token_id, value in pairs if token_id >= 0]
+            result[index] = [TokenLogprobs(token_ids[0], values[0], rank, top)]
+        return result

@@ -12,23 +12,28 @@ from .layers.attention import KVScales, LayerCache
 
 
 def allocate_kv_cache(
-    config: KVCacheConfig, specs: list[KVCacheSpec], scales: list[KVScales], dtype: torch.dtype, device: torch.device
+    config: KVCacheConfig,
+    specs: list[KVCacheSpec],
+    scales: list[KVScales],
+    own_layers: range,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[LayerCache]:
-    """The caches of all layers, in layer order, filled with zeros.
+    """The caches of this rank's layers, in layer order, filled with zeros.
 
-    `specs` are this rank's own, since ranks may hold different numbers of KV heads; `config` (rank 0's) says how many
-    blocks there are and which layers share a block table. Groups draw block ids from one pool: a block belongs to one
-    group at a time, so the n-th layers of all groups share memory.
+    `specs` and `scales` are of all layers; the specs are this rank's own, since ranks may hold different numbers of KV
+    heads. `config` (rank 0's) says how many blocks there are and which layers share a table. Groups draw block ids
+    from one pool: a block belongs to one group at a time, so the n-th of this rank's layers in all groups share memory.
 
         two groups, layers 0 2 4 and 1 3 5:   memory 0: layers 0, 1   memory 1: layers 2, 3   memory 2: layers 4, 5
     """
     caches: dict[int, LayerCache] = {}
-    for sharing in shared_layers(config.groups):
+    for sharing in shared_layers(config.groups, own_layers):
         num_bytes = config.num_blocks * max(specs[layer].block_bytes for layer in sharing)
         memory = _zeros(num_bytes, device)
         for layer in sharing:
             caches[layer] = _view(memory, specs[layer], config.num_blocks, scales[layer], dtype)
-    return [caches[layer] for layer in range(len(specs))]
+    return [caches[layer] for layer in own_layers]
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

@@ -22,16 +22,16 @@ T = TypeVar("T")
 
 
 class LocalExecutor:
-    """Implements `quire.engine.executor.Executor` for `tensor_parallel_size: 1`.
+    """Implements `quire.engine.executor.Executor` for one rank.
 
     The constructor loads the model and raises `ConfigError` when that cannot work. The thread runs steps one after the
     other, so that the engine's thread can plan the next one meanwhile.
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
-        size = config.parallel.tensor_parallel_size
+        size = config.parallel.world_size
         if size != 1:
-            raise ConfigError(f"tensor_parallel_size: one process holds one rank, {size} need a Ray cluster.")
+            raise ConfigError(f"parallel: one process holds one rank, {size} need a Ray cluster.")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="quire-rank")
         self._worker = Worker(config, info, ParallelContext())
         self._failed: ExecutorError | None = None
@@ -47,8 +47,8 @@ class LocalExecutor:
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._call(self._worker.kv_cache_specs)
 
-    def available_kv_cache_bytes(self) -> int:
-        return self._call(self._worker.available_kv_cache_bytes)
+    def available_kv_cache_bytes(self) -> list[int]:
+        return [self._call(self._worker.available_kv_cache_bytes)]
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._call(lambda: self._worker.initialize_kv_cache(config))

@@ -44,15 +44,17 @@ def kv_cache_bytes(
     device: torch.device,
     activation_bytes: int,
     reserved_bytes: int = 0,
+    stage: int = 0,
 ) -> int:
-    """Bytes that one rank gives to its KV cache: what the user says, else a share of what is free.
+    """Bytes that one rank of a stage gives to its KV cache: what the user says, else a share of what is free.
 
     Never more than `max_num_seqs` requests of `max_model_len` could use. `activation_bytes` is what a step needs beside
     the weights (measured on GPU); `reserved_bytes` are still free but spoken for. Raises `ConfigError`, saying how much
     is missing, when what the user says is not there.
     """
     free = max(0, free_bytes(device) - reserved_bytes)
-    bytes_per_block = block_bytes(specs)
+    num_stages = config.parallel.pipeline_parallel_size
+    bytes_per_block = block_bytes(specs, num_stages, stage)
     if config.cache.num_kv_blocks is not None:
         return _available("num_kv_blocks", config.cache.num_kv_blocks * bytes_per_block, free)
     if config.cache.memory_bytes is not None:
@@ -61,9 +63,10 @@ def kv_cache_bytes(
         _, total = torch.cuda.mem_get_info(device)
         usable = int(total * config.cache.gpu_memory_utilization) - (total - free) - activation_bytes
     else:
-        usable = int(free * HOST_CACHE_SHARE) // config.parallel.tensor_parallel_size
+        usable = int(free * HOST_CACHE_SHARE) // config.parallel.world_size
     chunk = config.scheduler.max_num_batched_tokens
-    blocks_per_request = sum(policy_for(group.spec).max_blocks(max_model_len, chunk) for group in group_layers(specs))
+    groups = group_layers(specs, num_stages)
+    blocks_per_request = sum(policy_for(group.spec).max_blocks(max_model_len, chunk) for group in groups)
     most = (config.scheduler.max_num_seqs * blocks_per_request + 1) * bytes_per_block  # and the null block
     logger.info("KV cache: %d bytes usable of %d free on %s, %d useful", usable, free, device.type, most)
     return max(0, min(usable, most))

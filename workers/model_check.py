@@ -11,11 +11,12 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.kv_cache_groups import policy_for
 from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
-from quire.engine.model_source import Implementation, ModelInfo, check_ranks
+from quire.engine.model_source import Implementation, ModelInfo
 
 from .loader.kv_scales import kv_scales
 from .memory_profile import free_bytes, kv_cache_bytes
-from .parallel import planned_rank
+from .models.sizes import check_ranks
+from .parallel import Grid, ParallelContext
 from .quantization import blueprint_for
 from .worker import building, resolve_cache_dtype, resolve_device, resolve_dtype
 
@@ -23,7 +24,7 @@ from .worker import building, resolve_cache_dtype, resolve_device, resolve_dtype
 class Capacity(NamedTuple):
     """What the KV cache of one engine would hold."""
 
-    cache_bytes: int  # on each rank
+    cache_bytes: int  # on the rank that can hold the fewest blocks
     num_tokens: int  # of requests short enough for any window
     num_full_requests: int  # of `max_model_len` tokens, at the same time
 
@@ -40,15 +41,18 @@ class ModelCheck:
     dtype: str
     cache_dtype: str
     device: str
+    grid: Grid
     weight_bytes: tuple[int, ...]  # of each rank
-    kv_bytes_per_token: int  # on rank 0, in all layers
+    kv_bytes_per_token: int  # on the rank with the most, in all its layers
     kv_window_bytes_per_token: int  # of these, in layers that keep only a window
     free_bytes: int  # before loading
     capacity: Capacity | None  # None: it does not fit
     advice: str  # why it does not fit and what would, else empty
 
     def __str__(self) -> str:
-        per_rank = ", ".join(f"{size:,}" for size in self.weight_bytes)
+        per_stage = self.grid.tensor_size
+        stages = [self.weight_bytes[i : i + per_stage] for i in range(0, len(self.weight_bytes), per_stage)]
+        per_rank = " | ".join(", ".join(f"{size:,}" for size in stage) for stage in stages)
         window = (
             f" ({self.kv_window_bytes_per_token:,} of them only in a window)" if self.kv_window_bytes_per_token else ""
         )
@@ -57,7 +61,8 @@ class ModelCheck:
             "computed by": str(self.implementation),
             "parameters": f"{self.num_parameters:,}",
             "context": f"{self.max_model_len:,} tokens",
-            "weights": f"{per_rank} bytes per rank, {self.dtype} on {self.device}",
+            "weights": f"{per_rank} bytes per rank{' (stages by |)' if len(stages) > 1 else ''}, "
+            f"{self.dtype} on {self.device}",
             "KV cache": f"{self.kv_bytes_per_token:,} bytes per token and rank, {self.cache_dtype}{window}",
             "free memory": f"{self.free_bytes:,} bytes",
             "fits": self.advice,
@@ -76,21 +81,25 @@ def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
     blueprint = blueprint_for(config.model, info)
     device = resolve_device(config.model.device)
     dtype = resolve_dtype(config.model.dtype, device, info)
-    size = config.parallel.tensor_parallel_size
+    grid = Grid.of(config.parallel)
     with building(torch.device("meta"), dtype):
-        whole = blueprint.build(planned_rank(0, 1))
-        ranks = [whole] if size == 1 else [blueprint.build(planned_rank(rank, size)) for rank in range(size)]
+        whole = blueprint.build(ParallelContext())
+        ranks = [blueprint.build(ParallelContext(rank, grid)) for rank in range(grid.world_size)]
     if config.model.load_format != "dummy":
         blueprint.check(whole, info)
     weight_bytes = tuple(sum(p.nbytes for p in rank.parameters()) for rank in ranks)
     kv_scales(config, info, len(whole.kv_cache_specs(1, dtype)))
     cache_dtype = resolve_cache_dtype(config, dtype)
     specs = ranks[0].kv_cache_specs(config.cache.block_size, cache_dtype)
+    most = max(([specs[layer] for layer in rank.own_layers] for rank in ranks), key=_per_token)
     free = free_bytes(device)
     # Ranks on one host share its memory; a GPU is its rank's alone.
     reserved = max(weight_bytes) if device.type == "cuda" else sum(weight_bytes)
     try:
-        capacity, advice = _capacity(config, specs, info.max_model_len, device, reserved, free), ""
+        stages = [
+            _capacity(config, specs, info.max_model_len, device, reserved, stage) for stage in range(grid.num_stages)
+        ]
+        capacity, advice = min(stages, key=lambda stage: stage.num_tokens), ""
     except ConfigError as error:
         capacity, advice = None, f"no: {error.message}"
     return ModelCheck(
@@ -102,9 +111,10 @@ def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
         dtype=str(dtype).removeprefix("torch."),
         cache_dtype=str(cache_dtype).removeprefix("torch."),
         device=str(device),
+        grid=grid,
         weight_bytes=weight_bytes,
-        kv_bytes_per_token=_per_token(specs),
-        kv_window_bytes_per_token=_per_token([spec for spec in specs if spec.sliding_window is not None]),
+        kv_bytes_per_token=_per_token(most),
+        kv_window_bytes_per_token=_per_token([spec for spec in most if spec.sliding_window is not None]),
         free_bytes=free,
         capacity=capacity,
         advice=advice,
@@ -116,17 +126,19 @@ def _per_token(specs: list[KVCacheSpec]) -> int:
 
 
 def _capacity(
-    config: EngineConfig, specs: list[KVCacheSpec], max_model_len: int, device: torch.device, reserved: int, free: int
+    config: EngineConfig, specs: list[KVCacheSpec], max_model_len: int, device: torch.device, reserved: int, stage: int
 ) -> Capacity:
-    """Raises `ConfigError`, saying what is missing and what would fit, when the model does not."""
+    """What a rank of a stage can hold. Raises `ConfigError`, saying what is missing and what would fit."""
+    free, num_stages = free_bytes(device), config.parallel.pipeline_parallel_size
     if reserved > free:
         raise ConfigError(
             f"the weights take {reserved:,} bytes, {reserved - free:,} more than are free. "
-            "A shorter dtype or, on GPUs, a larger tensor_parallel_size makes them smaller."
+            "A shorter dtype or, on GPUs, a larger tensor_parallel_size or pipeline_parallel_size makes them smaller."
         )
-    cache_bytes = kv_cache_bytes(config, specs, max_model_len, device, 0, reserved_bytes=reserved)
-    groups = group_layers(specs)
-    num_blocks = (config.cache.num_kv_blocks or cache_bytes // block_bytes(specs)) - 1  # one is the null block
+    cache_bytes = kv_cache_bytes(config, specs, max_model_len, device, 0, reserved_bytes=reserved, stage=stage)
+    groups = group_layers(specs, num_stages)
+    bytes_per_block = block_bytes(specs, num_stages, stage)
+    num_blocks = (config.cache.num_kv_blocks or cache_bytes // bytes_per_block) - 1  # one is the null block
     chunk = config.scheduler.max_num_batched_tokens
     per_request = sum(policy_for(group.spec).max_blocks(max_model_len, chunk) for group in groups)
     if num_blocks < len(groups):

@@ -34,17 +34,17 @@ class ModelRunner:
         self._block_size = config.block_size
         self._table = RequestTable(max_num_seqs, max_model_len, config.block_size, len(config.groups), model.vocab_size)
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
-        self._group_of_layer = [groups[layer] for layer in range(len(caches))]
+        self._group_of_layer = [groups[layer] for layer in model.own_layers]
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step. Every rank returns the same."""
+        """Run one step. Every rank of the last stage returns the same; the others sample nothing."""
         self._table.update(step)
         batch = gather_inputs(step, self._table, self._block_size, self._device)
         metadata = [batch.metadata[group] for group in self._group_of_layer]
         hidden = self._model(batch.token_ids, batch.positions, self._caches, metadata)
         sampled_token_ids = np.full((len(step.rows), 1), -1, np.int32)
-        if len(batch.sampling_rows) == 0:
+        if len(batch.sampling_rows) == 0 or not self._model.gives_logits:
             return ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=sampled_token_ids)
         sampled = self._sample(hidden, batch)
         token_ids = sampled.token_ids.cpu().numpy().astype(np.int32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections import deque
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -13,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from quire.engine.config import ParallelConfig
 from quire.engine.errors import ConfigError
+from quire.engine.kv_cache_spec import split_range
+
+# Hidden states on their way to the next stage. It takes them in order, so this many steps may be ahead of it.
+_MAX_SENDS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,61 +31,107 @@ class Rendezvous:
     generation: int = 0
 
 
-class ParallelContext:
-    """The ranks that share every layer of a model, seen from one of them.
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """How the ranks of one engine share a model: those of a stage share its layers, and stages follow each other.
 
-    With one rank every collective returns its argument. With more, each call must be made by all ranks in the same
-    order, and a peer's death raises `RuntimeError` (gloo: within milliseconds).
+    tensor_size 2, 3 stages:        stage 0      stage 1      stage 2
+                                    rank 0 ────▶ rank 2 ────▶ rank 4      tensor rank 0
+                                    rank 1 ────▶ rank 3 ────▶ rank 5      tensor rank 1
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
-        if world_size > 1 and group is None:
-            raise ValueError(f"{world_size} ranks need a process group")
+    tensor_size: int = 1
+    num_stages: int = 1
+    expert_parallel: bool = False  # the ranks of a stage have whole experts, not a slice of each
+
+    @classmethod
+    def of(cls, config: ParallelConfig) -> Grid:
+        return cls(config.tensor_parallel_size, config.pipeline_parallel_size, config.expert_parallel)
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_size * self.num_stages
+
+    def stage_ranks(self, stage: int) -> list[int]:
+        """The ranks of a stage, which meet in its collectives."""
+        return list(range(stage * self.tensor_size, (stage + 1) * self.tensor_size))
+
+    def pipeline_ranks(self, tensor_rank: int) -> list[int]:
+        """One rank of each stage: hidden states travel along them."""
+        return list(range(tensor_rank, self.world_size, self.tensor_size))
+
+
+class ParallelContext:
+    """A place in the grid of ranks, and the way to the others.
+
+    With one rank per stage every collective returns its argument. With more, each call must be made by all ranks of the
+    stage in the same order, and a peer's death raises `RuntimeError` (gloo: within milliseconds).
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        grid: Grid = Grid(),  # frozen
+        tensor_group: dist.ProcessGroup | None = None,
+        pipeline_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.grid = grid
         self.rank = rank
-        self.world_size = world_size
-        self._group = group
+        self.stage, self.tensor_rank = divmod(rank, grid.tensor_size)
+        self.tensor_size = grid.tensor_size
+        self._tensor_group = tensor_group
+        self._pipeline_group = pipeline_group
+        self._sends: deque[tuple[dist.Work | None, Tensor]] = deque()
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.grid.num_stages - 1
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks. Overwrites `tensor` and returns it."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor, group=self._group)
+        """The sum over the ranks of this stage. Overwrites `tensor` and returns it."""
+        if self.tensor_size > 1:
+            dist.all_reduce(tensor, group=self._tensor_group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all ranks, in rank order, joined at the last dimension. All must have the same shape."""
-        if self.world_size == 1:
+        """The tensors of this stage's ranks, in order, joined at the last dimension. All must have the same shape."""
+        if self.tensor_size == 1:
             return tensor
         tensor = tensor.contiguous()
-        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        dist.all_gather(parts, tensor, group=self._group)
+        parts = [torch.empty_like(tensor) for _ in range(self.tensor_size)]
+        dist.all_gather(parts, tensor, group=self._tensor_group)
         return torch.cat(parts, dim=-1)
 
+    def send(self, tensor: Tensor) -> None:
+        """Give `tensor` to the next stage, without waiting until it is taken. Nobody may change it afterwards."""
+        while len(self._sends) >= _MAX_SENDS:
+            work, _ = self._sends.popleft()
+            if work is not None:
+                work.wait()
+        tensor = tensor.contiguous()
+        work = dist.isend(tensor, self.rank + self.tensor_size, group=self._pipeline_group)
+        self._sends.append((work, tensor))  # which must live until it is taken
+
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """What the stage before sends next."""
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        dist.recv(tensor, self.rank - self.tensor_size, group=self._pipeline_group)
+        return tensor
+
     def split(self, size: int) -> range:
-        """This rank's part of `size` things: contiguous, and at most one more than any other's."""
-        return split_range(size, self.rank, self.world_size)
+        """This rank's part of `size` things: contiguous, and at most one more than any other's of its stage."""
+        return split_range(size, self.tensor_rank, self.tensor_size)
 
     def close(self) -> None:
-        """Leave the group, so that this process can join the next generation. Harmless when called twice."""
-        if self._group is not None:
-            self._group = None
+        """Leave the groups, so that this process can join the next generation. Harmless when called twice."""
+        if self._tensor_group is not None or self._pipeline_group is not None:
+            self._tensor_group = self._pipeline_group = None
+            self._sends.clear()
             dist.destroy_process_group()
-
-
-def planned_rank(rank: int, world_size: int) -> ParallelContext:
-    """A rank of a model that is built to be looked at and never run: it has no peers."""
-    context = ParallelContext()
-    context.rank, context.world_size = rank, world_size
-    return context
-
-
-def split_range(size: int, rank: int, world_size: int) -> range:
-    """Part `rank` of `size` things cut in `world_size` contiguous parts; the first `size % world_size` have one more.
-
-    9 things over 2 ranks: 0-4 and 5-8.
-    """
-    base, extra = divmod(size, world_size)
-    start = rank * base + min(rank, extra)
-    return range(start, start + base + (rank < extra))
 
 
 def host_store(address: str, world_size: int) -> TCPStore:
@@ -93,7 +145,7 @@ def host_store(address: str, world_size: int) -> TCPStore:
 def join(
     rendezvous: Rendezvous,
     rank: int,
-    world_size: int,
+    grid: Grid,
     *,
     local_address: str,
     backend: str = "gloo",
@@ -110,15 +162,27 @@ def join(
     if backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(local_address))
     if store is None:
-        store = TCPStore(rendezvous.address, rendezvous.port, world_size, timeout=timeout, wait_for_workers=False)
+        store = TCPStore(rendezvous.address, rendezvous.port, grid.world_size, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(
         backend,
         store=PrefixStore(f"gen{rendezvous.generation}", store),
         rank=rank,
-        world_size=world_size,
+        world_size=grid.world_size,
         timeout=timeout,
     )
-    return ParallelContext(rank, world_size, dist.group.WORLD)
+    stages = [grid.stage_ranks(stage) for stage in range(grid.num_stages)]
+    pipelines = [grid.pipeline_ranks(tensor_rank) for tensor_rank in range(grid.tensor_size)]
+    return ParallelContext(rank, grid, _subgroup(stages, rank, timeout), _subgroup(pipelines, rank, timeout))
+
+
+def _subgroup(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:
+    """The group of these that `rank` is in. All ranks make all of them, in the same order."""
+    if len(groups) == 1:
+        return dist.group.WORLD
+    if len(groups[0]) == 1:
+        return None
+    made: list[dist.ProcessGroup] = [dist.new_group(ranks, timeout) for ranks in groups]
+    return made[next(index for index, ranks in enumerate(groups) if rank in ranks)]
 
 
 def interface_of(address: str) -> str:

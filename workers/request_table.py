@@ -36,6 +36,8 @@ class RequestTable:
         for update in step.block_updates:
             end = update.offset + len(update.block_ids)
             self.block_tables[update.group][update.row, update.offset : end] = update.block_ids
+        if step.last_token_ids is not None:
+            self._tell(step, step.last_token_ids)
 
     def append(self, rows: IntArray, token_ids: IntArray) -> None:
         """Add one sampled token to each of `rows`. A row that is full has reached its last position: none is needed."""
@@ -43,6 +45,13 @@ class RequestTable:
         fits = lengths < self.max_model_len
         self.token_ids[rows[fits], lengths[fits]] = token_ids[fits]
         self.num_tokens[rows] += fits
+
+    def _tell(self, step: SchedulerOutput, last_token_ids: IntArray) -> None:
+        """Write down what the engine knows of the rows that sample. Of most of it this is the first word here."""
+        samples = last_token_ids >= 0
+        rows, ends = step.rows[samples], (step.num_computed_tokens + step.num_scheduled_tokens)[samples]
+        self.token_ids[rows, ends - 1] = last_token_ids[samples]
+        self.num_tokens[rows] = ends
 
     def _write_row(self, new: NewRow) -> None:
         self.token_ids[new.row, : len(new.token_ids)] = new.token_ids

@@ -57,7 +57,7 @@ class Worker:
         """Build and fill this rank's share of the model. Raises `ConfigError` when it cannot work or does not fit."""
         if self.device.type == "cpu":
             # Explicit, because Ray sets OMP_NUM_THREADS to 1 in actors.
-            torch.set_num_threads(self._config.model.num_threads or default_num_threads(self._parallel.world_size))
+            torch.set_num_threads(self._config.model.num_threads or default_num_threads(self._parallel.grid.world_size))
         else:
             torch.cuda.set_device(self.device)
         blueprint = blueprint_for(self._config.model, self._info)
@@ -75,7 +75,7 @@ class Worker:
         logger.info(
             "rank %d of %d: %s, %s, %s, %d bytes of weights as %s on %s, %d threads",
             self._parallel.rank,
-            self._parallel.world_size,
+            self._parallel.grid.world_size,
             self._info.name,
             blueprint.architecture,
             blueprint.implementation,
@@ -86,7 +86,7 @@ class Worker:
         )
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
-        """What each layer of this rank caches. Rank 0's are the largest."""
+        """What each layer of the whole model caches on ranks with this tensor rank. Rank 0's are the largest."""
         return self.model.kv_cache_specs(self._config.cache.block_size, self.cache_dtype)
 
     def available_kv_cache_bytes(self) -> int:
@@ -96,14 +96,17 @@ class Worker:
         """
         specs = self.kv_cache_specs()
         activation_bytes = self._measure_activations() if self.device.type == "cuda" else 0
-        return kv_cache_bytes(self._config, specs, self._info.max_model_len, self.device, activation_bytes)
+        stage = self._parallel.stage
+        return kv_cache_bytes(self._config, specs, self._info.max_model_len, self.device, activation_bytes, stage=stage)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, with this rank's own number of KV heads, and an empty request table."""
         self._runner = None  # frees the old cache first
         self._runner = ModelRunner(
             self.model,
-            allocate_kv_cache(config, self.kv_cache_specs(), self._kv_scales, self.cache_dtype, self.device),
+            allocate_kv_cache(
+                config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
+            ),
             config,
             max_num_seqs=self._config.scheduler.max_num_seqs,
             max_model_len=self._info.max_model_len,
@@ -142,7 +145,7 @@ class Worker:
         lengths = np.full(num_rows, limits.max_num_batched_tokens // num_rows, np.int32)
         lengths[: limits.max_num_batched_tokens % num_rows] += 1
         lengths = np.minimum(lengths, self._info.max_model_len)
-        groups = group_layers(self.kv_cache_specs())
+        groups = group_layers(self.kv_cache_specs(), self._parallel.grid.num_stages)
         new_rows, next_block = [], 1
         for row, length in enumerate(lengths.tolist()):
             num_blocks = -(-length // block_size)

@@ -197,8 +197,8 @@ class _Replica:
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return [KVCacheSpec(BLOCK_SIZE, 1, 1, 1)]
 
-    def available_kv_cache_bytes(self) -> int:
-        return 0  # `num_kv_blocks` is given
+    def available_kv_cache_bytes(self) -> list[int]:
+        return [0]  # `num_kv_blocks` is given
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         pass

@@ -39,6 +39,8 @@ class LLM:
         load_format: Literal["auto", "dummy"] = "auto",
         quantization: Literal["int8"] | None = None,
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        expert_parallel: bool = False,
         max_model_len: int | None = None,
         block_size: int = 16,
         num_kv_blocks: int | None = None,
@@ -63,7 +65,11 @@ class LLM:
                 num_threads=num_threads,
                 seed=seed,
             ),
-            parallel=ParallelConfig(tensor_parallel_size=tensor_parallel_size),
+            parallel=ParallelConfig(
+                tensor_parallel_size=tensor_parallel_size,
+                pipeline_parallel_size=pipeline_parallel_size,
+                expert_parallel=expert_parallel,
+            ),
             cache=CacheConfig(
                 block_size=block_size,
                 num_kv_blocks=num_kv_blocks,

@@ -16,7 +16,7 @@ from quire import LLM, SamplingParams
 from quire.cluster import placement
 from quire.cluster.placement import PlacementPlan, explain_shortage, plan_ranks, reserve
 from quire.cluster.ray_executor import RayExecutor
-from quire.engine.config import EngineConfig
+from quire.engine.config import EngineConfig, ParallelConfig
 from quire.engine.errors import ExecutorError, QuireError
 from quire.engine.model_source import load_model_info
 from quire.engine.outputs import SchedulerOutput
@@ -48,7 +48,7 @@ def test_a_rank_that_cannot_load_says_why(cluster: str) -> None:
 
 def test_a_plan_that_does_not_fit_says_what_is_missing(cluster: str) -> None:
     with pytest.raises(ExecutorError, match=r"1 CPU and 2 GPU on one node are needed, and no node has that: there is"):
-        reserve(plan_ranks(2, on_gpu=True), timeout_s=0.5)
+        reserve(plan_ranks(ParallelConfig(tensor_parallel_size=2), on_gpu=True), timeout_s=0.5)
     wait_for(nothing_is_left, 20)
 
 
@@ -58,9 +58,9 @@ def one_rank() -> dict[str, list[list[int]]]:
         return {"greedy": tokens(llm, GREEDY), "seeded": tokens(llm, SEEDED)}
 
 
-@pytest.fixture(scope="module")
-def two_ranks(cluster: str) -> Iterator[LLM]:
-    with LLM(num_kv_blocks=64, max_model_len=512, tensor_parallel_size=2, num_threads=1) as llm:
+@pytest.fixture(scope="module", params=["tensor_parallel_size", "pipeline_parallel_size"])
+def two_ranks(cluster: str, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    with LLM(num_kv_blocks=64, max_model_len=512, num_threads=1, **{request.param: 2}) as llm:
         yield llm
     wait_for(nothing_is_left, 20, lambda: (processes(WORKER), placement_group_table()))
 
@@ -92,6 +92,24 @@ def test_a_lost_rank_costs_time_and_no_token(
     wait_for(lambda: len(processes(WORKER)) == 2, 20)
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_dies_under_many_streams(two_ranks: LLM, one_rank: dict[str, list[list[int]]], victim: int) -> None:
+    """With a step on each stage of a pipeline."""
+    pid = processes(WORKER)[victim].pid
+    start = two_ranks.stats().num_generation_tokens
+
+    def kill() -> None:
+        wait_for(lambda: two_ranks.stats().num_generation_tokens > start + 20, 60)
+        os.kill(pid, signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        killed = pool.submit(kill)
+        assert tokens(two_ranks, SEEDED) == one_rank["seeded"]
+        killed.result()
+    assert pid not in [process.pid for process in processes(WORKER)]
+    assert two_ranks.stats().num_used_blocks == 0
+
+
 def test_a_step_that_a_hung_rank_does_not_read_meets_its_deadline(
     two_ranks: LLM, one_rank: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,12 +139,32 @@ def test_a_step_that_a_hung_rank_does_not_read_meets_its_deadline(
     ],
 )
 def test_a_shortage_is_explained(nodes: list[dict[str, float]], said: str) -> None:
-    plan = PlacementPlan(({"CPU": 0.5, "GPU": 1.0},) * 2)
-    assert plan.total == {"CPU": 1.0, "GPU": 2.0}
+    plan = PlacementPlan(({"CPU": 1.0, "GPU": 2.0},))
     assert explain_shortage(plan, nodes).startswith("1 CPU and 2 GPU on one node are needed")
     assert explain_shortage(plan, nodes).endswith(said)
 
 
-def test_the_plan_has_one_bundle_per_rank() -> None:
-    assert plan_ranks(3, on_gpu=False) == PlacementPlan(({"CPU": placement.CPU_PER_RANK},) * 3, "STRICT_PACK")
-    assert plan_ranks(2, on_gpu=True).bundles == ({"CPU": 0.5, "GPU": 1.0},) * 2
+@pytest.mark.parametrize(
+    ("strategy", "nodes", "said"),
+    [
+        ("SPREAD", [{"CPU": 8.0, "GPU": 4.0}], "2 times; there is that much, but it is in use."),
+        ("SPREAD", [{"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0, "GPU": 1.0}], "2 times, and the nodes do not have that: "),
+        ("STRICT_SPREAD", [{"CPU": 8.0, "GPU": 4.0}], "2 times, each on a node of its own, and the nodes do not have"),
+        (
+            "STRICT_SPREAD",
+            [{"CPU": 1.0, "GPU": 2.0}] * 2,
+            "each on a node of its own; there is that much, but it is in",
+        ),
+    ],
+)
+def test_a_shortage_for_stages_is_explained(strategy: str, nodes: list[dict[str, float]], said: str) -> None:
+    plan = PlacementPlan(({"CPU": 1.0, "GPU": 2.0},) * 2, strategy)
+    assert said in explain_shortage(plan, nodes)
+
+
+def test_the_plan_has_one_bundle_per_stage() -> None:
+    assert plan_ranks(ParallelConfig(tensor_parallel_size=3), on_gpu=False) == PlacementPlan(({"CPU": 1.5},), "PACK")
+    both = ParallelConfig(tensor_parallel_size=2, pipeline_parallel_size=3)
+    assert plan_ranks(both, on_gpu=True) == PlacementPlan(({"CPU": 1.0, "GPU": 2.0},) * 3, "SPREAD")
+    alone = ParallelConfig(pipeline_parallel_size=2, stage_placement="strict_spread")
+    assert plan_ranks(alone, on_gpu=False) == PlacementPlan(({"CPU": placement.CPU_PER_RANK},) * 2, "STRICT_SPREAD")

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from quire.cluster import transport
+from quire.cluster.messages import RankAnswer, encoder
 from quire.cluster.rank_links import RankServer, broadcast, connect_rank, gather
 from quire.cluster.transport import Connection, FrameReader, Handshake, TransportError
 
@@ -208,22 +209,49 @@ def connect_all(server: RankServer, world_size: int) -> tuple[list, list]:
         return links, [future.result() for future in reversed(ranks)]
 
 
+def answer(step_id: int, error: str | None = None) -> bytes:
+    return encoder.encode(RankAnswer(step_id, error=error))
+
+
+def step_ids(answers: list[RankAnswer]) -> list[int]:
+    return [each.step_id for each in answers]
+
+
 def test_ranks_are_in_order_and_gathered_in_order() -> None:
     server = RankServer(HOST, SECRET)
     links, ranks = connect_all(server, 3)
     broadcast(links, b"step" * 100_000)
     assert [rank.recv() for rank in ranks] == [b"step" * 100_000] * 3
     for rank in (2, 0, 1):
-        ranks[rank].send(b"answer %d" % rank)
-    assert gather(links, 5.0) == [b"answer 0", b"answer 1", b"answer 2"]
-    ranks[1].send(b"early")
-    ranks[1].send(b"earlier than asked")
-    ranks[0].send(b"0")
-    ranks[2].send(b"2")
-    assert gather(links, 5.0) == [b"0", b"early", b"2"]
-    ranks[0].send(b"0")
-    ranks[2].send(b"2")
-    assert gather(links, 5.0) == [b"0", b"earlier than asked", b"2"]
+        ranks[rank].send(answer(rank))
+    assert step_ids(gather(links, 5.0)) == [0, 1, 2]
+    ranks[1].send(answer(11))  # early
+    ranks[1].send(answer(21))  # earlier than asked
+    ranks[0].send(answer(10))
+    ranks[2].send(answer(12))
+    assert step_ids(gather(links, 5.0)) == [10, 11, 12]
+    ranks[0].send(answer(20))
+    ranks[2].send(answer(22))
+    assert step_ids(gather(links, 5.0)) == [20, 21, 22]
+
+
+def test_a_rank_that_is_lost_after_its_answer_is_lost_in_the_next_step() -> None:
+    """In a pipeline the others still finish the step that it had done."""
+    links, ranks = connect_all(RankServer(HOST, SECRET), 2)
+    ranks[0].send(answer(0))
+    ranks[0].close()
+    timer = threading.Timer(0.1, ranks[1].send, [answer(1)])
+    timer.start()
+    assert step_ids(gather(links, 5.0)) == [0, 1]
+    with pytest.raises(TransportError, match="rank 0: the connection was closed"):
+        gather(links, 5.0)
+
+
+def test_an_error_is_not_kept_waiting_for_silent_ranks() -> None:
+    links, ranks = connect_all(RankServer(HOST, SECRET), 2)
+    ranks[1].send(answer(7, "it broke"))
+    ranks[1].close()
+    assert [each.error for each in gather(links, 5.0)] == ["it broke"]
 
 
 def test_a_dead_rank_is_noticed_while_another_one_is_silent() -> None:
@@ -236,7 +264,7 @@ def test_a_dead_rank_is_noticed_while_another_one_is_silent() -> None:
 
 def test_silent_ranks_are_named() -> None:
     links, ranks = connect_all(RankServer(HOST, SECRET), 3)
-    ranks[1].send(b"here")
+    ranks[1].send(answer(1))
     with pytest.raises(TimeoutError, match=r"ranks \[0, 2\] did not answer within 0.05 s"):
         gather(links, 0.05)
 

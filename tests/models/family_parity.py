@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from core_driver import Answer, Driver
 from hf_reference import TIE, Reference
+from rank_executors import ThreadExecutor
 from tiny_families import VOCAB_SIZE, TinyFamily
 from torch import Tensor
 
@@ -36,19 +39,30 @@ class FamilyUnderTest:
     """A model on disk, the reference, and an executor of one rank."""
 
     def __init__(self, family: TinyFamily, directory: Path, implementation: str = "auto") -> None:
-        self._max_model_len, self._min_length = family.max_model_len, family.min_length
+        self.max_model_len, self._min_length = family.max_model_len, family.min_length
         self.reference = Reference(family.make(directory))
         fields = {"model": str(directory), "max_model_len": family.max_model_len, "implementation": implementation}
         self.info: ModelInfo = load_model_info(ModelConfig.model_validate(fields))
-        self.executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), self.info)
-        self._num_groups = len(group_layers(self.executor.kv_cache_specs()))
+        self.executor: Executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), self.info)
+        self._parallel: dict[str, object] = {}
         generator = torch.Generator().manual_seed(2)
         lengths = [max(length, family.min_length) for length in (1, 16, 17, 40, 97)]
         self.prompts = [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
         self._expected: dict[tuple[int, ...], Tensor] = {}
 
     def driver(self, executor: Executor | None = None, **sections: dict[str, object]) -> Driver:
-        return Driver(executor or self.executor, self._max_model_len, **sections)
+        return Driver(executor or self.executor, self.max_model_len, parallel=self._parallel, **sections)
+
+    @contextmanager
+    def on_ranks(self, **parallel: object) -> Iterator[None]:
+        """Inside, everything runs on ranks that share the model as the configuration's section says."""
+        config = EngineConfig.model_validate({"model": {"num_threads": 1}, "parallel": parallel})
+        one_rank, self.executor, self._parallel = self.executor, ThreadExecutor(config, self.info), parallel
+        try:
+            yield
+        finally:
+            self.executor.shutdown()
+            self.executor, self._parallel = one_rank, {}
 
     def modes(self) -> dict[str, list[Answer]]:
         """The answers to the same prompts: alone, batched, in chunks, with a prefix in the cache."""
@@ -62,11 +76,15 @@ class FamilyUnderTest:
         assert all(answer.num_cached_tokens for answer in answers["hit"][2:])
         return answers
 
+    def batched(self) -> Parity:
+        return self.compare(self.driver().greedy(self.prompts, NUM_TOKENS, TOP))
+
     def preempted(self) -> Parity:
         """Five requests that all fit when they come, and not when they have grown by 40 tokens."""
         length = max(14, self._min_length)
         prompts = [(prompt * length)[:length] for prompt in self.prompts]
-        num_blocks = len(prompts) * (-(-length // 16) + 1) * self._num_groups + 1
+        groups = group_layers(self.executor.kv_cache_specs(), len(self.executor.available_kv_cache_bytes()))
+        num_blocks = len(prompts) * (-(-length // 16) + 1) * len(groups) + 1
         driver = self.driver(cache={"num_kv_blocks": num_blocks, "enable_prefix_caching": False})
         parity = self.compare(driver.greedy(prompts, 40, TOP), prompts)
         parity.num_preemptions = driver.stats().num_preemptions

@@ -19,12 +19,12 @@ class Reference:
     """
 
     def __init__(self, model: Any) -> None:
-        self._model = model.eval()
+        self.model = model.eval()
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], answer: list[int]) -> Tensor:
         """[len(answer), vocab]: row i is what token i of the answer is chosen from."""
-        logits: Tensor = self._model(torch.tensor([prompt + answer[:-1]])).logits[0]
+        logits: Tensor = self.model(torch.tensor([prompt + answer[:-1]])).logits[0]
         return logits[len(prompt) - 1 :].float()
 
     def check_greedy(self, prompt: list[int], answer: list[int]) -> None:
@@ -40,7 +40,7 @@ class Reference:
     @torch.inference_mode()
     def generate(self, prompt: list[int], num_tokens: int) -> list[int]:
         """Plain greedy generation, to check the checker."""
-        out = self._model.generate(
+        out = self.model.generate(
             torch.tensor([prompt]), do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens
         )
         answer: list[int] = out[0, len(prompt) :].tolist()

@@ -12,30 +12,62 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does for the modules of this folder
 
-from family_parity import FamilyUnderTest
+from family_parity import FamilyUnderTest, Parity
 from tiny_fallbacks import TINY_FALLBACKS
 from tiny_families import TINY_FAMILIES
 
+from quire.engine.errors import ConfigError
+
 TOLERANCE = 1e-4
-ROW = "{:<22} {:<24} {:>7} {:>10} {:>5} {:>20}"
+ROW = "{:<22} {:<24} {:>7} {:>10} {:>5} {:>20} {:>9} {:>9} {:>9} {:>9}"
+GRIDS = {
+    "TP 2": {"tensor_parallel_size": 2},
+    "PP 2": {"pipeline_parallel_size": 2},
+    "TP2 PP2": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+    "EP 2": {"tensor_parallel_size": 2, "expert_parallel": True},
+}
 
 
 def main() -> int:
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    print(ROW.format("model", "architecture", "tokens", "mismatches", "ties", "max logprob diff."))
+    print("On several ranks: the largest difference of a logprob, or X where tokens differ.")
+    print(ROW.format("model", "architecture", "tokens", "mismatches", "ties", "max logprob diff.", *GRIDS))
     exact = True
     fallbacks = {f"{name} (fallback)": family for name, family in TINY_FALLBACKS.items()}
     for name, family in {**TINY_FAMILIES, **fallbacks}.items():
         with tempfile.TemporaryDirectory() as directory:
             model = FamilyUnderTest(family, Path(directory))
             parities = [*(model.compare(answers) for answers in model.modes().values()), model.preempted()]
+            grids = {name: on_ranks(model, grid) for name, grid in GRIDS.items()}
             model.executor.shutdown()
         mismatches = sum(len(parity.mismatches) for parity in parities)
         difference = max(parity.max_logprob_difference for parity in parities)
-        exact &= mismatches == 0 and difference < TOLERANCE
+        exact &= mismatches == 0 and difference < TOLERANCE and all(is_exact(each) for each in grids.values())
         tokens, ties = sum(parity.num_tokens for parity in parities), sum(parity.num_ties for parity in parities)
-        print(ROW.format(name, family.architecture, tokens, mismatches, ties, f"{difference:.1e}"), flush=True)
+        cells = [cell(parity) for parity in grids.values()]
+        print(ROW.format(name, family.architecture, tokens, mismatches, ties, f"{difference:.1e}", *cells), flush=True)
     return 0 if exact else 1
+
+
+def on_ranks(model: FamilyUnderTest, grid: dict[str, object]) -> Parity | None:
+    """None where the model has no experts to deal out."""
+    try:
+        with model.on_ranks(**grid):
+            return model.batched()
+    except ConfigError:
+        if "expert_parallel" not in grid:
+            raise
+        return None
+
+
+def is_exact(parity: Parity | None) -> bool:
+    return parity is None or (not parity.mismatches and parity.max_logprob_difference < TOLERANCE)
+
+
+def cell(parity: Parity | None) -> str:
+    if parity is None:
+        return "-"
+    return "X" if parity.mismatches else f"{parity.max_logprob_difference:.1e}"
 
 
 if __name__ == "__main__":

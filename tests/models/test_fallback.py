@@ -19,9 +19,10 @@ from tiny_families import TINY_FAMILIES, WINDOW
 
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
-from quire.engine.model_source import SUPPORTED_ARCHITECTURES, check_ranks, load_model_info
+from quire.engine.model_source import SUPPORTED_ARCHITECTURES, load_model_info
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
+from quire.workers.models.sizes import check_ranks
 from quire.workers.parallel import ParallelContext
 from quire.workers.worker import Worker
 
@@ -116,7 +117,7 @@ def test_more_ranks_are_refused_before_anything_starts(tmp_path: Path) -> None:
     TINY_FALLBACKS["olmo"].make(tmp_path)
     config = EngineConfig.model_validate({"model": str(tmp_path), "parallel": {"tensor_parallel_size": 2}})
     info = load_model_info(config.model)
-    message = r"tensor_parallel_size: 2 ranks cannot share OlmoForCausalLM, .* Families that can be .*LlamaForCausalLM"
+    message = r"parallel: 2 ranks cannot share OlmoForCausalLM, .* Families that can be .*LlamaForCausalLM"
     with pytest.raises(ConfigError, match=message):
         check_ranks(config, info)
     with pytest.raises(ConfigError, match=message):

@@ -12,9 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from core_driver import Answer
-from family_parity import NUM_TOKENS, TOP, FamilyUnderTest, Parity
-from rank_executors import ThreadExecutor
+from family_parity import TOP, FamilyUnderTest, Parity
 from safetensors.torch import load_file, save_file
 from tiny_families import TINY_FAMILIES
 
@@ -55,27 +53,17 @@ def test_preempted(model: FamilyUnderTest) -> None:
 
 def test_two_ranks(model: FamilyUnderTest) -> None:
     """Fused tensors, biases, norms over all heads and experts are cut as heads and columns are."""
-    check(model.compare(on_ranks(model, 2)))
+    with model.on_ranks(tensor_parallel_size=2):
+        check(model.batched())
 
 
 @pytest.mark.parametrize("family", ["olmo2", "olmoe", "cohere", "stablelm-parallel", "phi3", "falcon-40b", "qwen3-moe"])
 def test_more_ranks_than_kv_heads(tmp_path: Path, family: str) -> None:
     """6 heads and 2 KV heads on 4 ranks: KV heads are on two ranks each, and count once in norms over all heads."""
     model = FamilyUnderTest(TINY_FAMILIES[family], tmp_path)
-    check(model.compare(on_ranks(model, 4)))
+    with model.on_ranks(tensor_parallel_size=4):
+        check(model.batched())
     model.executor.shutdown()
-
-
-def on_ranks(model: FamilyUnderTest, size: int) -> list[Answer]:
-    sections = {
-        "model": {"num_threads": 1},
-        "parallel": {"tensor_parallel_size": size},
-        "cache": {"num_kv_blocks": 100},
-    }
-    executor = ThreadExecutor(EngineConfig.model_validate(sections), model.info)
-    answers = model.driver(executor, cache={"num_kv_blocks": 100}).greedy(model.prompts, NUM_TOKENS, TOP)
-    executor.shutdown()
-    return answers
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -41,7 +41,7 @@ def test_capacity_is_that_of_a_loaded_engine(tmp_path: Path, family: str) -> Non
     config = EngineConfig.model_validate({**sections, "model": {"model": str(tmp_path), "device": "cpu"}})
     worker = Worker(config, load_model_info(config.model), ParallelContext())
     worker.load_model()
-    plan = plan_kv_cache(config, worker.kv_cache_specs(), worker.available_kv_cache_bytes())
+    plan = plan_kv_cache(config, worker.kv_cache_specs(), [worker.available_kv_cache_bytes()])
     capacity = check(tmp_path, model={"device": "cpu"}, **sections).capacity
     assert capacity is not None
     assert capacity.num_tokens == (plan.num_blocks - 1) // len(plan.groups) * 16
@@ -59,6 +59,26 @@ def test_ranks(tmp_path: Path) -> None:
     assert halves == ((whole + padding + twice) // 2,) * 2
     with pytest.raises(ConfigError, match="7 ranks cannot share 6 attention heads"):
         check(tmp_path, parallel={"tensor_parallel_size": 7})
+
+
+def test_stages(tmp_path: Path) -> None:
+    """3 layers of 2 KV heads of 16 on 2 stages: two layers and the embedding on one, one layer and the head on both."""
+    make_tiny_llama(tmp_path)
+    sections = {"model": {"device": "cpu"}, "cache": {"memory_bytes": 1 << 20}}
+    (whole,) = check(tmp_path).weight_bytes
+    result = check(tmp_path, parallel={"pipeline_parallel_size": 2}, **sections)
+    first, last = result.weight_bytes
+    vocabulary, norm = 199 * 48 * 4, 48 * 4
+    assert first + last == whole
+    assert first - vocabulary == 2 * (last - vocabulary - norm)
+    assert result.kv_bytes_per_token == 2 * (2 * 2 * 16 * 4)
+    block = 16 * result.kv_bytes_per_token
+    assert result.capacity is not None
+    assert result.capacity.num_tokens == 16 * ((1 << 20) // block - 1)  # the first stage holds fewer
+    assert f"{first:,} | {last:,} bytes per rank (stages by |)" in str(result)
+    both = check(tmp_path, parallel={"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, **sections)
+    assert len(both.weight_bytes) == 4
+    assert both.kv_bytes_per_token == 2 * (2 * 1 * 16 * 4)
 
 
 def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 from fake_executor import FakeExecutor
 
-from quire.engine.config import CacheConfig, EngineConfig, SchedulerConfig
+from quire.engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.gates import Gate
 from quire.engine.outputs import EngineOutput, EngineRequest
@@ -43,6 +43,7 @@ def make_core(
     executor = executor or FakeExecutor()
     config = EngineConfig(
         cache=CacheConfig(block_size=executor.kv_cache_specs()[0].block_size, enable_prefix_caching=caching),
+        parallel=ParallelConfig(pipeline_parallel_size=executor.num_stages),
         scheduler=SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 8, **scheduler}),  # type: ignore[arg-type]
     )
     return EngineCore(config, executor, max_model_len, gates, clock)

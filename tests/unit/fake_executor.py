@@ -55,7 +55,8 @@ class FakeExecutor:
     """Implements `Executor`.
 
     `fail_steps`: numbers of execute() calls that fail, after which it must be restarted. `poison`: request ids that
-    break every step that computes them, from the one on in which they have `poison_from` tokens.
+    break every step that computes them, from the one on in which they have `poison_from` tokens. With `num_stages` it
+    is a pipeline: the layers of each stage have all `windows`, and what is sampled is known only once a step tells it.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class FakeExecutor:
         fail_steps: tuple[int, ...] = (),
         poison: frozenset[str] = frozenset(),
         poison_from: int = 0,
+        num_stages: int = 1,
     ) -> None:
-        self._specs = [KVCacheSpec(block_size, 1, 1, 1, window) for window in windows]
+        self.num_stages = num_stages
+        self._specs = [KVCacheSpec(block_size, 1, 1, 1, window) for window in windows * num_stages]
         self._num_blocks = num_blocks
         self._fail_steps = set(fail_steps)
         self._poison = poison
@@ -78,13 +81,13 @@ class FakeExecutor:
         self.steps: list[SchedulerOutput] = []
 
     def preferred_inflight_steps(self) -> int:
-        return 1
+        return self.num_stages
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._specs
 
-    def available_kv_cache_bytes(self) -> int:
-        return self._num_blocks * self._specs[0].block_bytes
+    def available_kv_cache_bytes(self) -> list[int]:
+        return [self._num_blocks * self._specs[0].block_bytes] * self.num_stages
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._block_size = config.block_size
@@ -134,6 +137,7 @@ class FakeExecutor:
             table = self._tables[update.row][update.group]
             assert len(table) == update.offset
             table.extend(update.block_ids)
+        self._tell(step)
         sampled = np.full((len(step.rows), 1), -1, dtype=np.int32)
         batch = list(
             zip(step.rows.tolist(), step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist(), strict=True)
@@ -149,10 +153,21 @@ class FakeExecutor:
             assert start + count <= len(tokens), "scheduled beyond the last token"
             if start + count == len(tokens):
                 sampled[index, 0] = pick(self._read(row, 0, start + count - 1), self._rows[row])
-                tokens.append(int(sampled[index, 0]))
+                if self.num_stages == 1:
+                    tokens.append(int(sampled[index, 0]))
         return ModelRunnerOutput(
             step_id=step.step_id, sampled_token_ids=sampled, logprobs=self._logprobs(step.rows.tolist(), sampled)
         )
+
+    def _tell(self, step: SchedulerOutput) -> None:
+        """Take in what the step says of sampled tokens: one at most per row is news."""
+        assert (step.last_token_ids is not None) == (self.num_stages > 1)
+        ends = (step.num_computed_tokens + step.num_scheduled_tokens).tolist()
+        told = [] if step.last_token_ids is None else step.last_token_ids.tolist()
+        for row, end, token_id in zip(step.rows.tolist(), ends, told, strict=False):
+            if token_id >= 0:
+                assert len(self._tokens[row]) in (end - 1, end), f"row {row}: a token was not told"
+                self._tokens[row][end - 1 :] = [token_id]
 
     def _logprobs(self, rows: list[int], sampled: IntArray) -> BatchLogprobs | None:
         """For the rows that asked, as many as any of them asked for: tokens 0, 1, 2, ... with logprobs -1, -2, ..."""

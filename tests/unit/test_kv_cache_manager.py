@@ -178,7 +178,7 @@ def test_windowed_layers_are_grouped_by_the_number_of_full_ones() -> None:
     specs = [full if layer % 6 == 5 else window for layer in range(12)]
     groups = group_layers(specs)
     assert [group.layer_indices for group in groups] == [(0, 1), (2, 3), (4, 6), (7, 8), (9, 10), (5, 11)]
-    assert shared_layers(groups) == [[0, 2, 4, 7, 9, 5], [1, 3, 6, 8, 10, 11]]
+    assert shared_layers(groups, range(12)) == [[0, 2, 4, 7, 9, 5], [1, 3, 6, 8, 10, 11]]
     assert block_bytes(specs) == 2 * full.block_bytes
 
 

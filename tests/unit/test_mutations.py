@@ -50,7 +50,7 @@ FAULTS = [
     ("suspects are not computed alone", "scheduler.py", "suspect = self._quarantine.next()", "suspect = None"),
     ("a gate's change of mind is missed", "waiting_room.py", "min(aside.version, version) if aside.requests else version", "version"),
     ("idle time counts as work", "scheduler.py", "            self.waiting.drain_rate.pause()\n", ""),
-    ("logprobs of the neighbour", "scheduler.py", "token_ids[1:wanted], values[1:wanted]", "token_ids[1:], values[1:]"),
+    ("logprobs of the neighbour", "step_plan.py", "token_ids[1:wanted], values[1:wanted]", "token_ids[1:], values[1:]"),
     ("the window is left before it is cached", "scheduler.py", "self.kv_cache.commit(request, self._num_final_tokens(row))\n        while", "while"),
 ]  # fmt: skip
 

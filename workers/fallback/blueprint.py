@@ -43,8 +43,8 @@ class FallbackBlueprint:
         return cls(architecture, info.implementation, info.hf_config, info.max_model_len, tuple(calls))
 
     def build(self, parallel: ParallelContext) -> FallbackModel:
-        if parallel.world_size != 1:
-            raise RuntimeError(f"{parallel.world_size} ranks: `check_ranks` was not asked")
+        if parallel.grid.world_size != 1:
+            raise RuntimeError(f"{parallel.grid.world_size} ranks: `check_ranks` was not asked")
         return FallbackModel(_build(self.hf_config, self.max_model_len, PAGED), self.calls)
 
     def load(self, model: FallbackModel, info: ModelInfo, *, progress: bool) -> None:

@@ -40,6 +40,14 @@ class FallbackModel(nn.Module):
     def vocab_size(self) -> int:
         return int(self.causal_lm.config.get_text_config().vocab_size)
 
+    @property
+    def own_layers(self) -> range:
+        return range(len(self._calls))
+
+    @property
+    def gives_logits(self) -> bool:
+        return True
+
     def forward(
         self,
         token_ids: Tensor,

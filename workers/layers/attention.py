@@ -39,7 +39,7 @@ class Attention(nn.Module):
     def __init__(self, spec: AttentionSpec, hidden_size: int, parallel: ParallelContext) -> None:
         super().__init__()
         self._spec = spec
-        shard = shard_heads(spec.num_heads, spec.num_kv_heads, parallel.rank, parallel.world_size)
+        shard = shard_heads(spec.num_heads, spec.num_kv_heads, parallel.tensor_rank, parallel.tensor_size)
         self._num_heads, self.num_kv_heads = len(shard.heads), len(shard.kv_heads)
         self.qkv = QKVParallelLinear(
             hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, shard, bias=spec.qkv_bias

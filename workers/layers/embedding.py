@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.spec import PositionSpec
+from ..models.spec import WHOLE, PositionSpec
 from ..parallel import ParallelContext
-from .parameter import WHOLE, Piece, ShardedParameter, replicated, rows
+from .parameter import Piece, ShardedParameter, replicated, rows
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -23,8 +23,8 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self._vocab_size = vocab_size
         self._parallel = parallel
-        num_rows = -(-vocab_size // parallel.world_size)
-        self._start = parallel.rank * num_rows
+        num_rows = -(-vocab_size // parallel.tensor_size)
+        self._start = parallel.tensor_rank * num_rows
         own = range(min(self._start, vocab_size), min(self._start + num_rows, vocab_size))
 
         def share(shape: tuple[int, ...]) -> ShardedParameter:
@@ -36,7 +36,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size]."""
-        if self._parallel.world_size == 1:
+        if self._parallel.tensor_size == 1:
             return self.weight.embed(token_ids)
         local = token_ids - self._start
         foreign = (local < 0) | (local >= self.weight.shape[0])

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from quire.engine.errors import ConfigError
+from quire.engine.kv_cache_spec import split_range
 
-from ..parallel import ParallelContext, split_range
-from .parameter import WHOLE, Piece, ShardedParameter, replicated, rows, whole
+from ..models.spec import WHOLE
+from ..parallel import ParallelContext
+from .parameter import Piece, ShardedParameter, replicated, rows, whole
 
 
 class ColumnParallelLinear(nn.Module):
@@ -86,7 +88,7 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, this rank's part of in_features] -> [num_tokens, out_features]."""
         # The bias belongs to the sum, so it is added once.
-        return self._parallel.all_reduce(self.weight.linear(x, self.bias if self._parallel.rank == 0 else None))
+        return self._parallel.all_reduce(self.weight.linear(x, self.bias if self._parallel.tensor_rank == 0 else None))
 
 
 @dataclass(frozen=True, slots=True)

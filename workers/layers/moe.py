@@ -1,6 +1,10 @@
-"""A mixture of experts: every rank has a slice of every expert, as it has of a plain MLP."""
+"""A mixture of experts, split over the ranks of a stage: a slice of every expert, as of a plain MLP, or some experts
+whole (expert parallel). Either way each rank adds its part of every token's sum."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -24,27 +28,40 @@ class Router(nn.Module):
         return self.weight.linear(x).float().softmax(dim=-1)
 
 
-class ExpertWeights(nn.Module):
-    """One matrix per expert, all in one parameter; the checkpoint tensor of expert e is piece `name.e`.
+@dataclass(frozen=True, slots=True)
+class ExpertShard:
+    """What one rank has of the experts: `part` of the intermediate features of `experts`."""
 
-    `names` are matrices of equal shape that lie below each other (gate and up). `part` is what this rank has of their
-    rows (`split_rows`) or columns.
+    experts: range
+    part: range
+
+    @classmethod
+    def of(cls, spec: MoESpec, parallel: ParallelContext) -> ExpertShard:
+        if parallel.grid.expert_parallel:
+            return cls(parallel.split(spec.num_experts), range(spec.intermediate_size))
+        return cls(range(spec.num_experts), parallel.split(spec.intermediate_size))
+
+
+class ExpertWeights(nn.Module):
+    """One matrix per expert of this rank, all in one parameter; the checkpoint tensor of expert e is piece `name.e`.
+
+    `names` are matrices of equal shape that lie below each other (gate and up). The intermediate features are their
+    rows (`split_rows`) or their columns.
     """
 
-    def __init__(
-        self, num_experts: int, names: tuple[str, ...], shape: tuple[int, int], part: range, *, split_rows: bool
-    ) -> None:
+    def __init__(self, names: tuple[str, ...], shape: tuple[int, int], shard: ExpertShard, *, split_rows: bool) -> None:
         super().__init__()
+        part = shard.part
         own = (len(part), shape[1]) if split_rows else (shape[0], len(part))
         cut = slice(part.start, part.stop)
         source = (cut, slice(0, shape[1])) if split_rows else (slice(0, shape[0]), cut)
         pieces = {}
-        for expert in range(num_experts):
+        for place, expert in enumerate(shard.experts):
             for index, name in enumerate(names):
                 rows = slice(index * own[0], (index + 1) * own[0])
-                target = (slice(expert, expert + 1), rows, *whole(own[1:]))
+                target = (slice(place, place + 1), rows, *whole(own[1:]))
                 pieces[f"{name}.{expert}"] = Piece(shape, source, target)
-        self.weight = ShardedParameter(torch.empty(num_experts, len(names) * own[0], own[1]), pieces)
+        self.weight = ShardedParameter(torch.empty(len(shard.experts), len(names) * own[0], own[1]), pieces)
 
 
 class MixtureOfExperts(nn.Module):
@@ -55,10 +72,11 @@ class MixtureOfExperts(nn.Module):
         self._spec = spec
         self._parallel = parallel
         self._activation = ACTIVATIONS[spec.activation]
-        size, part = spec.intermediate_size, parallel.split(spec.intermediate_size)
+        size, shard = spec.intermediate_size, ExpertShard.of(spec, parallel)
+        self._experts = shard.experts
         self.router = Router(spec.num_experts, hidden_size)
-        self.gate_up = ExpertWeights(spec.num_experts, ("gate", "up"), (size, hidden_size), part, split_rows=True)
-        self.down = ExpertWeights(spec.num_experts, ("down",), (hidden_size, size), part, split_rows=False)
+        self.gate_up = ExpertWeights(("gate", "up"), (size, hidden_size), shard, split_rows=True)
+        self.down = ExpertWeights(("down",), (hidden_size, size), shard, split_rows=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
@@ -70,16 +88,15 @@ class MixtureOfExperts(nn.Module):
         tokens = order // self._spec.num_experts_per_token
         weights = weights.flatten()[order, None].to(x.dtype)
         counts = experts.flatten().bincount(minlength=self._spec.num_experts).tolist()
+        ends = list(accumulate(counts))
         out = torch.zeros_like(x)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                own = slice(start, start + count)
-                out.index_add_(0, tokens[own], self._run(expert, x[tokens[own]]).mul_(weights[own]))
-                start += count
+        for place, expert in enumerate(self._experts):
+            if counts[expert]:
+                own = slice(ends[expert] - counts[expert], ends[expert])
+                out.index_add_(0, tokens[own], self._run(place, x[tokens[own]]).mul_(weights[own]))
         return self._parallel.all_reduce(out)
 
-    def _run(self, expert: int, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> this rank's part of the expert's sum, the same shape."""
-        gate, up = self.gate_up.weight.expert_linear(expert, x).chunk(2, dim=-1)
-        return self.down.weight.expert_linear(expert, self._activation(gate).mul_(up))
+    def _run(self, place: int, x: Tensor) -> Tensor:
+        """[num_tokens, hidden_size] -> what this rank has of the sum of its expert number `place`, the same shape."""
+        gate, up = self.gate_up.weight.expert_linear(place, x).chunk(2, dim=-1)
+        return self.down.weight.expert_linear(place, self._activation(gate).mul_(up))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from quire.kernels import ops
 
-_INT8_MAX = 127  # -128 is left out, so that the scale is the same on both sides
+from ..models.spec import WHOLE
 
-WHOLE = ""  # the piece of a parameter that one checkpoint tensor fills
+_INT8_MAX = 127  # -128 is left out, so that the scale is the same on both sides
 
 Index = tuple[slice, ...]
 

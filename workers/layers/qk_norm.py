@@ -6,11 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..models.spec import AttentionSpec, QKNormSpec
+from ..models.spec import WHOLE, AttentionSpec, QKNormSpec
 from ..parallel import ParallelContext
 from .linear import HeadShard
 from .norm import Norm
-from .parameter import WHOLE, Piece, ShardedParameter, replicated
+from .parameter import Piece, ShardedParameter, replicated
 
 
 class HeadNorm(nn.Module):

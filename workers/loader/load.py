@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,9 +24,10 @@ from ..models.decoder import Decoder
 from ..models.families import Family, Place
 from ..models.model import Model
 from ..models.spec import DecoderSpec
+from ..parallel import ParallelContext
 from .checkpoint import open_checkpoint
 from .kv_scales import is_kv_scale
-from .views import RowsOfGroups, Transposed
+from .views import OfExpert, RowsOfGroups, Transposed
 
 logger = logging.getLogger(__name__)
 
@@ -38,30 +40,42 @@ _DUMMY_STD = 0.02
 def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: bool) -> None:
     """Read this rank's share of a checkpoint into `model`, with a progress bar if standard error is a terminal.
 
-    Raises `ConfigError` naming every tensor that is missing, unexpected or wrongly shaped, before anything is read.
+    Raises `ConfigError` naming every tensor that is missing, unexpected or wrongly shaped, before anything is read. The
+    checkpoint is held against the whole model, so that every rank finds the same faults.
     """
+    with torch.device("meta"):
+        whole = Decoder(model.spec, ParallelContext())
     with open_checkpoint(info) as sources:
+        plan = _plan(whole, family, sources, info)
+        own = [
+            (parameter, piece, plan[name, piece])
+            for name, parameter in _parameters(model).items()
+            for piece in parameter.pieces
+        ]
 
-        def load(item: tuple[tuple[str, str], TensorSource]) -> None:
-            (parameter, piece), source = item
-            parameter_of(model, parameter).weight_loader(source, piece)
+        def load(item: tuple[ShardedParameter, str, TensorSource]) -> None:
+            parameter, piece, source = item
+            parameter.weight_loader(source, piece)
 
-        run_all(load, list(_plan(model, family, sources, info).items()), info, progress=progress)
+        run_all(load, own, info, progress=progress)
 
 
 def check_weights(model: Decoder, family: Family, info: ModelInfo) -> None:
-    """Raise what `load_weights` would, without reading any tensor. `model` may be on the meta device."""
+    """Raise what `load_weights` would, without reading any tensor. `model` is whole, perhaps on the meta device."""
     with open_checkpoint(info) as sources:
         _plan(model, family, sources, info)
 
 
 def load_dummy(model: Model, seed: int = 0) -> None:
-    """Random weights of the right shapes, for benchmarks: small enough that activations stay finite."""
-    generator = torch.Generator().manual_seed(seed)
+    """Random weights of the right shapes, for benchmarks: small enough that activations stay finite.
+
+    What several ranks hold whole is the same on all of them.
+    """
     for name, parameter in model.named_parameters():
         if "norm" in name and name.endswith("weight"):
             parameter.data.fill_(1.0)
         else:
+            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
             values = torch.empty(parameter.shape).normal_(0.0, _DUMMY_STD, generator=generator)
             if isinstance(parameter, ShardedParameter):
                 parameter.fill(values)
@@ -69,10 +83,13 @@ def load_dummy(model: Model, seed: int = 0) -> None:
                 parameter.data.copy_(values)
 
 
-def parameter_of(model: nn.Module, name: str) -> ShardedParameter:
-    parameter = model.get_parameter(name)
-    assert isinstance(parameter, ShardedParameter), name
-    return parameter
+def _parameters(model: nn.Module) -> dict[str, ShardedParameter]:
+    """By name; tied ones once."""
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, ShardedParameter), name
+        parameters[name] = parameter
+    return parameters
 
 
 def run_all(load: Callable[[T], None], items: Sequence[T], info: ModelInfo, *, progress: bool) -> None:
@@ -107,9 +124,9 @@ class Faults:
 def _plan(
     model: Decoder, family: Family, sources: Mapping[str, TensorSource], info: ModelInfo
 ) -> dict[tuple[str, str], TensorSource]:
-    """Which tensor fills which (parameter, piece). Raises `ConfigError` unless they match one to one."""
+    """Which tensor fills which (parameter, piece) of a whole model. Raises `ConfigError` unless all match."""
     # Tied weights appear once among the named parameters; a head that a checkpoint stores all the same has no place.
-    parameters = {name: parameter_of(model, name) for name, _ in model.named_parameters()}
+    parameters = _parameters(model)
     tied_head = "head.weight" not in parameters
     wanted = {(name, piece) for name, parameter in parameters.items() for piece in parameter.pieces}
     plan: dict[tuple[str, str], TensorSource] = {}
@@ -120,35 +137,41 @@ def _plan(
             continue
         place, kind = found or (Place(""), "")
         target = f"{place.module}.{kind}"
-        filled = [(target, piece) for piece in place.pieces]
+        num_experts = parameters[target].shape[0] if place.stacked and target in parameters else 1
+        filled = [(target, piece) for piece in place.pieces_of(num_experts)]
         if any(piece not in wanted or piece in plan for piece in filled):
             faults.unexpected.append(name)
             continue
         pieces = parameters[target].pieces
-        shapes = [pieces[piece].shape for piece in place.pieces]
-        views = _views(source, place, shapes, model.spec)
+        shapes = [pieces[piece].shape for _, piece in filled]
+        shape = _shape_in_file(place, shapes, num_experts)
+        views = _views(source, place, shapes, model.spec, num_experts) if source.shape == shape else None
         if views is None:
-            faults.misshapen.append(f"{name} {list(source.shape)} instead of {list(_shape_in_file(place, shapes))}")
+            faults.misshapen.append(f"{name} {list(source.shape)} instead of {list(shape)}")
         plan.update(zip(filled, views or [source] * len(filled), strict=True))
     faults.missing = [f"{name} ({piece})" if piece else name for name, piece in sorted(wanted - plan.keys())]
     faults.raise_any(info)
     return plan
 
 
-def _shape_in_file(place: Place, shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
-    """The shape of a tensor that holds pieces of these shapes below each other."""
-    shape = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+def _shape_in_file(place: Place, shapes: list[tuple[int, ...]], num_experts: int) -> tuple[int, ...]:
+    """The shape of a tensor that holds pieces of these shapes below each other, or expert after expert."""
+    shape = (sum(shape[0] for shape in shapes) // num_experts, *shapes[0][1:])
+    if place.stacked:
+        return (num_experts, *shape)
     return shape[::-1] if place.transposed else shape
 
 
 def _views(
-    source: TensorSource, place: Place, shapes: list[tuple[int, ...]], spec: DecoderSpec
-) -> list[TensorSource] | None:
-    """The pieces of a checkpoint tensor. None when it has another shape than they have together."""
-    if source.shape != _shape_in_file(place, shapes):
-        return None
+    source: TensorSource, place: Place, shapes: list[tuple[int, ...]], spec: DecoderSpec, num_experts: int
+) -> list[TensorSource]:
+    """The pieces of a checkpoint tensor, which has the shape that they have together."""
     if place.transposed:
         source = Transposed(source)
+    if place.stacked:
+        ends = list(itertools.accumulate(shape[0] for shape in shapes[: len(place.pieces)]))
+        rows = [range(end - shape[0], end) for shape, end in zip(shapes, ends, strict=False)]
+        return [OfExpert(source, expert, part) for expert in range(num_experts) for part in rows]
     if len(shapes) == 1:
         return [source]
     # The KV heads of a model are the same in all layers.

@@ -48,3 +48,20 @@ class RowsOfGroups:
         grouped = groups.view(last - first, self.group_size, *groups.shape[1:])
         rows = grouped[:, self.part.start : self.part.stop].flatten(0, 1)
         return rows[wanted.start - first * size : wanted.stop - first * size]
+
+
+@dataclass(frozen=True, slots=True)
+class OfExpert:
+    """Some rows of one expert's matrix in a tensor [experts, rows, columns]."""
+
+    source: TensorSource
+    expert: int
+    rows: range
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.rows), self.source.shape[2])
+
+    def read(self, index: Index) -> Tensor:
+        rows = slice(self.rows.start + index[0].start, self.rows.start + index[0].stop)
+        return self.source.read((slice(self.expert, self.expert + 1), rows, index[1]))[0]

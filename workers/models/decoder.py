@@ -7,18 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from quire.engine.errors import ConfigError
-from quire.engine.kv_cache_spec import KVCacheSpec
+from quire.engine.kv_cache_spec import KVCacheSpec, split_range
 from quire.kernels.ops import AttentionMetadata
 
 from ..layers.attention import Attention, LayerCache
 from ..layers.embedding import PositionEmbedding, VocabParallelEmbedding
+from ..layers.linear import shard_heads
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.moe import MixtureOfExperts
 from ..layers.norm import Norm, norm_or_identity
 from ..layers.rotary import RotaryEmbedding, Rotation
 from ..parallel import ParallelContext
-from .spec import DecoderSpec, LayerSpec, MLPSpec, MoESpec
+from .sizes import check_sizes
+from .spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec
 
 
 class DecoderLayer(nn.Module):
@@ -50,37 +51,47 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """One rank of a decoder-only transformer. Weights are uninitialized until a loader fills them.
 
-    Raises `ConfigError` when the model cannot be cut in as many ranks as there are.
+    A stage of the pipeline has only its own layers, under the names that they have in the whole model; the first has
+    the embedding beside them, the last the final norm and the head, which may be the same embedding once more. Raises
+    `ConfigError` when the model cannot be cut in as many ranks as there are.
     """
 
     embedding_multiplier: Tensor  # []
 
     def __init__(self, spec: DecoderSpec, parallel: ParallelContext) -> None:
         super().__init__()
-        check_tensor_parallel_size(spec, parallel.world_size)
+        grid, first, last = parallel.grid, parallel.is_first_stage, parallel.is_last_stage
+        check_sizes(spec, grid.tensor_size, grid.num_stages, expert_parallel=grid.expert_parallel)
         self.spec = spec
-        self.embedding = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel)
+        self.own_layers = split_range(len(spec.layers), parallel.stage, grid.num_stages)
+        self._parallel = parallel
+        if first or (last and spec.tie_embeddings):
+            self.embedding = VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel)
         # A tensor, since it is rounded to the dtype of the model, as it was in training.
         self.register_buffer("embedding_multiplier", torch.tensor(spec.embedding_multiplier), persistent=False)
-        self.positions = None if spec.positions is None else PositionEmbedding(spec.positions, spec.hidden_size)
+        self.positions = PositionEmbedding(spec.positions, spec.hidden_size) if first and spec.positions else None
         # Layers with equal specs share one rotation, computed once per step.
-        wanted = [layer.attention.rotary for layer in spec.layers]
+        own = {index: spec.layers[index] for index in self.own_layers}
+        wanted = [layer.attention.rotary for layer in own.values()]
         rotary_specs = list(dict.fromkeys(rotary for rotary in wanted if rotary is not None))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rotary) for rotary in rotary_specs)
         self._rotary_of_layer = [None if rotary is None else rotary_specs.index(rotary) for rotary in wanted]
-        layers = [DecoderLayer(layer, spec.hidden_size, parallel) for layer in spec.layers]
-        self.layers = nn.ModuleList(layers)
-        self._num_kv_heads = [layer.attention.num_kv_heads for layer in layers]
-        self.norm = Norm(spec.norm, spec.hidden_size)
-        self.head = (
-            self.embedding
-            if spec.tie_embeddings
-            else VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel, bias=spec.head_bias)
-        )
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(own[i], spec.hidden_size, parallel) for i in own})
+        if last:
+            self.norm = Norm(spec.norm, spec.hidden_size)
+            self.head = (
+                self.embedding
+                if spec.tie_embeddings
+                else VocabParallelEmbedding(spec.vocab_size, spec.hidden_size, parallel, bias=spec.head_bias)
+            )
 
     @property
     def vocab_size(self) -> int:
         return self.spec.vocab_size
+
+    @property
+    def gives_logits(self) -> bool:
+        return self._parallel.is_last_stage
 
     def forward(
         self,
@@ -89,21 +100,33 @@ class Decoder(nn.Module):
         caches: Sequence[LayerCache],
         metadata: Sequence[AttentionMetadata],
     ) -> Tensor:
-        """token_ids, positions: [num_tokens] int64; caches, metadata: one per layer -> [num_tokens, hidden_size].
+        """token_ids, positions: [num_tokens] int64; caches, metadata: one per own layer -> [num_tokens, hidden_size].
 
-        The final norm is left to `logits`, which only the rows that sample go through.
+        A later stage starts from what the one before it sends, and every stage but the last sends what it has. The
+        final norm is left to `logits`, which only the rows that sample go through.
         """
+        x = self._embed(token_ids, positions) if self._parallel.is_first_stage else self._receive(len(token_ids))
+        rotations = [rotary(positions, x.dtype) for rotary in self.rotaries]
+        for layer, rotary, cache, layer_metadata in zip(
+            self.layers.values(), self._rotary_of_layer, caches, metadata, strict=True
+        ):
+            x = layer(x, None if rotary is None else rotations[rotary], cache, layer_metadata)
+        if not self._parallel.is_last_stage:
+            self._parallel.send(x)
+        return x
+
+    def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(token_ids)
         if self.spec.embedding_multiplier != 1.0:
             x *= self.embedding_multiplier
         if self.positions is not None:
             x += self.positions(positions)
-        rotations = [rotary(positions, x.dtype) for rotary in self.rotaries]
-        for layer, rotary, cache, layer_metadata in zip(
-            self.layers, self._rotary_of_layer, caches, metadata, strict=True
-        ):
-            x = layer(x, None if rotary is None else rotations[rotary], cache, layer_metadata)
         return x
+
+    def _receive(self, num_tokens: int) -> Tensor:
+        """The residual stream as the stage before has left it."""
+        like = self.embedding_multiplier
+        return self._parallel.receive((num_tokens, self.spec.hidden_size), like.dtype, like.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
@@ -114,29 +137,21 @@ class Decoder(nn.Module):
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
-        """What each layer of this rank caches, in layer order."""
+        """What each layer of the whole model caches on a rank with this tensor rank, in layer order."""
         return [
             KVCacheSpec(
                 block_size=block_size,
-                num_kv_heads=num_kv_heads,
+                num_kv_heads=self._num_kv_heads(layer.attention),
                 head_dim=layer.attention.head_dim,
                 dtype_bytes=dtype.itemsize,
                 sliding_window=layer.attention.sliding_window,
             )
-            for num_kv_heads, layer in zip(self._num_kv_heads, self.spec.layers, strict=True)
+            for layer in self.spec.layers
         ]
 
-
-def check_tensor_parallel_size(spec: DecoderSpec, size: int) -> None:
-    """Raise `ConfigError` when a rank would be left without an attention head (or a column of an MLP).
-
-    Parts may be unequal, so every smaller size works.
-    """
-    limit = min(min(layer.attention.num_heads, layer.mlp.intermediate_size) for layer in spec.layers)
-    if size > limit:
-        raise ConfigError(
-            f"tensor_parallel_size: {size} ranks cannot share {limit} attention heads; sizes 1 to {limit} work."
-        )
+    def _num_kv_heads(self, spec: AttentionSpec) -> int:
+        rank, size = self._parallel.tensor_rank, self._parallel.tensor_size
+        return len(shard_heads(spec.num_heads, spec.num_kv_heads, rank, size).kv_heads)
 
 
 def _mlp(spec: MLPSpec | MoESpec, hidden_size: int, parallel: ParallelContext) -> nn.Module:

@@ -24,12 +24,22 @@ class Model(Protocol):
         """Columns of `logits`."""
         ...
 
+    @property
+    def own_layers(self) -> range:
+        """The layers of the whole model that this rank computes: all of them without a pipeline."""
+        ...
+
+    @property
+    def gives_logits(self) -> bool:
+        """Whether this rank samples: it is of the last stage."""
+        ...
+
     def __call__(
         self,
         token_ids: Tensor,  # [num_tokens] int64
         positions: Tensor,  # [num_tokens] int64
-        caches: Sequence[LayerCache],  # one per layer
-        metadata: Sequence[AttentionMetadata],  # one per layer
+        caches: Sequence[LayerCache],  # one per own layer
+        metadata: Sequence[AttentionMetadata],  # one per own layer
     ) -> Tensor:
         """The hidden state of every token, [num_tokens, hidden_size]. Writes keys and values to `caches`."""
         ...
@@ -39,7 +49,7 @@ class Model(Protocol):
         ...
 
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
-        """What each layer of this rank caches, in layer order."""
+        """What each layer of the whole model caches on a rank with this tensor rank, in layer order."""
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]: ...

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+WHOLE = ""  # the piece of a parameter that one checkpoint tensor fills
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ...layers.parameter import WHOLE
-from ..spec import DecoderSpec
+from ..spec import WHOLE, DecoderSpec
 
 HFConfig = Mapping[str, Any]
 
@@ -21,17 +20,26 @@ class Place:
     Several pieces lie below each other in one tensor; where they are `per_kv_head`, that repeats for every KV head:
 
         stacked:       q q q q k k v v           per KV head:   q q k v | q q k v
+
+    Where `stacked`, one tensor [experts, rows, columns] holds the pieces of every expert.
     """
 
     module: str  # of ours
     pieces: tuple[str, ...] = (WHOLE,)
     per_kv_head: bool = False
     transposed: bool = False  # weights are [in, out]
+    stacked: bool = False
 
     def numbered(self, numbers: list[str]) -> Place:
         return replace(
             self, module=self.module.format(*numbers), pieces=tuple(piece.format(*numbers) for piece in self.pieces)
         )
+
+    def pieces_of(self, num_experts: int) -> list[str]:
+        """The pieces in one tensor, in order."""
+        if not self.stacked:
+            return list(self.pieces)
+        return [f"{piece}.{expert}" for expert in range(num_experts) for piece in self.pieces]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +47,8 @@ class Family:
     """One architecture.
 
     `spec` is given the configuration over `defaults`, and `max_model_len`. `modules` maps the names of checkpoint
-    modules, with `{}` for numbers. `prefix` begins all names but those of checkpoints saved without the head. Tensors
-    that match `ignored` are known to be of no use.
+    modules (or of tensors that are no module's weight or bias), with `{}` for numbers. `prefix` begins all names but
+    those of checkpoints saved without the head. Tensors that match `ignored` are known to be of no use.
     """
 
     spec: Callable[[HFConfig, int], DecoderSpec]
@@ -57,10 +65,13 @@ class Family:
     def place(self, name: str) -> tuple[Place, str] | None:
         """Where a checkpoint tensor goes, and its kind (weight or bias). None when it has no place."""
         module, _, kind = name.rpartition(".")
-        numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", module)
-        generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", module)
-        place = self.modules.get(generic) or self.modules.get(self.prefix + generic)
-        return None if place is None else (place.numbered(numbers), kind)
+        for whole_name, its_kind in ((module, kind), (name, "weight")):
+            numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", whole_name)
+            generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", whole_name)
+            place = self.modules.get(generic) or self.modules.get(self.prefix + generic)
+            if place is not None:
+                return place.numbered(numbers), its_kind
+        return None
 
     def ignores(self, name: str) -> bool:
         return any(re.search(pattern, name) for pattern in self.ignored)

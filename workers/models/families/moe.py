@@ -9,8 +9,13 @@ from .family import Family, HFConfig, Place, name_map
 from .llama import ATTENTION, GATED_MLP, NORMS, QK_NORM, TOP, llama, mistral, qwen3
 from .reading import activation, rms_norm, with_attention
 
-_EXPERTS = {
+# Written by transformers 5 where it is told not to keep the original names.
+_STACKED_EXPERTS = {
     "mlp.gate": Place("mlp.router"),
+    "mlp.experts.gate_up_proj": Place("mlp.gate_up", ("gate", "up"), stacked=True),
+    "mlp.experts.down_proj": Place("mlp.down", ("down",), stacked=True),
+}
+_EXPERTS = _STACKED_EXPERTS | {
     "mlp.experts.{}.gate_proj": Place("mlp.gate_up", ("gate.{1}",)),
     "mlp.experts.{}.up_proj": Place("mlp.gate_up", ("up.{1}",)),
     "mlp.experts.{}.down_proj": Place("mlp.down", ("down.{1}",)),
@@ -74,6 +79,7 @@ FAMILIES = {
             {
                 **ATTENTION,
                 **NORMS,
+                **_STACKED_EXPERTS,
                 "block_sparse_moe.gate": Place("mlp.router"),
                 "block_sparse_moe.experts.{}.w1": Place("mlp.gate_up", ("gate.{1}",)),
                 "block_sparse_moe.experts.{}.w3": Place("mlp.gate_up", ("up.{1}",)),

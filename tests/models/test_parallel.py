@@ -1,0 +1,151 @@
+"""Models on a grid of ranks: stages of a pipeline, ranks of a stage, experts dealt out. The tokens are one rank's.
+
+Ranks are threads here, each with its own part of the model, and as many steps are under way as there are stages.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from core_driver import Driver
+from family_parity import NUM_TOKENS, FamilyUnderTest, Parity
+from rank_executors import ProcessExecutor
+from tiny_families import TINY_FAMILIES
+from tiny_llama import make_tiny_llama
+
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.model_source import load_model_info
+from quire.workers.models.sizes import check_ranks
+from quire.workers.parallel import Grid, ParallelContext
+from quire.workers.worker import Worker
+
+FAMILIES = ["llama", "smollm3", "qwen2", "gemma3", "gpt2", "opt", "phi", "qwen3-moe", "mixtral"]
+MIXTURES = ["mixtral", "qwen3-moe", "olmoe"]
+PIPELINES = [
+    {"pipeline_parallel_size": 2},
+    {"pipeline_parallel_size": 3},  # divides none of the models
+    {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+]
+EXPERTS = [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 5}, {"tensor_parallel_size": 2, **PIPELINES[0]}]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FamilyUnderTest]:
+    under_test = FamilyUnderTest(TINY_FAMILIES[request.param], tmp_path_factory.mktemp(request.param))
+    yield under_test
+    under_test.executor.shutdown()
+
+
+def check(parity: Parity) -> None:
+    assert parity.mismatches == []
+    assert parity.max_logprob_difference < 1e-4
+
+
+def grid_id(grid: dict[str, int]) -> str:
+    return "-".join(f"{name[0]}p{size}" for name, size in grid.items())
+
+
+@pytest.mark.parametrize("grid", PIPELINES, ids=grid_id)
+def test_pipelines(model: FamilyUnderTest, grid: dict[str, int]) -> None:
+    """Alone, batched, with prefix hits, in chunks, preempted."""
+    with model.on_ranks(**grid):
+        for answers in model.modes().values():
+            check(model.compare(answers))
+        parity = model.preempted()
+    check(parity)
+    assert parity.num_preemptions > 0
+
+
+@pytest.mark.parametrize("grid", EXPERTS, ids=grid_id)
+@pytest.mark.parametrize("family", MIXTURES)
+def test_experts_are_dealt_out(tmp_path: Path, family: str, grid: dict[str, int]) -> None:
+    """5 experts on 2 ranks, and on 5 (6 heads, 2 KV heads)."""
+    model = FamilyUnderTest(TINY_FAMILIES[family], tmp_path)
+    with model.on_ranks(**grid, expert_parallel=True):
+        check(model.batched())
+    model.executor.shutdown()
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_stacked_experts(tmp_path: Path, family: str) -> None:
+    """Checkpoints with one tensor for all experts load as those with one tensor each, whole and in parts."""
+    model = FamilyUnderTest(TINY_FAMILIES[family], tmp_path)
+    grids = [Grid(), Grid(tensor_size=2), Grid(tensor_size=2, num_stages=2, expert_parallel=True)]
+    separate = [parameters_of(tmp_path, grid) for grid in grids]
+    model.reference.model.save_pretrained(tmp_path, save_original_format=False)
+    with (tmp_path / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    assert header["model.layers.0.mlp.experts.gate_up_proj"]["shape"][0] == 5
+    for grid, expected in zip(grids, separate, strict=True):
+        for mine, theirs in zip(parameters_of(tmp_path, grid), expected, strict=True):
+            assert torch.equal(mine, theirs)
+    model.executor.shutdown()
+
+
+def parameters_of(path: Path, grid: Grid) -> list[torch.Tensor]:
+    """Those of the last rank."""
+    config = EngineConfig.model_validate({"model": {"model": str(path), "num_threads": 1}})
+    worker = Worker(config, load_model_info(config.model), ParallelContext(grid.world_size - 1, grid))
+    worker.load_model()
+    return list(worker.model.parameters())
+
+
+def test_a_wrong_shape_of_stacked_experts_is_named(tmp_path: Path) -> None:
+    model = FamilyUnderTest(TINY_FAMILIES["mixtral"], tmp_path)
+    model.executor.shutdown()
+    model.reference.model.save_pretrained(tmp_path, save_original_format=False)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 60}))
+    with pytest.raises(ConfigError, match=r"experts.down_proj \[5, 96, 70\] instead of \[5, 96, 60\]"):
+        parameters_of(tmp_path, Grid())
+
+
+@pytest.mark.parametrize("grid", [PIPELINES[0], PIPELINES[2]], ids=grid_id)
+def test_processes(tmp_path: Path, grid: dict[str, int]) -> None:
+    """Over gloo, as the worker actors of a cluster: answers with several steps in flight are those of one rank."""
+    make_tiny_llama(tmp_path)
+    info = load_model_info(ModelConfig(model=str(tmp_path)))
+    model = FamilyUnderTest(TINY_FAMILIES["llama"], tmp_path)
+    config = EngineConfig.model_validate({"model": {"num_threads": 1}, "parallel": grid})
+    executor = ProcessExecutor(config, model.info)
+    driver = Driver(executor, info.max_model_len, parallel=grid, scheduler={"max_num_batched_tokens": 40})
+    for _ in range(2):
+        check(model.compare(driver.greedy(model.prompts, NUM_TOKENS, 4)))
+    assert driver.stats().prefix_cache_hits > 0
+    executor.shutdown()
+    model.executor.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "message"),
+    [
+        (
+            "llama",
+            {"pipeline_parallel_size": 5},
+            "pipeline_parallel_size: 5 stages cannot share 4 layers; sizes 1 to 4",
+        ),
+        (
+            "llama",
+            {"tensor_parallel_size": 7},
+            "tensor_parallel_size: 7 ranks cannot share 6 attention heads; sizes 1 to 6",
+        ),
+        ("llama", {"expert_parallel": True}, "expert_parallel: the model has no experts"),
+        (
+            "mixtral",
+            {"tensor_parallel_size": 6, "expert_parallel": True},
+            "expert_parallel: 6 ranks cannot share 5 experts; tensor_parallel_size sizes 1 to 5 work",
+        ),
+    ],
+)
+def test_sizes_that_cannot_work(tmp_path: Path, family: str, parallel: dict[str, object], message: str) -> None:
+    TINY_FAMILIES[family].make(tmp_path)
+    info = load_model_info(ModelConfig(model=str(tmp_path)))
+    with pytest.raises(ConfigError, match=message):
+        check_ranks(EngineConfig.model_validate({"parallel": parallel}), info)
+    largest = {"tensor_parallel_size": 6, "pipeline_parallel_size": 4}
+    check_ranks(EngineConfig.model_validate({"parallel": largest}), info)
