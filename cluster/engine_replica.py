@@ -84,8 +84,9 @@ class Engine:
             await self._leave(self._grace_s)
 
     async def _leave(self, grace_s: float) -> None:
-        await self._registration.end()
+        """The entry in the directory goes last: a gateway that starts meanwhile may need this engine still."""
         await self._server.leave(grace_s)
+        await self._registration.end()
         await self._server.close()
 
     def _on_exit(self) -> None:

@@ -534,8 +534,8 @@ def test_the_directory_keeps_records_and_one_secret() -> None:
 async def leave(directory: Directory, engine: EngineServer, grace_s: float = 5.0) -> float:
     """As `Engine.__del__` does. Returns the seconds that it took."""
     started = time.monotonic()
-    directory.remove(engine._engine_id)
     await engine.leave(grace_s)
+    directory.remove(engine._engine_id)
     await engine.close()
     return time.monotonic() - started
 

@@ -162,9 +162,11 @@ def num_running_engines() -> int:
 def test_a_new_configuration_under_load(deploy: Callable[..., str]) -> None:
     """The old engine works on until the new one is there, and hands over."""
     url = deploy({"num_replicas": 1})
-    load = Load(url, expected_answers(url))
+    expected = expected_answers(url)
+    load = Load(url, expected)
     wait_for(lambda: load.num_answers > 2, 60)
     before = gateway_log()
+    long = ThreadPoolExecutor(1).submit(answer, url, 1, max_tokens=4000)
     (old,) = processes(ENGINES)
     started = time.monotonic()
     deploy({"num_replicas": 1}, max_num_seqs=24)
@@ -174,6 +176,7 @@ def test_a_new_configuration_under_load(deploy: Callable[..., str]) -> None:
     count = load.num_answers
     wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
     load.stop()
+    assert long.result(90).startswith(expected[1])
     assert handed_over(before)
 
 
