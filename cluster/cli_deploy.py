@@ -38,9 +38,9 @@ def deploy(path: Path, address: str, *, timeout_s: float, wait: bool = True) -> 
     service = load_service(path)
     config = yaml.safe_load(path.read_text(encoding="utf-8"))
     with ServeApi(address) as api:
-        before = api.applications().get(service.application)
+        before = api.look().applications.get(service.application)
         api.deploy(config)
-        _warn_of_other_http_options(api, service)
+        _warn_of_other_http_options(api.look().http_options, service)
         if not wait:
             print(f"Submitted to {api.address}. Watch it with: quire status --address {api.address}")
             return
@@ -77,17 +77,19 @@ class Watch:
         deadline = self.clock() + timeout_s
         latest: ApplicationView | None = None
         while True:
-            found = self.api.applications().get(self.application)
+            cluster = self.api.look()
+            found = cluster.applications.get(self.application)
             if found is not None and found.last_deployed_time_s > self.since_s:
                 latest = found
                 self._remember(found)
                 show(found)
-                if found.status == "RUNNING":
+                if found.status == "RUNNING" and cluster.proxy_problem is None:
                     return found
                 if found.status == "DEPLOY_FAILED":
                     raise DeployError(f"The service could not start. {found.reason}", self._logs(found))
             if self.clock() > deadline:
-                raise DeployError(_not_in_time(self.application, timeout_s, latest), self._logs(latest))
+                problem = _not_in_time(self.application, timeout_s, latest, cluster.proxy_problem)
+                raise DeployError(problem, self._logs(latest))
             self.sleep(POLL_S)
 
     def _remember(self, application: ApplicationView) -> None:
@@ -110,12 +112,13 @@ class Watch:
         return logs
 
 
-def _not_in_time(name: str, timeout_s: float, application: ApplicationView | None) -> str:
+def _not_in_time(name: str, timeout_s: float, application: ApplicationView | None, proxy_problem: str | None) -> str:
     if application is None:
         return f"The cluster did not begin to deploy {name} within {timeout_s:g} s."
-    waiting = [each for each in application.deployments if each.status not in ("HEALTHY", "RUNNING")]
-    said = " ".join(f"{each.name}: {each.status}, {each.reason or 'no reason given'}" for each in waiting)
-    return f"{name} does not run after {timeout_s:g} s, and Serve goes on trying. {said}".rstrip()
+    waiting = [each for each in application.deployments if each.status != "HEALTHY"]
+    said = [f"{each.name}: {each.status}, {each.reason or 'no reason given'}" for each in waiting]
+    said += [proxy_problem] if proxy_problem else []
+    return f"{name} does not run after {timeout_s:g} s, and Serve goes on trying. {' '.join(said)}".rstrip()
 
 
 def public_url(api: ServeApi, service: ServiceConfig) -> str:
@@ -124,9 +127,8 @@ def public_url(api: ServeApi, service: ServiceConfig) -> str:
     return f"http://{host}:{service.port}{service.route_prefix.rstrip('/')}"
 
 
-def _warn_of_other_http_options(api: ServeApi, service: ServiceConfig) -> None:
+def _warn_of_other_http_options(actual: Mapping[str, Any], service: ServiceConfig) -> None:
     """Serve reads them when it starts, and ignores them from then on."""
-    actual: Mapping[str, Any] = api.details().get("http_options") or {}
     asked = {"host": service.host, "port": service.port}
     differing = {key: actual[key] for key, value in asked.items() if key in actual and actual[key] != value}
     if differing:

@@ -49,16 +49,18 @@ def of_service(service: Service) -> Report:
 
 
 def of_cluster(address: str) -> Report:
-    """What Serve says; healthy when there are applications and all of them run."""
+    """What Serve says; healthy when there are applications, all of them run, and requests can come in."""
     try:
         with ServeApi(address) as api:
-            applications = list(api.applications().values())
+            cluster = api.look()
+            applications = list(cluster.applications.values())
     except QuireError as error:
         return {"address": address, "healthy": False, "problem": error.message, "applications": []}
+    problem = cluster.proxy_problem if applications else "Nothing is deployed."
     return {
         "address": address,
-        "healthy": bool(applications) and all(each.status == "RUNNING" for each in applications),
-        "problem": None if applications else "Nothing is deployed.",
+        "healthy": problem is None and all(each.status == "RUNNING" for each in applications),
+        "problem": problem,
         "applications": [_application(each) for each in applications],
     }
 

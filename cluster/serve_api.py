@@ -73,6 +73,24 @@ class ApplicationView:
         return " ".join(said) or last_error(self.message)
 
 
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """What one look at Serve shows. `proxies` are the statuses of its HTTP proxies, by node address."""
+
+    applications: dict[str, ApplicationView]
+    proxies: dict[str, str]
+    http_options: dict[str, Any]
+    has_proxies: bool = True  # False where the deployer wants none
+
+    @property
+    def proxy_problem(self) -> str | None:
+        """Why requests cannot come in; None when they can, at one node at least."""
+        if not self.has_proxies or "HEALTHY" in self.proxies.values():
+            return None
+        states = ", ".join(f"{status} on {node}" for node, status in self.proxies.items())
+        return f"No HTTP proxy is healthy ({states or 'none is there yet'})."
+
+
 class ServeApi:
     """Serve on the cluster whose dashboard is at `address`. Raises `ClusterError`, in one line."""
 
@@ -90,14 +108,15 @@ class ServeApi:
         """Make the cluster serve what a config file says: these applications, and no other."""
         self._ask("PUT", _APPLICATIONS, json=config, timeout=_DEPLOY_TIMEOUT_S)
 
-    def details(self) -> dict[str, Any]:
-        """Serve's `ServeInstanceDetails`."""
+    def look(self) -> ClusterView:
+        """What is deployed, and how it is."""
         details: dict[str, Any] = self._ask("GET", _APPLICATIONS).json()
-        return details
-
-    def applications(self) -> dict[str, ApplicationView]:
-        """By name."""
-        return {name: _application(data) for name, data in self.details().get("applications", {}).items()}
+        return ClusterView(
+            {name: _application(data) for name, data in details.get("applications", {}).items()},
+            {each.get("node_ip") or node: each["status"] for node, each in details.get("proxies", {}).items()},
+            details.get("http_options") or {},
+            details.get("proxy_location") != "Disabled",
+        )
 
     def log_tail(self, replica: ReplicaView, num_lines: int) -> list[str]:
         """The last lines that a replica has written to its stderr; none where they cannot be had any more."""

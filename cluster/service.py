@@ -182,19 +182,16 @@ def _reason(application: str) -> str:
 
 
 def _first_answers(service: ServiceConfig, models: list[str]) -> None:
-    """Ask each model for one token through the front door, until it comes. Raises `EngineError` when it does not."""
-    for model in models:
-        _first_answer(service, model)
-
-
-def _first_answer(service: ServiceConfig, model: str) -> None:
-    body = json.dumps({"model": model, "prompt": [0], "max_tokens": 1}).encode()
-    request = urllib.request.Request(f"{_url(service)}/v1/completions", body, {"Content-Type": "application/json"})
-    deadline = time.monotonic() + service.quire.api.failover_timeout_s
+    """Wait until every model has given its first token, by what /ready says at the front door. Raises `EngineError`."""
+    timeout_s = service.quire.api.failover_timeout_s
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=service.quire.api.failover_timeout_s):
+            with urllib.request.urlopen(f"{_url(service)}/ready", timeout=timeout_s) as response:
+                missing = sorted(set(models) - set(json.load(response)["models"]))
+            if not missing:
                 return
+            problem = f"no token yet from {', '.join(missing)}"
         except urllib.error.HTTPError as error:
             problem = f"{error.code}: {error.read().decode(errors='replace')[:200]}"
         except OSError as error:

@@ -86,7 +86,9 @@ def deployment(name: str, status: str = "HEALTHY", *, running: int = 1, target: 
     }
 
 
-def details(status: str, *deployments: dict, at: float = 10.0, message: str = "", port: int = 8000) -> dict:
+def details(
+    status: str, *deployments: dict, at: float = 10.0, message: str = "", port: int = 8000, proxy: str = "HEALTHY"
+) -> dict:
     """Serve's details with one application."""
     application = {
         "name": "quire",
@@ -95,7 +97,12 @@ def details(status: str, *deployments: dict, at: float = 10.0, message: str = ""
         "last_deployed_time_s": at,
         "deployments": {each["name"]: each for each in deployments},
     }
-    return {"applications": {"quire": application}, "http_options": {"host": "127.0.0.1", "port": port}}
+    return {
+        "applications": {"quire": application},
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "proxies": {"node": {"node_ip": "10.0.0.1", "status": proxy}},
+        "proxy_location": "HeadOnly",
+    }
 
 
 NOTHING = {"applications": {}}

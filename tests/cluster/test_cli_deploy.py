@@ -135,6 +135,20 @@ def test_what_does_not_run_in_time(dashboard: FakeServer) -> None:
             Watch(api, "other", 0.0, clock=watch.clock, sleep=watch.sleep).until_running(5.0, lambda _: None)
 
 
+def test_a_service_that_nobody_can_reach_does_not_run_yet(dashboard: FakeServer, path: Path, run: Any) -> None:
+    engine = deployment("Engine", running=2, target=2)
+    dashboard.answers[APPLICATIONS] = [(200, NOTHING), (200, details("RUNNING", engine, proxy="STARTING"))]
+    status, _, err = run(path, "--address", dashboard.url, "--timeout-s", "1")
+    assert status == 1
+    assert err.strip() == (
+        "quire: quire does not run after 1 s, and Serve goes on trying. "
+        "No HTTP proxy is healthy (STARTING on 10.0.0.1)."
+    )
+    without = {**details("RUNNING", engine, at=11.0, proxy="STARTING"), "proxy_location": "Disabled"}
+    dashboard.answers[APPLICATIONS] = [(200, NOTHING), (200, without)]
+    assert run(path, "--address", dashboard.url)[0] == 0
+
+
 def test_a_mistake_in_the_file_is_found_before_anything_is_sent(dashboard: FakeServer, path: Path, run: Any) -> None:
     path.write_text(CONFIG.replace("num_replicas", "num_replica"))
     status, out, err = run(path, "--address", dashboard.url)
@@ -208,7 +222,7 @@ def test_lines_are_printed_when_something_changes() -> None:
         fake.answers[APPLICATIONS] = [(200, details("DEPLOYING", step)) for step in steps]
         with ServeApi(fake.url) as api:
             for _ in steps:
-                lines(api.applications()["quire"])
+                lines(api.look().applications["quire"])
     assert said == ["Engine: UPDATING 0/2", "Engine: UPDATING 1/2"]
 
 

