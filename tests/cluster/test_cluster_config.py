@@ -113,13 +113,15 @@ def test_the_default_service_is_that_of_the_file(repo_root: Path) -> None:
     assert in_file == ServiceConfig(quire=on_cpu)
 
 
-SHAPES = {  # device, GPUs or processes of one engine of each model
-    "llama-3.1-70b-tp8": [("cuda", 8)],
-    "llama-3.1-8b": [("cuda", 1)],
-    "multi-model": [("cpu", 1), ("cpu", 1)],
-    "smollm2-cpu": [("cpu", 1)],
-    "smollm2-cpu-autoscale": [("cpu", 1)],
-    "smollm2-cpu-tp2": [("cpu", 2)],
+SHAPES = {  # of one engine of each model: device, ranks of a stage, stages
+    "llama-3.1-70b-tp8": [("cuda", 8, 1)],
+    "llama-3.1-8b": [("cuda", 1, 1)],
+    "multi-model": [("cpu", 1, 1), ("cpu", 1, 1)],
+    "multi-node-pp": [("cuda", 4, 2)],
+    "qwen3-30b-a3b-ep": [("cuda", 4, 1)],
+    "smollm2-cpu": [("cpu", 1, 1)],
+    "smollm2-cpu-autoscale": [("cpu", 1, 1)],
+    "smollm2-cpu-tp2": [("cpu", 2, 1)],
 }
 
 
@@ -129,14 +131,17 @@ def test_every_file_in_configs_is_good(path: Path) -> None:
     ServeDeploySchema.model_validate(yaml.safe_load(path.read_text()))
     service = load_service(path)
     engines = service.quire.engines()
-    assert [(e.model.device, e.parallel.tensor_parallel_size) for e in engines.values()] == SHAPES[path.stem]
+    sizes = [(e.parallel.tensor_parallel_size, e.parallel.pipeline_parallel_size) for e in engines.values()]
+    devices = [engine.model.device for engine in engines.values()]
+    assert [(device, *size) for device, size in zip(devices, sizes, strict=True)] == SHAPES[path.stem]
+    assert all(engine.parallel.expert_parallel == ("-ep" in path.stem) for engine in engines.values())
     assert set(service.deployments) == {"Gateway", *engines}  # each is there to be changed
     gateway = bind(service.quire, service.deployments)._bound_deployment
     for engine, name in zip(gateway.init_args[1:], engines, strict=True):
         deployment = engine._bound_deployment
         gpus = deployment.ray_actor_options.get("num_gpus", 0)
         config = deployment.init_args[0]
-        assert gpus == (config.model.device == "cuda" and config.parallel.tensor_parallel_size == 1)
+        assert gpus == (config.model.device == "cuda" and config.parallel.world_size == 1)
         policy = (service.deployments[name].get("autoscaling_config") or {}).get("policy")
         if policy:
             assert policy["policy_function"] == "quire.cluster.autoscaling:EngineLoadPolicy"
