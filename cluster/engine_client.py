@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 import msgspec
 
 from quire.engine.errors import EngineError, OverloadedError, QuireError
-from quire.engine.outputs import EngineOutput, EngineRequest
+from quire.engine.outputs import EngineOutput, EngineRequest, RequestReport
 
 from .directory import Directory, EngineRecord
 from .engine_chooser import EngineChooser
@@ -36,7 +36,8 @@ class EngineClient:
 
     `failover_timeout_s` bounds how long a stream waits for an engine when there is none, `max_waiting_requests` how
     many that have not begun do so. `on_engines` is called with the connected engines when there are others than before,
-    and before a new one gets its first request; `on_waiting` with a model of which an engine is waited for.
+    and before a new one gets its first request; `on_waiting` with a model of which an engine is waited for;
+    `on_late_report` with a model and the report of an answer that `generate` has not waited for.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class EngineClient:
         max_waiting_requests: int = 1024,
         on_engines: Callable[[Sequence[EngineRecord]], None] = lambda _: None,
         on_waiting: Callable[[str], None] = lambda _: None,
+        on_late_report: Callable[[str, RequestReport], None] = lambda _model, _report: None,
     ) -> None:
         self._links = EngineLinks(directory, identity, self)
         self._chooser = EngineChooser(policy)
@@ -56,6 +58,7 @@ class EngineClient:
         self._max_waiting_requests = max_waiting_requests
         self._on_waiting = on_waiting
         self._on_engines = on_engines
+        self._on_late_report = on_late_report
         self._streams: dict[str, Stream] = {}  # all live ones, by request id
         self._homeless: dict[str, Stream] = {}  # streams without an engine, by wire id, oldest first
         self._trials = Trials(self._place)
@@ -101,8 +104,10 @@ class EngineClient:
                 else:
                     await call.wait()
         finally:
+            call.is_closed = True
             for stream in list(call.streams.values()):
-                self._abort(stream)
+                if not stream.is_complete:
+                    self._abort(stream)
 
     def abort(self, request_ids: Sequence[str], *, report: bool = False) -> None:
         """Stop working on requests by id; their `generate()` yields nothing more for them but, with `report`, their
@@ -281,7 +286,10 @@ class EngineClient:
             self._trials.end(stream)
         if output.finish_reason is not None:
             self._forget(stream)
-        if output.new_token_ids or output.finish_reason is not None:
+        if stream.call.is_closed:
+            if output.report is not None:
+                self._on_late_report(stream.model, output.report)
+        elif output.new_token_ids or output.finish_reason is not None:
             stream.call.arrived.append(output)
             stream.call.notify()
 

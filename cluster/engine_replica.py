@@ -12,6 +12,7 @@ import logging
 import os
 import uuid
 
+from prometheus_client.core import Metric
 from ray import serve
 
 from quire.engine.config import EngineConfig
@@ -22,7 +23,9 @@ from .assembly import start_core
 from .directory import Directory, EngineRecord, GcsStore, Registration
 from .engine_server import EngineServer
 from .logs import configure_logging
+from .metrics import EngineStats, engine_families
 from .placement import node_address
+from .ray_metrics import RayExporter
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class Engine:
         self._grace_s = max(0.0, context._deployment_config.graceful_shutdown_timeout_s - 1.0)
         directory = Directory(GcsStore(), context.app_name)
         info = load_model_info(config.model)
+        self._model = info.name
         core = await asyncio.to_thread(start_core, config, info)
         self._server = EngineServer(core, self._engine_id, directory.secret(), config.parallel)
         host = node_address()
@@ -56,6 +60,7 @@ class Engine:
         await self._registration.start()
         self._event_loop = asyncio.get_running_loop()
         atexit.register(self._on_exit)
+        self._exporter = asyncio.create_task(RayExporter(self._families).run())
         logger.info("Engine %s serves %s at %s:%d.", self._engine_id, info.name, host, port)
 
     def check_health(self) -> None:
@@ -77,9 +82,14 @@ class Engine:
             "kv_cache_usage": stats.kv_cache_usage,
         }
 
+    def _families(self) -> list[Metric]:
+        return engine_families([EngineStats(self._engine_id, self._model, self._server.load().stats)])
+
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica, for whatever reason: hand over what runs here, and end."""
         atexit.unregister(self._on_exit)
+        if hasattr(self, "_exporter"):
+            self._exporter.cancel()
         if hasattr(self, "_registration"):
             await self._leave(self._grace_s)
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
 from fastapi import FastAPI
+from prometheus_client.core import Metric
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
@@ -23,6 +24,8 @@ from .engine_client import EngineClient
 from .engine_replica import Engine
 from .logs import configure_logging
 from .metrics import EngineStats, GatewayMetrics
+from .metrics_exchange import MetricsExchange
+from .ray_metrics import RayExporter
 from .router import POLICIES
 from .served_models import ServedModels
 from .waking import EngineWaker
@@ -76,6 +79,7 @@ class Gateway:
         self._gateway_id = context.replica_id.unique_id
         configure_logging(f"gateway {self._gateway_id}")
         self._config = config.api
+        self._metrics = GatewayMetrics(self._gateway_id)
         self._models = ServedModels([engine.model for engine in config.engines().values()])
         await self._models.start()
         self._waker = EngineWaker(
@@ -89,13 +93,19 @@ class Gateway:
             max_waiting_requests=config.routing.max_waiting_requests,
             on_engines=self._limit_context,
             on_waiting=self._waker.wake,
+            on_late_report=self._metrics.reported,
         )
         self._backend = EngineBackend(self._client, self._models)
+        self._exchange = MetricsExchange(
+            GcsStore(), context.app_name, self._gateway_id, self._metrics.families, self._hear_others
+        )
+        chores = [self._exchange.run(), RayExporter(self._metrics.families).run()]
         self._keys: KeyRing | None = None
         if config.api.keys_file is not None:
             self._keys = KeyRing(config.api.keys_file, num_gateways=self._client.num_gateways)
-            self._key_reader = asyncio.create_task(self._keys.follow())
+            chores.append(self._keys.follow())
         await self._client.start()
+        self._chores = [asyncio.create_task(chore) for chore in chores]
 
     def _limit_context(self, engines: Sequence[EngineRecord]) -> None:
         """An engine whose cache is small serves less than the model could: refuse here what all of them would."""
@@ -104,10 +114,13 @@ class Gateway:
             lengths[engine.model] = max(engine.max_model_len, lengths.get(engine.model, 0))
         self._models.limit(lengths)
 
+    def _hear_others(self, families: Sequence[Metric]) -> None:
+        self._metrics.others = families
+
     def __serve_build_asgi_app__(self) -> FastAPI:
         return create_app(
             self._backend,
-            metrics=GatewayMetrics(self._gateway_id),
+            metrics=self._metrics,
             limits=ApiLimits(**self._config.model_dump(include=set(ApiLimits.__slots__))),
             keys=self._keys,
             open_metrics=self._config.open_metrics,
@@ -116,6 +129,10 @@ class Gateway:
 
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica."""
+        for chore in getattr(self, "_chores", ()):
+            chore.cancel()
+        if hasattr(self, "_exchange"):
+            await self._exchange.end()
         if hasattr(self, "_client"):
             await self._client.close()
             self._waker.close()

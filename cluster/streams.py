@@ -27,6 +27,7 @@ class Call:
         self.streams: dict[str, Stream] = {}  # live ones, by request id
         self.arrived: list[EngineOutput] = []
         self.error: QuireError | None = None
+        self.is_closed = False  # nobody waits for outputs any more
         self._news = asyncio.Event()
 
     def notify(self) -> None:

@@ -196,6 +196,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    num_waiting_by_cause: dict[str, int] = {}  # those that are not 0, by what the requests lack now
     num_blocks: int = 0  # usable blocks
     num_used_blocks: int = 0  # referenced by a request
     num_steps: int = 0

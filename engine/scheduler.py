@@ -479,6 +479,7 @@ class Scheduler:
         return SchedulerStats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
+            num_waiting_by_cause=self.waiting.num_by_cause(),
             num_waiting_tokens=self.waiting.num_tokens,
             num_uncomputed_tokens=int((table.num_tokens[rows] - table.num_computed[rows]).clip(min=0).sum()),
             num_blocks=pool.num_usable,

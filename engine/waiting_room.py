@@ -69,6 +69,20 @@ class WaitingRoom:
         """Requests that a gate has refused for now."""
         return sum(len(aside.requests) for aside in self._aside)
 
+    def num_by_cause(self) -> dict[str, int]:
+        """How many wait for what, by the name of the `WaitCause`."""
+        counts: dict[str, int] = {}
+        if len(self.queue):
+            for tenant in self.tenants:
+                if tenant.num_waiting:
+                    cause = tenant.clock.cause.name.lower()
+                    counts[cause] = counts.get(cause, 0) + tenant.num_waiting
+        for gate, aside in zip(self._gates, self._aside, strict=True):
+            if aside.requests:
+                cause = gate.cause.name.lower()
+                counts[cause] = counts.get(cause, 0) + len(aside.requests)
+        return counts
+
     def check_room(self, num_tokens: int) -> None:
         """Raise `OverloadedError` unless a new request of `num_tokens` may wait here."""
         for name, limit, waiting, more in (

@@ -12,7 +12,7 @@ from quire.engine.beam_search import Beam, BeamSearch, BeamSearchParams
 from quire.engine.errors import EngineError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest, FinishReason
 
-from ..metrics import RequestMetrics
+from ..request_metrics import RequestMetrics
 from .backend import Backend, ServedModel
 from .context import ApiContext
 from .errors import DeadlineError

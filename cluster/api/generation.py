@@ -12,7 +12,7 @@ from quire.engine.errors import EngineError, ModelNotFoundError, QuireError
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, RequestReport
 
-from ..metrics import RequestMetrics
+from ..request_metrics import RequestMetrics
 from .backend import Backend, ServedModel
 from .errors import DeadlineError
 from .protocol.generation import GenerationRequest
@@ -76,6 +76,7 @@ class Generation:
         self._num_unfinished = len(self.states)
         self._include_report = include_report
         self._reports: list[RequestReport | None] = [None] * len(self.states)
+        metrics.asked(self._num_choices, self._requests[0].sampling_params.max_tokens)
         self._last_words: dict[str, CompletionOutput] = {}  # ends of answers that wait for their engine's report
 
     async def deltas(self) -> AsyncGenerator[list[CompletionOutput], None]:
@@ -134,7 +135,7 @@ class Generation:
                 continue
             if output.report is not None:
                 self._reports[state.index] = output.report
-                self._metrics.waited(output.report.wait_s)
+                self._metrics.reported(output.report)
             if state.finished:
                 last_words = self._last_words.pop(state.request_id, None) if output.finish_reason else None
                 if last_words is not None:
@@ -146,8 +147,10 @@ class Generation:
             num_new = len(state.token_ids) - num_known
             if num_new:
                 self._metrics.tokens(state.index, num_new)
-                is_first = num_known == 0 and state.index % self._num_choices == 0
-                self._tenant.used(num_new + (state.num_prompt_tokens if is_first else 0))
+                self._tenant.used(num_new)
+                if num_known == 0 and state.index % self._num_choices == 0:
+                    self._tenant.used(state.num_prompt_tokens)
+                    self._metrics.prompt(state.num_prompt_tokens)
             if delta is not None:
                 deltas.append(delta)
             if state.finish_reason is not None:
@@ -159,13 +162,13 @@ class Generation:
                 else:
                     self._num_unfinished -= 1
         if stopped:
-            self._backend.abort(stopped, report=self._include_report)
+            self._backend.abort(stopped, report=True)  # it is counted, whoever wants to see it
         return deltas
 
     def _ended(self, state: RequestState) -> None:
         """Raises `DeadlineError` or `EngineError` unless the answer is one."""
         assert state.finish_reason is not None
-        self._metrics.ended(state.finish_reason)
+        self._metrics.ended(state.index, state.finish_reason)
         if state.finish_reason == "error":
             raise EngineError(state.error or "The engine failed while it worked on this request.")
         if state.finish_reason == "deadline":
@@ -177,4 +180,4 @@ class Generation:
         for state in self.states:
             if state.finish_reason is None:
                 state.finish_reason = reason
-                self._metrics.ended(reason)
+                self._metrics.ended(state.index, reason)

@@ -134,6 +134,7 @@ class FakeBackend:
         stats = SchedulerStats(
             num_running=len(self.running),
             num_waiting=2,
+            num_waiting_by_cause={"kv_blocks": 2},
             num_blocks=8,
             num_used_blocks=2,
             num_prompt_tokens=11,

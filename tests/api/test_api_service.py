@@ -12,7 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 import quire
 from quire.cluster.api.app import create_app
 from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
-from quire.cluster.metrics import EngineStats, GatewayMetrics
+from quire.cluster.metrics import EngineStats, GatewayMetrics, metric_names
+from quire.cluster.metrics_exchange import MetricsExchange
 from quire.engine.outputs import RequestReport, SchedulerStats
 
 MODEL = "smollm2-135m-instruct"
@@ -102,7 +103,7 @@ def samples(text: str) -> dict[Any, Any]:
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.removeprefix("quire:")
-            reason = sample.labels.get("finished_reason")
+            reason = sample.labels.get("finished_reason") or sample.labels.get("reason")
             values[(name, reason) if reason else name] = sample.value
     return values
 
@@ -123,6 +124,7 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
         "num_evictions_total": 4,
         "num_deadlines_missed_total": 1,
         "num_tokens_waiting": 70,
+        ("num_requests_waiting_by_reason", "kv_blocks"): 2,
     }
     assert (await scrape(client)).items() >= engine.items()
 
@@ -138,6 +140,13 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     assert values["time_to_first_token_seconds_count"] == 4
     assert values["inter_token_latency_seconds_count"] == 3 + (num_tokens - 1) + (num_tokens - 2) + 2
     assert values["e2e_request_latency_seconds_count"] == 4
+    assert (values["request_prompt_tokens_count"], values["request_prompt_tokens_sum"]) == (3, 12)
+    assert (values["request_generation_tokens_count"], values["request_generation_tokens_sum"]) == (
+        4,
+        4 + num_tokens + (num_tokens - 1) + 3,
+    )
+    assert (values["request_params_n_sum"], values["request_params_max_tokens_sum"]) == (4, 4 + 100 + 4)
+    assert values["request_time_per_output_token_seconds_count"] == 4
 
 
 async def test_waiting_is_summed_by_cause(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -148,6 +157,8 @@ async def test_waiting_is_summed_by_cause(client: httpx.AsyncClient, backend: Fa
     labels = f'gateway="gateway",model_name="{MODEL}"'
     assert f'quire:request_wait_seconds_total{{cause="kv_blocks",{labels}}} 6.0' in text
     assert f'quire:request_wait_seconds_total{{cause="token_budget",{labels}}} 1.5' in text
+    assert f"quire:request_queue_time_seconds_sum{{{labels}}} 7.5" in text
+    assert f"quire:request_inference_time_seconds_sum{{{labels}}} 1.5" in text
 
 
 def test_latencies_are_exact_by_the_clock_that_is_given() -> None:
@@ -160,7 +171,7 @@ def test_latencies_are_exact_by_the_clock_that_is_given() -> None:
     request.tokens(1, 1)
     now = 101.5
     request.tokens(0, 2)  # two tokens, half a second each
-    request.ended("stop")
+    request.ended(0, "stop")
     values = samples(metrics.render([]).decode())
     assert values["time_to_first_token_seconds_sum"] == 1.5
     assert (values["inter_token_latency_seconds_count"], values["inter_token_latency_seconds_sum"]) == (2, 1.0)
@@ -169,9 +180,72 @@ def test_latencies_are_exact_by_the_clock_that_is_given() -> None:
 
 def test_series_say_whose_they_are() -> None:
     metrics = GatewayMetrics("g1")
-    metrics.start("m", 1).ended("stop")
+    metrics.start("m", 1).ended(0, "stop")
     engines = [EngineStats(name, "m", SchedulerStats(num_running=i)) for i, name in enumerate(("e1", "e2"))]
     text = metrics.render(engines).decode()
     assert 'quire:num_requests_running{engine="e1",model_name="m"} 0.0' in text
     assert 'quire:num_requests_running{engine="e2",model_name="m"} 1.0' in text
     assert 'quire:request_success_total{finished_reason="stop",gateway="g1",model_name="m"} 1.0' in text
+
+
+def test_every_name_is_known_in_one_place() -> None:
+    """Dashboards are checked against it."""
+    metrics = GatewayMetrics("g1")
+    request = metrics.start("m", 1)
+    request.tokens(0, 2)
+    request.reported(RequestReport(wall_s=1.0, compute_s=0.5, wait_s={"kv_blocks": 0.5}))
+    request.ended(0, "stop")
+    stats = SchedulerStats(num_waiting=1, num_waiting_by_cause={"kv_blocks": 1})
+    shown = {
+        sample.name
+        for family in text_string_to_metric_families(metrics.render([EngineStats("e", "m", stats)]).decode())
+        for sample in family.samples
+    }
+    assert shown == metric_names()
+    assert {"quire:time_to_first_token_seconds_bucket", "quire:prompt_tokens_total"} <= shown
+
+
+class _Store(dict[str, bytes]):
+    """The part of a key-value store that the exchange uses."""
+
+    def put(self, key: str, value: bytes, *, overwrite: bool) -> None:
+        self[key] = value
+
+    def keys(self, prefix: str) -> list[str]:  # type: ignore[override]
+        return [key for key in list(self) if key.startswith(prefix)]
+
+    def delete(self, key: str) -> None:
+        self.pop(key, None)
+
+
+async def test_any_gateway_tells_the_numbers_of_all() -> None:
+    store, now = _Store(), 1000.0
+    gateways = [GatewayMetrics(f"g{i}") for i in range(3)]
+    exchanges = [
+        MetricsExchange(store, "app", f"g{i}", g.families, lambda f, g=g: setattr(g, "others", f), clock=lambda: now)  # type: ignore[misc]
+        for i, g in enumerate(gateways)
+    ]
+    for i, gateway in enumerate(gateways):
+        for _ in range(i + 1):
+            gateway.start("m", 1).ended(0, "stop")
+    for exchange in (*exchanges, *exchanges):
+        await exchange.round()
+    engines = [EngineStats("e1", "m", SchedulerStats(num_generation_tokens=7))]
+    texts = [gateway.render(engines).decode() for gateway in gateways]
+    assert len({frozenset(text.splitlines()) for text in texts}) == 1
+    for i in range(3):
+        label = f'finished_reason="stop",gateway="g{i}",model_name="m"'
+        assert f"quire:request_success_total{{{label}}} {i + 1}.0" in texts[0]
+    assert texts[0].count("quire:generation_tokens_total{") == 1
+    assert texts[0].count("# TYPE quire:request_success_total") == 1
+    list(text_string_to_metric_families(texts[0]))
+
+    await exchanges[2].end()
+    now += 10
+    await exchanges[0].round()
+    assert 'gateway="g2"' not in gateways[0].render([]).decode()
+    assert 'gateway="g1"' in gateways[0].render([]).decode()
+    now += 15  # the second one has not been heard of for 25 s
+    await exchanges[0].round()
+    assert 'gateway="g1"' not in gateways[0].render([]).decode()
+    assert list(store) == ["app/metrics/g0"]

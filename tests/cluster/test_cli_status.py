@@ -14,7 +14,7 @@ from quire.cluster import cli
 from quire.cluster.cli_top import METRICS, EngineRow, frame_of
 from quire.cluster.metrics import EngineStats, GatewayMetrics
 from quire.cluster.service_http import Service
-from quire.engine.outputs import SchedulerStats
+from quire.engine.outputs import RequestReport, SchedulerStats
 
 ENGINE = {"id": "e1", "status": "ok", "problem": None, "num_running": 3, "num_waiting": 1}
 MODEL = {"id": "m", "status": "ok", "problem": None, "engines": [ENGINE]}
@@ -155,7 +155,7 @@ def test_a_counter_that_began_anew_is_no_negative_rate(server: FakeServer) -> No
 
 def test_every_metric_that_is_shown_exists(server: FakeServer) -> None:
     gateway = GatewayMetrics("g1")
-    gateway.start("m", 1).waited({"KV_BLOCKS": 1.5})
+    gateway.start("m", 1).reported(RequestReport(wall_s=2.0, compute_s=0.5, wait_s={"KV_BLOCKS": 1.5}))
     found = samples(server, gateway.render([EngineStats("e1", "m", AFTER)]).decode())
     assert set(METRICS) - {name for name, _ in found} == set()
     assert frame_of(found, found, 1.0).waited == {"KV_BLOCKS": 1.5}

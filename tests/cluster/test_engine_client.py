@@ -112,6 +112,15 @@ async def test_an_abort_that_wants_a_report_gets_it(directory: Directory, client
     assert (last["a"].finish_reason, last["a"].report is not None) == ("abort", True)
     await until(lambda: is_idle(engine) and not engine._owners)
 
+    late: list[str] = []
+    client._on_late_report = lambda model, report: late.append(model)
+    stream = client.generate(MODEL, [request("d", 500)])
+    await anext(stream)
+    client.abort(["d"], report=True)
+    await stream.aclose()  # nobody waits, and the report is counted all the same
+    await until(lambda: late == [MODEL] and is_idle(engine) and not engine._owners)
+    assert not client._streams
+
     engine._engine.abort = lambda request_ids: None  # type: ignore[method-assign]
     stream = client.generate(MODEL, [request("c", 500)])
     await anext(stream)
