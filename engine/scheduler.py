@@ -398,8 +398,8 @@ class Scheduler:
             request.status = RequestStatus.PREEMPTED
             self.waiting.push(request, now)
         self.kv_cache.reset_prefix_cache()
-        self._share.reset()
         self._released_rows = []
+        self._share.reset()
         self.waiting.queue.all_stand_still(WaitCause.RECOVERY, now)
         ends = []
         for request in given_up:

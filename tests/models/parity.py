@@ -16,7 +16,9 @@ from family_parity import FamilyUnderTest, Parity
 from tiny_fallbacks import TINY_FALLBACKS
 from tiny_families import TINY_FAMILIES
 
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
+from quire.workers.models.sizes import check_ranks
 
 TOLERANCE = 1e-4
 ROW = "{:<22} {:<24} {:>7} {:>10} {:>5} {:>20} {:>9} {:>9} {:>9} {:>9}"
@@ -38,7 +40,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as directory:
             model = FamilyUnderTest(family, Path(directory))
             parities = [*(model.compare(answers) for answers in model.modes().values()), model.preempted()]
-            grids = {name: on_ranks(model, grid) for name, grid in GRIDS.items()}
+            grids = {title: on_ranks(model, grid) for title, grid in GRIDS.items()}
             model.executor.shutdown()
         mismatches = sum(len(parity.mismatches) for parity in parities)
         difference = max(parity.max_logprob_difference for parity in parities)
@@ -50,14 +52,13 @@ def main() -> int:
 
 
 def on_ranks(model: FamilyUnderTest, grid: dict[str, object]) -> Parity | None:
-    """None where the model has no experts to deal out."""
+    """None where the model cannot be shared so: it has no experts to deal out, or `transformers` computes it."""
     try:
-        with model.on_ranks(**grid):
-            return model.batched()
+        check_ranks(EngineConfig.model_validate({"parallel": grid}), model.info)
     except ConfigError:
-        if "expert_parallel" not in grid:
-            raise
         return None
+    with model.on_ranks(**grid):
+        return model.batched()
 
 
 def is_exact(parity: Parity | None) -> bool:

@@ -30,6 +30,7 @@ FEATURES = {
     "chunked": {"max_num_batched_tokens": 5},
     "long_prefill": {"long_prefill_token_threshold": 3},
     "depth2": {"max_inflight_steps": 2},
+    "pipeline": {"num_stages": 2},
     "few_rows": {"max_num_seqs": 2},
     "preempted": {"num_blocks": 22},
     "window": {"windows": (None, 6)},
@@ -50,7 +51,9 @@ def test_features_in_pairs_leave_the_tokens_alone(pair: tuple[str, ...]) -> None
         options.update(FEATURES[name])
     prefix = [7] * options.pop("prefix", 0)
     aborts = options.pop("aborts", ())
-    model = {name: options.pop(name) for name in ("windows", "num_blocks", "fail_steps") if name in options}
+    model = {
+        name: options.pop(name) for name in ("windows", "num_blocks", "fail_steps", "num_stages") if name in options
+    }
     if "windows" in model and "num_blocks" in model:
         model["num_blocks"] = 24 if None in model["windows"] else 16
         options["max_num_batched_tokens"] = 16
@@ -209,12 +212,12 @@ def test_a_request_that_fails_every_time_ends_with_an_error() -> None:
     assert run(core, [make_request("s", [1, 2, 3], 4)]).tokens["s"] == expected_tokens([1, 2, 3], 4)
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(("depth", "num_stages"), [(1, 1), (2, 1), (2, 2), (3, 3)])
 @pytest.mark.parametrize("poison_from", [0, 9])
 @pytest.mark.parametrize("num_blocks", [200, 14])
-def test_a_poisonous_request_ends_alone(depth: int, poison_from: int, num_blocks: int) -> None:
+def test_a_poisonous_request_ends_alone(depth: int, num_stages: int, poison_from: int, num_blocks: int) -> None:
     poison = frozenset({"r2", "r5"})
-    executor = FakeExecutor(poison=poison, poison_from=poison_from, num_blocks=num_blocks)
+    executor = FakeExecutor(poison=poison, poison_from=poison_from, num_blocks=num_blocks, num_stages=num_stages)
     core = make_core(executor, max_model_len=40, max_inflight_steps=depth)
     requests = [make_request(f"r{i}", [i] * 5, 12, seed=i) for i in range(8)]
     collector = run(core, requests)

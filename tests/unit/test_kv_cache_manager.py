@@ -182,6 +182,32 @@ def test_windowed_layers_are_grouped_by_the_number_of_full_ones() -> None:
     assert block_bytes(specs) == 2 * full.block_bytes
 
 
+def test_stages_share_tables_but_no_memory() -> None:
+    """On two stages a block is as large as one layer on each, with as many groups as on one stage."""
+    window, full = KVCacheSpec(4, 1, 8, 4, sliding_window=6), KVCacheSpec(4, 1, 8, 4)
+    specs = [full if layer % 6 == 5 else window for layer in range(12)]
+    groups = group_layers(specs, num_stages=2)
+    assert [group.layer_indices for group in groups] == [(0, 6), (1, 7), (2, 8), (3, 9), (4, 10), (5, 11)]
+    assert shared_layers(groups, range(6)) == [[0, 1, 2, 3, 4, 5]]
+    assert shared_layers(groups, range(6, 12)) == [[6, 7, 8, 9, 10, 11]]
+    assert [block_bytes(specs, 2, stage) for stage in range(2)] == [full.block_bytes] * 2
+
+
+def test_stages_of_different_layers() -> None:
+    """3 + 2 + 2 layers; the last stage has no full one, so its windowed layers are dealt to the groups there are."""
+    window, full = KVCacheSpec(4, 1, 8, 4, sliding_window=6), KVCacheSpec(4, 1, 8, 4)
+    specs = [window, window, full, full, window, window, window]
+    groups = group_layers(specs, num_stages=3)
+    assert [group.layer_indices for group in groups] == [(0, 4, 5), (1, 6), (2, 3)]
+    assert [shared_layers(groups, layers) for layers in (range(3), range(3, 5), range(5, 7))] == [
+        [[0, 1, 2]],
+        [[4, 3]],
+        [[5, 6]],
+    ]
+    assert [group.layer_indices for group in group_layers([full] * 5, 2)] == [(0, 1, 2, 3, 4)]
+    assert [block_bytes([full] * 5, 2, stage) for stage in range(2)] == [3 * full.block_bytes, 2 * full.block_bytes]
+
+
 def test_windowed_layers_fewer_than_full_ones_are_one_group() -> None:
     window, full = KVCacheSpec(4, 1, 8, 4, sliding_window=6), KVCacheSpec(4, 1, 8, 4)
     assert [group.layer_indices for group in group_layers([full, full, window])] == [(0, 1), (2,)]

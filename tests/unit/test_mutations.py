@@ -15,7 +15,14 @@ import pytest
 
 UNIT = Path(__file__).parent
 ENGINE = UNIT.parent.parent / "engine"
-TESTS = ("test_block_pool.py", "test_kv_cache_manager.py", "test_core.py", "test_admission.py", "test_cache_history.py")
+TESTS = (
+    "test_block_pool.py",
+    "test_kv_cache_manager.py",
+    "test_core.py",
+    "test_admission.py",
+    "test_cache_history.py",
+    "test_step_share.py",
+)
 
 # What is wrong, file, what stands there, what is put in its place.
 FAULTS = [
@@ -30,7 +37,7 @@ FAULTS = [
     ("acquired block stays free", "block_pool.py", "if self.ref_count[block_id] == 0:", "if False:"),
     ("hash forgets what came before", "block_hash.py", "sha256(parent + array", "sha256(array"),
     ("one block too few", "scheduler.py", "-(-(computed + grants) // self.kv_cache.block_size)", "(computed + grants) // self.kv_cache.block_size"),
-    ("budget is not kept", "scheduler.py", "np.clip(config.max_num_batched_tokens - served_before, 0, limited)", "np.clip(limited, 0, limited)"),
+    ("budget is not kept", "scheduler.py", "np.clip(budget - served_before, 0, limited)", "np.clip(limited, 0, limited)"),
     ("token after the last is computed", "scheduler.py", "table.max_total[rows] - 1)", "table.max_total[rows])"),
     ("result goes to the row's next owner", "scheduler.py", "step.samples & (table.epoch[rows] == step.epochs)", "step.samples & (table.epoch[rows] >= 0)"),
     ("cache survives the workers", "scheduler.py", "        self.kv_cache.reset_prefix_cache()\n        self._released_rows = []", "        self._released_rows = []"),
@@ -51,6 +58,14 @@ FAULTS = [
     ("a gate's change of mind is missed", "waiting_room.py", "min(aside.version, version) if aside.requests else version", "version"),
     ("idle time counts as work", "scheduler.py", "            self.waiting.drain_rate.pause()\n", ""),
     ("logprobs of the neighbour", "step_plan.py", "token_ids[1:wanted], values[1:wanted]", "token_ids[1:], values[1:]"),
+    ("a row goes on without its last token", "step_share.py", "        return table.num_tokens[rows]\n", "        return table.num_tokens[rows] + table.num_pending[rows]\n"),
+    ("a sampled token is not told", "scheduler.py", "            last_token_ids=self._share.last_token_ids(table, rows, samples),\n", ""),
+    ("the last token is an old one", "scheduler.py", "        table.last_token_ids[rows[taken]] = result.sampled_token_ids[taken, 0]\n", ""),
+    ("one step takes every row", "step_share.py", "np.cumsum(decodes) > most_rows", "np.cumsum(decodes) > num_running"),
+    ("one step takes every token", "step_share.py", "max(-(-work // self._num_steps), MIN_STEP_TOKENS)", "budget"),
+    ("what is under way does not count", "step_share.py", "self._num_tokens_under_way += num_tokens", "pass"),
+    ("what is back still counts", "step_share.py", "self._num_tokens_under_way -= num_tokens", "pass"),
+    ("what was lost is still under way", "scheduler.py", "        self._share.reset()\n", ""),
     ("the window is left before it is cached", "scheduler.py", "self.kv_cache.commit(request, self._num_final_tokens(row))\n        while", "while"),
 ]  # fmt: skip
 

@@ -26,14 +26,17 @@ def test_random_workloads(chunk: int, tmp_path: Path) -> None:
 
 def test_the_workloads_reach_what_they_are_for() -> None:
     """A random test that never preempts, hits, fails or aborts proves nothing."""
-    totals = dict.fromkeys(("preemptions", "hits", "restarts", "windows", "gated", "abort", "deadline", "stop"), 0)
+    totals = dict.fromkeys(
+        ("preemptions", "hits", "restarts", "windows", "pipelines", "gated", "abort", "deadline", "stop"), 0
+    )
     for seed in range(100):
         played = play(draw(seed))
         stats = played.core.stats()
         totals["preemptions"] += stats.num_preemptions
         totals["hits"] += stats.prefix_cache_hits
         totals["restarts"] += played.executor.num_restarts
-        totals["windows"] += len(played.executor.kv_cache_specs()) > 1
+        totals["windows"] += len(played.script.executor["windows"]) > 1
+        totals["pipelines"] += played.executor.num_stages > 1
         for end in played.collector.ends.values():
             if end.finish_reason in totals:
                 totals[end.finish_reason] += 1

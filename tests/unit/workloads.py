@@ -94,6 +94,8 @@ def draw(seed: int) -> Script:
         if rng.random() < 0.03:
             ops.append(("reset", None))
         ops.append(("step", rng.choice([0.0, 0.5, 2.0])))
+    if rng.random() < 0.3:
+        executor["num_stages"] = rng.choice([2, 3])
     return Script(executor, engine, rng.choice([None, None, 1, 3]), tuple(ops))
 
 
