@@ -22,6 +22,7 @@ from .service_http import Labels, Samples, Service
 
 RUNNING = "quire:num_requests_running"
 WAITING = "quire:num_requests_waiting"
+WAITING_BY_REASON = "quire:num_requests_waiting_by_reason"
 KV_USAGE = "quire:kv_cache_usage_perc"
 PROMPT_TOKENS = "quire:prompt_tokens_total"
 GENERATION_TOKENS = "quire:generation_tokens_total"
@@ -30,7 +31,7 @@ PREFIX_QUERIES = "quire:prefix_cache_queries_total"
 PREFIX_HITS = "quire:prefix_cache_hits_total"
 WAIT_SECONDS = "quire:request_wait_seconds_total"
 METRICS = (
-    RUNNING, WAITING, KV_USAGE, PROMPT_TOKENS, GENERATION_TOKENS, PREEMPTIONS, PREFIX_QUERIES,
+    RUNNING, WAITING, WAITING_BY_REASON, KV_USAGE, PROMPT_TOKENS, GENERATION_TOKENS, PREEMPTIONS, PREFIX_QUERIES,
     PREFIX_HITS, WAIT_SECONDS,
 )  # fmt: skip
 
@@ -54,8 +55,8 @@ class EngineRow:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What is shown at once. `causes`: requests that wait, by what they wait for, where engines tell; `waited` the
-    seconds that requests which have ended had waited, by cause."""
+    """What is shown at once. `causes`: requests that wait now, by what they lack; `waited`: the seconds that requests
+    which have ended had waited, by the same."""
 
     rows: tuple[EngineRow, ...]
     causes: dict[str, float]
@@ -66,7 +67,7 @@ def frame_of(now: Samples, before: Samples, seconds: float) -> Frame:
     """Two scrapes that are `seconds` apart. An engine that is new has no rates yet."""
     engines = sorted({_engine(labels) for (name, labels) in now if name == RUNNING})
     rows = tuple(_row(model, engine, now, before, seconds) for model, engine in engines)
-    return Frame(rows, _by_cause(now, WAITING), _by_cause(now, WAIT_SECONDS))
+    return Frame(rows, _by_label(now, WAITING_BY_REASON, "reason"), _by_label(now, WAIT_SECONDS, "cause"))
 
 
 def _row(model: str, engine: str, now: Samples, before: Samples, seconds: float) -> EngineRow:
@@ -98,13 +99,13 @@ def _engine(labels: Labels) -> tuple[str, str]:
     return found.get("model_name", ""), found.get("engine", "")
 
 
-def _by_cause(samples: Samples, name: str) -> dict[str, float]:
-    """Sums by the label `cause`, the largest first; without those that are zero."""
+def _by_label(samples: Samples, name: str, label: str) -> dict[str, float]:
+    """Sums of one metric by one label, the largest first; without those that are zero."""
     sums: dict[str, float] = {}
     for (found, labels), value in samples.items():
-        cause = dict(labels).get("cause")
-        if found == name and cause is not None and value:
-            sums[cause] = sums.get(cause, 0.0) + value
+        if found == name and value:
+            key = dict(labels)[label]
+            sums[key] = sums.get(key, 0.0) + value
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 

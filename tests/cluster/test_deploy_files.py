@@ -21,8 +21,7 @@ from packaging.specifiers import SpecifierSet
 
 from quire.cluster.api.app import create_app
 from quire.cluster.config_file import load_service
-from quire.cluster.metrics import EngineStats, GatewayMetrics
-from quire.engine.outputs import SchedulerStats
+from quire.cluster.metrics import metric_names
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -227,17 +226,6 @@ def test_every_pod_has_the_environment_of_every_node() -> None:
 # Monitoring
 
 
-def exposed_metrics() -> set[str]:
-    """The names of every series of a gateway's /metrics, from the code that renders it."""
-    metrics = GatewayMetrics("g")
-    request = metrics.start("m", 1)
-    request.tokens(0, 1)
-    request.waited({"KV_BLOCKS": 1.0})
-    request.ended("stop")
-    text = metrics.render([EngineStats("e", "m", SchedulerStats())]).decode()
-    return set(re.findall(r"^([a-zA-Z_:][\w:]*)[{ ]", text, re.MULTILINE))
-
-
 def ray_metrics() -> str:
     """The source of what Ray and Serve measure."""
     package = Path(ray.__file__).parent
@@ -254,7 +242,7 @@ def test_every_query_of_the_dashboard_names_a_metric_that_exists() -> None:
     dashboard = json.loads((DEPLOY / "monitoring/grafana-dashboard.json").read_text())
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [variable["query"] for variable in dashboard["templating"]["list"]]
-    ours, theirs = exposed_metrics(), ray_metrics()
+    ours, theirs = metric_names(), ray_metrics()
     assert len(queries) > 20
     for query in queries:
         names = names_in(query)
