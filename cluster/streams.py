@@ -78,8 +78,7 @@ class Stream:
 
     def fits(self, engine: EngineRecord) -> bool:
         """Whether an engine's context holds the request to its end: a smaller one would cut an open answer."""
-        request = self.request
-        return len(request.prompt_token_ids) + (request.sampling_params.max_tokens or 1) <= engine.max_model_len
+        return self.request.max_num_tokens <= engine.max_model_len
 
     def to_submit(self) -> EngineRequest:
         """The request as the next engine gets it. A deadline counts from the arrival there, and goes on here."""

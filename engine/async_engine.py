@@ -11,10 +11,11 @@ from .core import EngineCore
 from .detokenizer import TokenDecoder
 from .errors import EngineError, InvalidRequestError, QuireError
 from .input_processor import InputProcessor, RequestOptions
-from .llm import Prompt, split_prompt
+from .llm import Prompt, embedding_output, split_prompt
 from .loop import EngineLoop
 from .output_processor import OutputKind, OutputProcessor
-from .outputs import EngineOutput, EngineRequest, RequestOutput, SchedulerStats
+from .outputs import EmbeddingOutput, EngineOutput, EngineRequest, RequestOutput, SchedulerStats
+from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 
 _Item = RequestOutput | EngineError
@@ -32,6 +33,7 @@ class AsyncEngine:
         self._input_processor = input_processor
         self._outputs = OutputProcessor(TokenDecoder(tokenizer), kind)
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
+        self._embeddings: dict[str, asyncio.Future[EngineOutput]] = {}
         self._active: set[str] = set()  # engine request ids
         self._event_loop = asyncio.get_running_loop()
         self._failure: EngineError | None = None
@@ -54,17 +56,13 @@ class AsyncEngine:
         """
         if self._failure is not None:
             raise self._failure
-        if request_id is None:
-            request_id = f"async-{self._num_requests}"
-            self._num_requests += 1
+        request_id = request_id or self._new_id()
         text, content = split_prompt(prompt)
         requests = self._input_processor.process(request_id, content, sampling_params, options=options)
         ids = [request.request_id for request in requests]
-        if not self._active.isdisjoint(ids):
-            raise InvalidRequestError(f"request_id: {request_id!r} is in use.", "request_id")
+        self._take_ids(ids)
         queue: asyncio.Queue[_Item] = asyncio.Queue()
         self._queues[request_id] = queue
-        self._active.update(ids)
         self._outputs.add(text, requests)
         finished = False
         try:
@@ -82,6 +80,32 @@ class AsyncEngine:
             if not finished:
                 self._loop.abort(ids)
 
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        options: RequestOptions = RequestOptions(),  # noqa: B008 - it is immutable
+    ) -> EmbeddingOutput:
+        """The embedding of one prompt. Cancellation aborts the request. Raises as `generate` does."""
+        if self._failure is not None:
+            raise self._failure
+        request_id = request_id or self._new_id()
+        text, content = split_prompt(prompt)
+        request = self._input_processor.process_embedding(request_id, content, pooling, options=options)
+        self._take_ids([request_id])
+        end: asyncio.Future[EngineOutput] = self._event_loop.create_future()
+        self._embeddings[request_id] = end
+        try:
+            await asyncio.wrap_future(self._loop.call(partial(_add_all, [request])))
+            return embedding_output(request, text, await end)
+        finally:
+            del self._embeddings[request_id]
+            self._active.discard(request_id)
+            if not end.done() or end.cancelled():
+                self._loop.abort([request_id])
+
     def stats(self) -> SchedulerStats:
         """As of the last step boundary."""
         return self._loop.stats()
@@ -91,6 +115,15 @@ class AsyncEngine:
         await asyncio.to_thread(self._loop.stop)
         self._fail(EngineError("The engine was shut down."))
 
+    def _new_id(self) -> str:
+        self._num_requests += 1
+        return f"async-{self._num_requests - 1}"
+
+    def _take_ids(self, ids: list[str]) -> None:
+        if not self._active.isdisjoint(ids):
+            raise InvalidRequestError(f"request_id: {ids[0]!r} is in use.", "request_id")
+        self._active.update(ids)
+
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
         self._event_loop.call_soon_threadsafe(self._deliver, outputs)
 
@@ -98,6 +131,10 @@ class AsyncEngine:
         self._event_loop.call_soon_threadsafe(self._fail, EngineError(f"The engine failed: {error}"))
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for end in outputs:
+            future = self._embeddings.get(end.request_id)
+            if future is not None and not future.done():
+                future.set_result(end)
         processed = self._outputs.process(outputs)
         if processed.abort_ids:
             self._loop.abort(processed.abort_ids)
@@ -112,6 +149,9 @@ class AsyncEngine:
         self._failure = error
         for queue in self._queues.values():
             queue.put_nowait(error)
+        for future in self._embeddings.values():
+            if not future.done():
+                future.set_exception(error)
 
 
 def _add_all(requests: list[EngineRequest], core: EngineCore) -> None:

@@ -11,6 +11,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from .pooling import PoolingType
+
 
 class Section(BaseModel):
     """Base of every configuration section: frozen, strict about names, and documented where it is defined."""
@@ -42,6 +44,9 @@ class ModelConfig(Section):
     )
     quantization: Literal["int8"] | None = Field(
         None, description="int8: weights in 8 bits, one scale per row; a quarter of float32's memory. Not exact."
+    )
+    pooling: PoolingType | None = Field(
+        None, description="What an embedding is made of; what the model's own files say, else last, when not given."
     )
     num_threads: int | None = Field(
         None, ge=1, description="CPU threads of one rank; the machine's cores shared by the ranks when not given."

@@ -14,10 +14,14 @@ from .bad_words import TokenSequences, bad_word_sequences
 from .errors import InvalidRequestError
 from .grammar.spec import GrammarSpec
 from .outputs import EngineRequest
+from .pooling import PoolingParams
 from .sampling_params import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
     from .model_source import ModelInfo
+
+
+_NO_ANSWER = SamplingParams(max_tokens=0)
 
 
 class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,12 +92,16 @@ class InputProcessor:
         prompt_token_ids = self.tokenize(prompt) if isinstance(prompt, str) else _integers(prompt, param)
         room = self.room_after(prompt_token_ids, param)
         resolved = self._resolve(params, room)
+        # What a prompt is like is said once, with its first choice.
+        further = resolved
+        if resolved.prompt_logprobs is not None:
+            further = msgspec.structs.replace(resolved, prompt_logprobs=None)
         seed = params.seed if params.seed is not None else self._random.randint(0, MAX_SEED)
         return [
             EngineRequest(
                 request_id=request_id if choice == 0 else f"{request_id}-{choice}",
                 prompt_token_ids=prompt_token_ids,
-                sampling_params=resolved,
+                sampling_params=resolved if choice == 0 else further,
                 seed=seed,
                 choice_index=choice,
                 eos_token_ids=tuple(self.info.eos_token_ids),
@@ -108,15 +116,56 @@ class InputProcessor:
             for choice in range(params.n)
         ]
 
+    def process_embedding(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        pooling: PoolingParams | None = None,
+        *,
+        param: str = "prompt",
+        options: RequestOptions = RequestOptions(),  # noqa: B008 - it is immutable
+    ) -> EngineRequest:
+        """The request that embeds one prompt, pooled as the model does where `pooling` does not say otherwise.
+
+        Raises `InvalidRequestError` naming the field.
+        """
+        prompt_token_ids = self.tokenize(prompt) if isinstance(prompt, str) else _integers(prompt, param)
+        self._check_prompt(prompt_token_ids, param, 0)
+        return EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt_token_ids,
+            sampling_params=_NO_ANSWER,
+            seed=0,
+            pooling=self._resolve_pooling(pooling),
+            **{field: getattr(options, field) for field in RequestOptions.__struct_fields__},
+        )
+
+    def _resolve_pooling(self, pooling: PoolingParams | None) -> PoolingParams:
+        if pooling is None:
+            return self.info.pooling
+        size = self.info.hidden_size
+        if pooling.dimensions is not None and size is not None and pooling.dimensions > size:
+            raise InvalidRequestError(
+                f"dimensions: must be an integer from 1 to {size}, the model's own size, got {pooling.dimensions}.",
+                "dimensions",
+            )
+        return pooling
+
     def room_after(self, prompt_token_ids: Sequence[int], param: str = "prompt") -> int:
         """Tokens that the context leaves for the answer, at least 1. Raises `InvalidRequestError`."""
+        self._check_prompt(prompt_token_ids, param, 1)
+        return self.max_model_len - len(prompt_token_ids)
+
+    def _check_prompt(self, prompt_token_ids: Sequence[int], param: str, num_answer_tokens: int) -> None:
+        """Raise `InvalidRequestError` where a prompt is empty, not of this vocabulary, or leaves too little room."""
         if not prompt_token_ids:
             raise InvalidRequestError(f"{param}: must hold at least one token, got none.", param)
-        room = self.max_model_len - len(prompt_token_ids)
-        if room < 1:
+        most = self.max_model_len - num_answer_tokens
+        if len(prompt_token_ids) > most:
+            needed = ", and one is needed for the answer" if num_answer_tokens else ""
             raise InvalidRequestError(
-                f"{param}: {len(prompt_token_ids)} tokens given, at most {self.max_model_len - 1} are allowed: the "
-                f"model's context is {self.max_model_len} tokens, and one is needed for the answer.",
+                f"{param}: {len(prompt_token_ids)} tokens given, at most {most} are allowed: the "
+                f"model's context is {self.max_model_len} tokens{needed}.",
                 param,
                 "context_length_exceeded",
             )
@@ -124,7 +173,6 @@ class InputProcessor:
         if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
             bad = next(token_id for token_id in prompt_token_ids if not 0 <= token_id < vocab_size)
             raise InvalidRequestError(f"{param}: token ids must be from 0 to {vocab_size - 1}, got {bad}.", param)
-        return room
 
     def _resolve(self, params: SamplingParams, room: int) -> SamplingParams:
         vocab_size = self.info.vocab_size

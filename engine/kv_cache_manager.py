@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from .block_hash import group_scope
 from .block_pool import NULL_BLOCK, BlockPool
 from .cache_history import CacheHistory
 from .kv_cache_groups import common_hit_length, policy_for
 from .kv_cache_spec import KVCacheConfig
-from .outputs import BlockUpdate
+from .outputs import BlockUpdate, MissReason
 from .request import Request
 
 
@@ -26,7 +25,7 @@ class PrefixHit:
 class PrefixMiss:
     """Why the first block after a prefix hit was not there."""
 
-    reason: Literal["never_seen", "evicted", "salt_differs", "too_short"]
+    reason: MissReason
     evicted_at: float | None = None
 
 
@@ -72,10 +71,10 @@ class KVCacheManager:
         return sum(policy.max_blocks(num_tokens, max_chunk_tokens) for policy in self._policies)
 
     def find_prefix(self, request: Request) -> PrefixHit:
-        """The longest cached prefix. At least one token is left to compute: its logits give the next one."""
+        """The longest cached prefix that the request may start with: what it must compute itself is left out."""
         if not self._enable_prefix_caching:
             return PrefixHit(0, tuple([] for _ in self._policies))
-        limit = (request.num_tokens - 1) // self.block_size
+        limit = request.max_cached_tokens // self.block_size
         hashes = request.hash_blocks(limit, self.block_size)
         lookup, suffixes = self.pool.lookup, self._suffixes(request)
         length = common_hit_length(
@@ -114,6 +113,8 @@ class KVCacheManager:
         """Book a request's first hit in the counters, and say why it was not longer. None without a cache."""
         if not self._enable_prefix_caching:
             return None
+        if request.max_cached_tokens < request.num_tokens - 1:
+            return PrefixMiss("not_read")  # it is no question to the cache, and counts as none
         self.num_queried_tokens += request.num_prompt_tokens
         self.num_hit_tokens += min(hit.num_blocks * self.block_size, request.num_prompt_tokens)
         limit = (request.num_tokens - 1) // self.block_size

@@ -10,10 +10,11 @@ import msgspec
 from .beam_search import Beam, BeamSearchParams, beam_search
 from .core import EngineCore
 from .detokenizer import TokenDecoder
-from .errors import InvalidRequestError
+from .errors import EngineError, InvalidRequestError
 from .input_processor import InputProcessor
 from .output_processor import OutputKind, OutputProcessor
-from .outputs import RequestOutput
+from .outputs import EmbeddingOutput, EngineOutput, EngineRequest, RequestOutput
+from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 
 
@@ -102,6 +103,37 @@ class OfflineEngine:
         """Answer one prompt piece by piece: each output holds what is new. Closing the iterator aborts."""
         yield from self._run([(prompt, sampling_params or SamplingParams())], "delta", [])
 
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams | None = None, *, use_tqdm: bool = True
+    ) -> list[EmbeddingOutput]:
+        """The embedding of every prompt, in their order; pooled as the model's files say, unless `pooling` does.
+
+        Raises `InvalidRequestError`, before anything runs, if one of them cannot work.
+        """
+        if isinstance(prompts, str | dict):
+            prompts = [prompts]
+        texts = [split_prompt(prompt) for prompt in prompts]
+        requests = []
+        for _, content in texts:
+            requests.append(self._input_processor.process_embedding(str(self._num_requests), content, pooling))
+            self._num_requests += 1
+        progress = _Progress(len(prompts), use_tqdm)
+        ends: dict[str, EngineOutput] = {}
+        try:
+            for request in requests:
+                self.core.add_request(request)
+            with progress:
+                while len(ends) < len(requests):
+                    for output in self.core.step():
+                        ends[output.request_id] = output
+                        progress.embedded()
+        finally:
+            self.core.abort([request.request_id for request in requests])
+        return [
+            embedding_output(request, text, ends[request.request_id])
+            for request, (text, _) in zip(requests, texts, strict=True)
+        ]
+
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
         """The `beam_width` best answers of each prompt, the best first."""
         contents = [split_prompt(prompt)[1] for prompt in prompts]
@@ -162,11 +194,27 @@ class _Progress:
     def __exit__(self, *exc_info: object) -> None:
         self._bar.close()
 
+    def embedded(self) -> None:
+        self._bar.update()
+
     def finished(self, output: RequestOutput) -> None:
         self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
         self._bar.set_postfix_str(f"{self._num_tokens / elapsed:.1f} output tok/s", refresh=False)
         self._bar.update()
+
+
+def embedding_output(request: EngineRequest, text: str | None, end: EngineOutput) -> EmbeddingOutput:
+    """What the user receives. Raises `EngineError` when the engine could not do it."""
+    if end.embedding is None:
+        raise EngineError(end.error or f"The engine ended request {request.request_id} without an embedding.")
+    return EmbeddingOutput(
+        request_id=request.request_id,
+        prompt=text,
+        prompt_token_ids=request.prompt_token_ids,
+        embedding=end.embedding,
+        num_cached_tokens=end.num_cached_tokens,
+    )
 
 
 def split_prompt(prompt: Prompt) -> tuple[str | None, str | list[int]]:

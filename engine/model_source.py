@@ -16,6 +16,8 @@ from .config import ModelConfig
 from .errors import ConfigError
 from .gguf_file import GGUFFile, read_gguf
 from .known_decoders import check_known_decoder
+from .pooling import PoolingParams
+from .pooling_source import pooling_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ SUPPORTED_ARCHITECTURES = (
 _GGUF_ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama")}  # general.architecture -> class, model_type
 _GGUF_FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}  # general.file_type of unquantized files
 _CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "max_seq_len", "seq_length", "n_ctx")
+_HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -88,6 +91,12 @@ class ModelInfo:
     max_model_len: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = field(default_factory=dict)  # sampling fields the model's authors advise
+    pooling: PoolingParams = field(default_factory=PoolingParams)  # of embeddings, unless a request says otherwise
+
+    @property
+    def hidden_size(self) -> int | None:
+        """Components of an embedding; None where the configuration has an unusual name for it."""
+        return next((int(self.hf_config[key]) for key in _HIDDEN_SIZES if key in self.hf_config), None)
 
 
 def load_model_info(config: ModelConfig) -> ModelInfo:
@@ -121,6 +130,7 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
         max_model_len=config.max_model_len or limit,
         eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
         generation_defaults=_sampling_defaults(generation),
+        pooling=pooling_of(path, config.pooling),
     )
 
 

@@ -11,7 +11,16 @@ from typing import Literal, NamedTuple
 
 from .detokenizer import TokenDecoder
 from .errors import EngineError
-from .outputs import CompletionOutput, EngineOutput, EngineRequest, FinishReason, RequestOutput, TokenLogprobs
+from .outputs import (
+    CompletionOutput,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PromptLogprobs,
+    RequestOutput,
+    TokenLogprobs,
+)
+from .prompt_logprobs import by_token
 from .stop_strings import StopMatch, StopStringMatcher
 
 OutputKind = Literal["final", "cumulative", "delta"]
@@ -42,6 +51,7 @@ class RequestState:
         "logprobs",
         "num_cached_tokens",
         "num_prompt_tokens",
+        "prompt_logprobs",
         "request_id",
         "stop_reason",
         "stopped_here",
@@ -63,6 +73,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        self.prompt_logprobs: PromptLogprobs | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -109,6 +120,7 @@ class RequestState:
                 f"Request {self.request_id}: tokens {num_known} to {output.first_index - 1} of the answer were lost."
             )
         self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
         text = self._take(output, output.new_token_ids[num_known - output.first_index :])
         if output.finish_reason is not None and self.finish_reason is None:
             text += self._finish(output)
@@ -189,7 +201,7 @@ class RequestState:
 class _Prompt:
     """The choices of one prompt, until the last of them ends."""
 
-    __slots__ = ("num_unfinished", "prompt", "prompt_token_ids", "request_id", "states")
+    __slots__ = ("num_unfinished", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id", "states")
 
     def __init__(self, request_id: str, prompt: str | None, states: list[RequestState], token_ids: list[int]) -> None:
         self.request_id = request_id
@@ -197,6 +209,7 @@ class _Prompt:
         self.prompt_token_ids = token_ids
         self.states = states
         self.num_unfinished = len(states)
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 class ProcessedOutputs(NamedTuple):
@@ -260,6 +273,10 @@ class OutputProcessor:
 
     def _output(self, entry: _Prompt, deltas: list[CompletionOutput]) -> RequestOutput:
         whole = self._kind != "delta"
+        told = entry.prompt_logprobs if whole else None
+        arrived = entry.states[0].prompt_logprobs
+        if entry.prompt_logprobs is None and arrived is not None:
+            told = entry.prompt_logprobs = by_token(arrived)
         return RequestOutput(
             request_id=entry.request_id,
             prompt=entry.prompt,
@@ -267,4 +284,5 @@ class OutputProcessor:
             outputs=[state.completion() for state in entry.states] if whole else deltas,
             finished=entry.num_unfinished == 0,
             num_cached_tokens=entry.states[0].num_cached_tokens,
+            prompt_logprobs=told,
         )

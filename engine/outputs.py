@@ -15,8 +15,11 @@ import numpy.typing as npt
 
 from .errors import InvalidRequestError, QuireError
 from .grammar.spec import GrammarSpec
+from .pooling import PoolingParams
 from .sampling_params import SamplingParams
 
+# Why a prefix was not in the cache. "not_read": the request needs what only computing its prompt brings.
+MissReason = Literal["never_seen", "evicted", "salt_differs", "too_short", "not_read"]
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 T = TypeVar("T")
 IntArray = npt.NDArray[np.int32]
@@ -41,6 +44,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     arrival at the engine. `tenant` is who the request is for (an API key): tenants share the engine by `tenant_weight`.
     `grammar` is what the output must match; it is compiled before the request gets its turn. `cache_salt`, `lora_id`
     and `media` decide, beside the tokens, what its blocks hold: only requests that agree in them share a prefix.
+    With `pooling` there is no answer: the request ends with an embedding when its prompt is computed.
     `session_id` says which requests belong together (a conversation, a user): a hint for the choice of an engine,
     which engines do not read.
     """
@@ -61,6 +65,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     tenant_weight: float = 1.0
     grammar: GrammarSpec | None = None
     session_id: str | None = None
+    pooling: PoolingParams | None = None
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Positions that it needs of a context, at most."""
+        if self.pooling is not None:
+            return len(self.prompt_token_ids)
+        return len(self.prompt_token_ids) + (self.sampling_params.max_tokens or 1)
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -70,6 +82,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     logprob: float
     rank: int  # 1 is the likeliest token of the vocabulary
     top: list[tuple[int, float]]  # (token_id, logprob)
+
+
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Logprobs of consecutive prompt tokens, of the raw distribution; K likeliest tokens each."""
+
+    first_position: int  # in the prompt; position 0 has none
+    token_ids: IntArray  # [m, 1 + K] the prompt's own token, then the likeliest in order
+    logprobs: FloatArray  # [m, 1 + K]
+    ranks: IntArray  # [m] of the prompt's own token, 1 is the likeliest
 
 
 class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -82,7 +103,7 @@ class RequestReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_recomputed_tokens: int = 0  # computed again after preemption or a failure
     num_preemptions: int = 0
     preempted_by: list[str] = []  # request ids, the last few
-    first_miss: Literal["never_seen", "evicted", "salt_differs", "too_short"] | None = None  # None: not admitted yet
+    first_miss: MissReason | None = None  # None: not admitted yet
     first_miss_evicted_s: float | None = None  # how long before admission the missed block was evicted
 
 
@@ -106,6 +127,8 @@ class EngineOutput(msgspec.Struct, frozen=True, array_like=True, gc=False):
     error: str | None = None
     report: RequestReport | None = None  # with the finish reason
     refusal: Refusal | None = None  # with an error
+    prompt_logprobs: PromptLogprobs | None = None  # of the whole prompt, with the first output that computes it
+    embedding: FloatArray | None = None  # [dimensions], with the finish reason of a request with `pooling`
 
     @classmethod
     def last(
@@ -129,6 +152,8 @@ class NewRow(msgspec.Struct, frozen=True, kw_only=True):
     choice_index: int
     eos_token_ids: tuple[int, ...]  # for min_tokens
     block_ids: tuple[list[int], ...]  # per KV cache group
+    first_prompt_logprob: int | None = None  # prompt position from which on logprobs are wanted
+    pooling: PoolingParams | None = None  # nothing is sampled, the prompt becomes an embedding
 
 
 class BlockUpdate(msgspec.Struct, frozen=True, array_like=True):
@@ -189,6 +214,8 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     step_id: int
     sampled_token_ids: IntArray  # [num_reqs, k]; k is 1 without speculation; -1 pads at the end
     logprobs: BatchLogprobs | None = None
+    prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # (index in the batch, of the tokens that it computed)
+    embeddings: list[tuple[int, FloatArray]] = []  # (index in the batch, [dimensions]) of the prompts that it finished
 
 
 class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -238,6 +265,17 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one per prompt token; None for the first
+
+
+class EmbeddingOutput(msgspec.Struct, kw_only=True):
+    """What a user receives for one prompt that was embedded."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    embedding: FloatArray  # [dimensions]
     num_cached_tokens: int = 0
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from .block_hash import ROOT, BlockHash, hash_block, hash_scope, media_key
-from .errors import InvalidRequestError
-from .outputs import RequestReport
+from .errors import EngineError, InvalidRequestError
+from .outputs import EngineOutput, RequestReport
+from .prompt_logprobs import PromptLogprobsBuffer
 from .wait_ledger import WaitCause, WaitLedger
 
 if TYPE_CHECKING:
@@ -15,7 +18,7 @@ if TYPE_CHECKING:
 
     from .grammar.constraint import Constraint
     from .kv_cache_manager import PrefixMiss
-    from .outputs import EngineRequest
+    from .outputs import EngineRequest, FinishReason, FloatArray, TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -41,6 +44,7 @@ class Request:
         "constraint",
         "deadline",
         "first_miss",
+        "is_prompt_only",
         "ledger",
         "max_total_tokens",
         "num_cached_tokens",
@@ -53,6 +57,7 @@ class Request:
         "output_token_ids",
         "preempted_by",
         "priority",
+        "prompt_logprobs",
         "prompt_token_ids",
         "request_id",
         "row",
@@ -74,7 +79,14 @@ class Request:
         self.arrival_index = arrival_index
         self.priority = priority
         max_tokens = params.max_tokens if params.max_tokens is not None else max_model_len
+        # It ends when its prompt is computed: in its books, with one token that is never sampled.
+        self.is_prompt_only = source.pooling is not None or max_tokens == 0
         self.max_total_tokens = min(len(self.prompt_token_ids) + max_tokens, max_model_len)
+        if self.is_prompt_only:
+            self.max_total_tokens = len(self.prompt_token_ids) + 1
+        # Those of a request that is resumed arrived with its first token.
+        wants_logprobs = params.prompt_logprobs is not None and source.pooling is None and not source.resume_token_ids
+        self.prompt_logprobs = PromptLogprobsBuffer() if wants_logprobs else None  # until they are handed out
         eos = () if params.ignore_eos else source.eos_token_ids
         self.stop_token_ids = frozenset(eos) | frozenset(params.stop_token_ids)
         self.status = RequestStatus.WAITING
@@ -110,6 +122,18 @@ class Request:
         return self.max_total_tokens - self.num_tokens
 
     @property
+    def max_cached_tokens(self) -> int:
+        """How many of its first tokens need not be computed if they are in the cache.
+
+        The last known token must be, for the next one; what else its prompt is asked for needs more of it.
+        """
+        if self.source.pooling is not None and self.source.pooling.needs_whole_prompt:
+            return 0
+        if self.prompt_logprobs is not None:
+            return self.prompt_logprobs.next_position - 1
+        return self.num_tokens - 1
+
+    @property
     def all_token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output_token_ids
 
@@ -135,7 +159,7 @@ class Request:
         """Who goes first: the smaller key. It never changes, so a preempted request comes back to its old place."""
         return (self.priority, self.arrival_index)
 
-    def finish_reason(self) -> tuple[str, int | None] | None:
+    def finish_reason(self) -> tuple[FinishReason, int | None] | None:
         """Whether the last output token ends the request: (finish_reason, stop_reason), or None to go on."""
         if not self.output_token_ids:
             return None
@@ -147,6 +171,37 @@ class Request:
         if self.num_tokens >= self.max_total_tokens:
             return ("length", None)
         return None
+
+    def output(
+        self,
+        first_index: int,
+        logprobs: list[TokenLogprobs] | None,
+        ended: tuple[FinishReason, int | None] | None = None,
+        report: RequestReport | None = None,
+    ) -> EngineOutput:
+        """Its output tokens from `first_index` on, with why they ended it, if they did."""
+        reason, stop_reason = (None, None) if ended is None else ended
+        new_token_ids, cached = self.output_token_ids[first_index:], self.num_cached_tokens or 0
+        return EngineOutput(
+            self.request_id, first_index, new_token_ids, reason, stop_reason, logprobs, cached, report=report
+        )
+
+    def end_of_prompt(self, embedding: FloatArray | None, report: RequestReport) -> EngineOutput:
+        """The only output of a request that wants nothing but its prompt computed."""
+        if (embedding is None) is not (self.source.pooling is None):
+            raise EngineError(f"a step brought no embedding for {self.request_id}, or one too many")
+        reason: FinishReason = "length" if embedding is None else "stop"
+        cached = self.num_cached_tokens or 0
+        output = EngineOutput(
+            self.request_id, 0, [], reason, num_cached_tokens=cached, report=report, embedding=embedding
+        )
+        return output if self.prompt_logprobs is None else self.with_prompt_logprobs(output)
+
+    def with_prompt_logprobs(self, output: EngineOutput) -> EngineOutput:
+        """The first output of a request, with the logprobs of its prompt, which are handed out by that."""
+        assert self.prompt_logprobs is not None
+        taken, self.prompt_logprobs = self.prompt_logprobs.take(self.num_prompt_tokens), None
+        return msgspec.structs.replace(output, prompt_logprobs=taken)
 
     def report(self, now: float) -> RequestReport:
         """Where its time went, up to now."""
@@ -173,13 +228,21 @@ def check_source(source: EngineRequest, max_model_len: int) -> None:
     num_prompt_tokens = len(source.prompt_token_ids)
     if not num_prompt_tokens:
         raise InvalidRequestError("prompt: must hold at least one token.", "prompt")
-    if num_prompt_tokens >= max_model_len:
+    if num_prompt_tokens > max_model_len:
+        raise InvalidRequestError(
+            f"prompt: {num_prompt_tokens} tokens given, at most {max_model_len} are allowed: the model's context.",
+            "prompt",
+            "context_length_exceeded",
+        )
+    if num_prompt_tokens == max_model_len and source.pooling is None:
         raise InvalidRequestError(
             f"prompt: {num_prompt_tokens} tokens leave no room for an answer; the context is "
             f"{max_model_len} tokens, so at most {max_model_len - 1} are allowed.",
             "prompt",
             "context_length_exceeded",
         )
+    if source.grammar is not None and source.sampling_params.max_tokens == 0:
+        raise InvalidRequestError("max_tokens: 0 leaves no room for an answer that a grammar asks for.", "max_tokens")
     if source.deadline_ms is not None and source.deadline_ms <= 0:
         raise InvalidRequestError(f"deadline_ms: must be > 0, got {source.deadline_ms}.", "deadline_ms")
     if not 0 < source.tenant_weight < float("inf"):

@@ -28,8 +28,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     `temperature` 0 is greedy. `top_k` 0 or -1 keeps every token. `logprobs` N returns the N likeliest tokens and the
     sampled one, of the raw distribution (before temperature and filters); 0 returns the sampled one only.
-    `max_tokens` None runs to the end of the context. `spaces_between_special_tokens` False joins those that are shown,
-    where the tokenizer's decoder would put spaces between them.
+    `prompt_logprobs` N returns the same for every token of the prompt but the first. `max_tokens` None runs to the end
+    of the context; 0 computes the prompt and nothing more. `spaces_between_special_tokens` False joins those that are
+    shown, where the tokenizer's decoder would put spaces between them.
+
     `allowed_token_ids` are the only tokens that may be sampled. `bad_words` are never completed: the last token of one
     is forbidden where the answer ends with the others. Engines know tokens only, so `InputProcessor` turns them into
     `bad_words_token_ids`. Where allowed tokens are left by neither them nor `min_tokens`, these two give way.
@@ -58,6 +60,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
@@ -71,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         _check_int("n", self.n, 1, 128)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
+            _check_int("max_tokens", self.max_tokens, 0, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_float("temperature", self.temperature, 0.0, 2.0)
         _check_float("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -87,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             _check_int("seed", self.seed, -(2**63), MAX_SEED)
         if self.logprobs is not None:
             _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if self.prompt_logprobs is not None:
+            _check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)

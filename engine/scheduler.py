@@ -94,8 +94,7 @@ class Scheduler:
         self._num_arrivals += 1
         ended = request.finish_reason()
         if ended is not None:  # a resumed request of which only the end was lost
-            reason = cast(FinishReason, ended[0])
-            self._ended.append(EngineOutput(request.request_id, len(source.resume_token_ids), [], reason, ended[1]))
+            self._ended.append(EngineOutput(request.request_id, len(source.resume_token_ids), [], *ended))
             return
         self.requests[request.request_id] = request
         self.waiting.tenants.arrive(request.tenant, source.tenant_weight, now)
@@ -269,6 +268,8 @@ class Scheduler:
             choice_index=source.choice_index,
             eos_token_ids=source.eos_token_ids,
             block_ids=self.kv_cache.tables(request.row),
+            first_prompt_logprob=None if request.prompt_logprobs is None else request.prompt_logprobs.next_position,
+            pooling=source.pooling,
         )
 
     def _give_out(self, plan: StepPlan) -> ScheduledStep | None:
@@ -315,16 +316,21 @@ class Scheduler:
         table.num_tokens[rows[taken]] += 1
         table.last_token_ids[rows[taken]] = result.sampled_token_ids[taken, 0]
         logprobs = step.split_logprobs(result.logprobs)
+        step.book_prompt_logprobs(result, table.epoch)
         outputs = []
         requests = step.requests
         for index in np.flatnonzero(taken).tolist():
             request = requests[index]
             assert request is not None
+            request.num_failures = 0
+            if request.is_prompt_only:
+                self._finish(request, now)
+                outputs.append(request.end_of_prompt(step.embedding_of(index, result), request.report(now)))
+                continue
             token_id = tokens[index]
             output_token_ids = request.output_token_ids
             first_index = len(output_token_ids)
             output_token_ids.append(token_id)
-            request.num_failures = 0
             if (
                 token_id in request.stop_token_ids
                 or request.num_tokens >= request.max_total_tokens
@@ -332,38 +338,21 @@ class Scheduler:
             ):
                 outputs.append(self._last_output(request, first_index, logprobs.get(index), now))
             else:
-                outputs.append(
-                    EngineOutput(
-                        request.request_id,
-                        first_index,
-                        [token_id],
-                        logprobs=logprobs.get(index),
-                        num_cached_tokens=request.num_cached_tokens or 0,
-                    )
-                )
-        self._num_generation_tokens += len(outputs)
+                outputs.append(request.output(first_index, logprobs.get(index)))
+            self._num_generation_tokens += 1
+            if request.prompt_logprobs is not None:
+                outputs[-1] = request.with_prompt_logprobs(outputs[-1])
         return outputs + self._without_token(step, held, now) if held.objections else outputs
 
     def _last_output(
         self, request: Request, first_index: int, logprobs: list[TokenLogprobs] | None, now: float
     ) -> EngineOutput:
         """The output of a token that ends the request, unless `min_tokens` says that it does not."""
-        new_token_ids = request.output_token_ids[first_index:]
-        num_cached = request.num_cached_tokens or 0
         ended = request.finish_reason()
         if ended is None:
-            return EngineOutput(request.request_id, first_index, new_token_ids, None, None, logprobs, num_cached)
+            return request.output(first_index, logprobs)
         self._finish(request, now)
-        return EngineOutput(
-            request.request_id,
-            first_index,
-            new_token_ids,
-            cast(FinishReason, ended[0]),
-            ended[1],
-            logprobs,
-            num_cached,
-            report=request.report(now),
-        )
+        return request.output(first_index, logprobs, ended, request.report(now))
 
     def _without_token(self, step: ScheduledStep, held: Verdicts, now: float) -> list[EngineOutput]:
         """Requests whose grammar did not take the token that was sampled: they end here, or sample again.

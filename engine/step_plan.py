@@ -7,7 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from .outputs import BatchLogprobs, BlockUpdate, IntArray, NewRow, SchedulerOutput, TokenLogprobs
+from .outputs import (
+    BatchLogprobs,
+    BlockUpdate,
+    FloatArray,
+    IntArray,
+    ModelRunnerOutput,
+    NewRow,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 from .request import Request
 
 
@@ -65,3 +74,20 @@ class ScheduledStep:
             top = [(token_id, value) for token_id, value in pairs if token_id >= 0]
             result[index] = [TokenLogprobs(token_ids[0], values[0], rank, top)]
         return result
+
+    def book_prompt_logprobs(self, result: ModelRunnerOutput, epochs_now: IntArray) -> None:
+        """Let requests keep what the step tells of their prompts, but for those that have lost their row since.
+
+        `epochs_now`: [max_num_seqs] of the rows.
+        """
+        for index, part in result.prompt_logprobs:
+            request = self.requests[index]
+            if epochs_now[self.output.rows[index]] == self.epochs[index]:
+                assert request is not None
+                assert request.prompt_logprobs is not None
+                request.prompt_logprobs.add(part)
+
+    @staticmethod
+    def embedding_of(index: int, result: ModelRunnerOutput) -> FloatArray | None:
+        """What became of the prompt at an index of the batch, if it was to become that."""
+        return next((embedding for at, embedding in result.embeddings if at == index), None)

@@ -52,7 +52,7 @@ def gather_inputs(step: SchedulerOutput, table: RequestTable, block_size: int, d
     token_rows = np.repeat(rows, num_scheduled)
     positions = np.arange(query_start_loc[-1], dtype=np.int32) + np.repeat(start - query_start_loc[:-1], num_scheduled)
 
-    sampling_indices = np.flatnonzero(seq_lens == known).astype(np.int32)
+    sampling_indices = np.flatnonzero((seq_lens == known) & ~table.pooling.is_pooled(rows)).astype(np.int32)
     logits_indices = (query_start_loc[1:] - 1)[sampling_indices]
     return InputBatch(
         token_ids=_indices(table.token_ids[token_rows, positions], device),

@@ -6,6 +6,8 @@ import numpy as np
 
 from quire.engine.outputs import IntArray, NewRow, SchedulerOutput
 
+from .pooling import PoolingRows
+from .prompt_logprobs import PromptLogprobRows
 from .sampler import SamplingRows
 
 
@@ -26,6 +28,8 @@ class RequestTable:
         # per group [max_num_seqs, max_blocks]
         self.block_tables: list[IntArray] = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)]
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
+        self.prompt_logprobs = PromptLogprobRows()
+        self.pooling = PoolingRows(max_num_seqs)
 
     def update(self, step: SchedulerOutput) -> None:
         """Apply the changes that a step brings, in the order that its record promises."""
@@ -59,3 +63,5 @@ class RequestTable:
         for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
             table[new.row, : len(block_ids)] = block_ids
         self.sampling.set_row(new)
+        self.prompt_logprobs.set_row(new)
+        self.pooling.set_row(new)

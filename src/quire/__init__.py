@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quire.engine.outputs import CompletionOutput, RequestOutput
+    from quire.engine.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
+    from quire.engine.pooling import PoolingParams
     from quire.engine.sampling_params import SamplingParams
     from quire.llm import LLM
 
@@ -14,11 +15,21 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.engine.sampling_params",
+    "PoolingParams": "quire.engine.pooling",
     "RequestOutput": "quire.engine.outputs",
+    "EmbeddingOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
 }
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "EmbeddingOutput",
+    "PoolingParams",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

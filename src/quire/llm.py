@@ -13,7 +13,8 @@ from quire.engine.config import CacheConfig, EngineConfig, ModelConfig, Parallel
 from quire.engine.input_processor import InputProcessor
 from quire.engine.llm import Message, OfflineEngine, Prompt
 from quire.engine.model_source import load_model_info
-from quire.engine.outputs import RequestOutput, SchedulerStats
+from quire.engine.outputs import EmbeddingOutput, RequestOutput, SchedulerStats
+from quire.engine.pooling import PoolingParams, PoolingType
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.tokenizer import load_tokenizer
 
@@ -42,6 +43,7 @@ class LLM:
         pipeline_parallel_size: int = 1,
         expert_parallel: bool = False,
         max_model_len: int | None = None,
+        pooling: PoolingType | None = None,
         block_size: int = 16,
         num_kv_blocks: int | None = None,
         kv_cache_memory_bytes: int | None = None,
@@ -62,6 +64,7 @@ class LLM:
                 load_format=load_format,
                 quantization=quantization,
                 max_model_len=max_model_len,
+                pooling=pooling,
                 num_threads=num_threads,
                 seed=seed,
             ),
@@ -119,6 +122,12 @@ class LLM:
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
         )
+
+    def embed(
+        self, prompts: Prompt | Sequence[Prompt], pooling: PoolingParams | None = None, *, use_tqdm: bool = True
+    ) -> list[EmbeddingOutput]:
+        """See `OfflineEngine.embed`."""
+        return self._engine.embed(prompts, pooling, use_tqdm=use_tqdm)
 
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[list[Beam]]:
         """See `OfflineEngine.beam_search`."""

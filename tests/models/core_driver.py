@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+from torch import Tensor
+
 from quire.engine.config import EngineConfig
 from quire.engine.core import EngineCore
 from quire.engine.executor import Executor
 from quire.engine.outputs import EngineRequest, SchedulerStats, TokenLogprobs
+from quire.engine.prompt_logprobs import by_token
 from quire.engine.sampling_params import SamplingParams
 
 
@@ -16,6 +20,9 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: Tensor | None = None
+    num_preemptions: int = 0
 
 
 class Driver:
@@ -51,6 +58,13 @@ class Driver:
                 assert output.first_index == len(answer.token_ids)
                 answer.token_ids += output.new_token_ids
                 answer.logprobs += output.logprobs or []
+                if output.prompt_logprobs is not None:
+                    assert answer.prompt_logprobs is None
+                    answer.prompt_logprobs = by_token(output.prompt_logprobs)
+                if output.report is not None:
+                    answer.num_preemptions = output.report.num_preemptions
+                if output.embedding is not None:
+                    answer.embedding = torch.tensor(output.embedding)
                 answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
         return list(answers.values())
 

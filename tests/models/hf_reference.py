@@ -27,6 +27,12 @@ class Reference:
         logits: Tensor = self.model(torch.tensor([prompt + answer[:-1]])).logits[0]
         return logits[len(prompt) - 1 :].float()
 
+    @torch.inference_mode()
+    def hidden_states(self, prompt: list[int]) -> Tensor:
+        """[len(prompt), hidden_size], after the last norm."""
+        hidden: Tensor = self.model.base_model(torch.tensor([prompt])).last_hidden_state[0]
+        return hidden.float()
+
     def check_greedy(self, prompt: list[int], answer: list[int]) -> None:
         logits = self.logits(prompt, answer)
         best = logits.max(dim=-1)

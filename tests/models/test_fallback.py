@@ -20,6 +20,9 @@ from tiny_families import TINY_FAMILIES, WINDOW
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, load_model_info
+from quire.engine.outputs import EngineRequest
+from quire.engine.pooling import PoolingParams
+from quire.engine.sampling_params import SamplingParams
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
 from quire.workers.models.sizes import check_ranks
@@ -240,3 +243,22 @@ def test_tokens_that_mix_outside_of_attention_are_noticed(tmp_path: Path, monkey
 def _worker(path: Path) -> Worker:
     config = EngineConfig.model_validate({"model": {"model": str(path), "num_threads": 1, "device": "cpu"}})
     return Worker(config, load_model_info(config.model), ParallelContext())
+
+
+def test_embeddings_and_prompt_logprobs(model: FamilyUnderTest) -> None:
+    prompt = model.prompts[-1]
+    params = SamplingParams(temperature=0.0, max_tokens=0, prompt_logprobs=TOP)
+    requests = [
+        EngineRequest(request_id="s", prompt_token_ids=prompt, sampling_params=params, seed=0),
+        EngineRequest(
+            request_id="e", prompt_token_ids=prompt, sampling_params=params, seed=0, pooling=PoolingParams(type="mean")
+        ),
+    ]
+    scored, embedded = model.driver(scheduler={"max_num_batched_tokens": 50}).run(requests)
+    expected = model.reference.logits(prompt[:1], prompt[1:]).log_softmax(dim=-1).topk(TOP).values
+    assert scored.prompt_logprobs is not None
+    top = torch.tensor([[value for _, value in entry.top] for entry in scored.prompt_logprobs if entry is not None])
+    torch.testing.assert_close(top, expected, atol=1e-4, rtol=0)
+    mean = model.reference.hidden_states(prompt).mean(dim=0)
+    assert embedded.embedding is not None
+    torch.testing.assert_close(embedded.embedding, mean / mean.norm(), atol=1e-4, rtol=0)

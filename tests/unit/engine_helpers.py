@@ -11,16 +11,15 @@ from fake_executor import FakeExecutor
 from quire.engine.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from quire.engine.core import EngineCore
 from quire.engine.gates import Gate
-from quire.engine.outputs import EngineOutput, EngineRequest
+from quire.engine.outputs import EngineOutput, EngineRequest, PromptLogprobs
 from quire.engine.sampling_params import SamplingParams
 
 
 def make_request(
     request_id: str, prompt: list[int], max_tokens: int = 8, seed: int = 0, **fields: object
 ) -> EngineRequest:
-    params = {
-        name: fields.pop(name) for name in ("min_tokens", "stop_token_ids", "ignore_eos", "logprobs") if name in fields
-    }
+    of_sampling = ("min_tokens", "stop_token_ids", "ignore_eos", "logprobs", "prompt_logprobs")
+    params = {name: fields.pop(name) for name in of_sampling if name in fields}
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
     return EngineRequest(
         request_id=request_id,
@@ -56,6 +55,7 @@ class Collector:
         self.tokens: dict[str, list[int]] = {}
         self.ends: dict[str, EngineOutput] = {}
         self.last: dict[str, EngineOutput] = {}
+        self.prompt_logprobs: dict[str, PromptLogprobs] = {}
 
     def start(self, request: EngineRequest) -> None:
         self.tokens[request.request_id] = list(request.resume_token_ids)
@@ -67,6 +67,9 @@ class Collector:
             assert output.first_index == len(tokens), f"{output.request_id}: gap or repeat"
             tokens.extend(output.new_token_ids)
             self.last[output.request_id] = output
+            if output.prompt_logprobs is not None:
+                assert output.request_id not in self.prompt_logprobs, f"{output.request_id}: its prompt came twice"
+                self.prompt_logprobs[output.request_id] = output.prompt_logprobs
             if output.finish_reason is not None:
                 self.ends[output.request_id] = output
 

@@ -8,13 +8,23 @@ would read is checked as well.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
 from quire.engine.errors import ExecutorError
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
-from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, NewRow, SchedulerOutput
+from quire.engine.outputs import (
+    BatchLogprobs,
+    FloatArray,
+    IntArray,
+    ModelRunnerOutput,
+    NewRow,
+    PromptLogprobs,
+    SchedulerOutput,
+)
+from quire.engine.pooling import PoolingParams
 
 VOCABULARY = 50
 EMPTY = (-1, -1)
@@ -49,6 +59,26 @@ def expected_tokens(prompt: list[int], count: int, seed: int = 0, choice_index: 
         tokens.append(pick(state, row))
         state = next_state(state, tokens[-1])
     return tokens
+
+
+def prompt_logprobs_of(tokens: Sequence[int], positions: range, states: Sequence[int]) -> PromptLogprobs:
+    """Of the tokens at `positions`, each from the state before it."""
+    token_ids = np.array([[tokens[position]] for position in positions], np.int32).reshape(-1, 1)
+    logprobs = np.array([[-float(state % 4096)] for state in states], np.float32).reshape(-1, 1)
+    return PromptLogprobs(positions.start, token_ids, logprobs, np.array([state % 97 for state in states], np.int32))
+
+
+def pooled(params: PoolingParams, states: Mapping[int, int], num_prompt_tokens: int) -> FloatArray:
+    positions = {"last": [num_prompt_tokens - 1], "cls": [0], "mean": range(num_prompt_tokens)}[params.type]
+    return np.array([sum(states[position] % 4096 for position in positions)], np.float32)
+
+
+def states_of(prompt: Sequence[int]) -> list[int]:
+    state, states = 0, []
+    for token_id in prompt:
+        state = next_state(state, token_id)
+        states.append(state)
+    return states
 
 
 class FakeExecutor:
@@ -97,6 +127,7 @@ class FakeExecutor:
         self._rows: dict[int, NewRow] = {}
         self._tokens: dict[int, list[int]] = {}
         self._tables: dict[int, tuple[list[int], ...]] = {}
+        self._states: dict[int, dict[int, int]] = {}  # of rows that are embedded
 
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
@@ -128,6 +159,7 @@ class FakeExecutor:
     def _run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         for row in step.released_rows:
             del self._rows[row], self._tokens[row], self._tables[row]
+            self._states.pop(row, None)
         for new in step.new_rows:
             assert new.row not in self._rows, f"row {new.row} is taken"
             self._rows[new.row] = new
@@ -151,12 +183,16 @@ class FakeExecutor:
         for index, (row, start, count) in enumerate(batch):
             tokens = self._tokens[row]
             assert start + count <= len(tokens), "scheduled beyond the last token"
-            if start + count == len(tokens):
+            if start + count == len(tokens) and self._rows[row].pooling is None:
                 sampled[index, 0] = pick(self._read(row, 0, start + count - 1), self._rows[row])
                 if self.num_stages == 1:
                     tokens.append(int(sampled[index, 0]))
         return ModelRunnerOutput(
-            step_id=step.step_id, sampled_token_ids=sampled, logprobs=self._logprobs(step.rows.tolist(), sampled)
+            step_id=step.step_id,
+            sampled_token_ids=sampled,
+            logprobs=self._logprobs(step.rows.tolist(), sampled),
+            prompt_logprobs=[each for i, span in enumerate(batch) for each in self._prompt_logprobs(i, *span)],
+            embeddings=[each for i, span in enumerate(batch) for each in self._embedding(i, *span)],
         )
 
     def _tell(self, step: SchedulerOutput) -> None:
@@ -168,6 +204,28 @@ class FakeExecutor:
             if token_id >= 0:
                 assert len(self._tokens[row]) in (end - 1, end), f"row {row}: a token was not told"
                 self._tokens[row][end - 1 :] = [token_id]
+
+    def _prompt_logprobs(self, index: int, row: int, start: int, count: int) -> list[tuple[int, PromptLogprobs]]:
+        """The logprob of each token is the state before it. Told of those that are asked for and computed here."""
+        new = self._rows[row]
+        if new.first_prompt_logprob is None:
+            return []
+        positions = range(max(new.first_prompt_logprob, start + 1), min(start + count, new.num_prompt_tokens - 1) + 1)
+        if not positions:
+            return []
+        states = [self._read(row, 0, position - 1) for position in positions]
+        return [(index, prompt_logprobs_of(self._tokens[row], positions, states))]
+
+    def _embedding(self, index: int, row: int, start: int, count: int) -> list[tuple[int, FloatArray]]:
+        """The states of the prompt's positions, pooled: of those that this row's own steps computed."""
+        new = self._rows[row]
+        if new.pooling is None:
+            return []
+        states = self._states.setdefault(row, {})
+        states |= {position: self._read(row, 0, position) for position in range(start, start + count)}
+        if start + count < new.num_prompt_tokens:
+            return []
+        return [(index, pooled(new.pooling, states, new.num_prompt_tokens))]
 
     def _logprobs(self, rows: list[int], sampled: IntArray) -> BatchLogprobs | None:
         """For the rows that asked, as many as any of them asked for: tokens 0, 1, 2, ... with logprobs -1, -2, ..."""

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from engine_helpers import make_core
-from fake_executor import VOCABULARY, FakeExecutor, expected_tokens
+from fake_executor import VOCABULARY, FakeExecutor, expected_tokens, pooled, prompt_logprobs_of, states_of
 from small_tokenizers import byte_level
 
 from quire.engine.async_engine import AsyncEngine
@@ -15,9 +15,12 @@ from quire.engine.core import EngineCore
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
 from quire.engine.input_processor import InputProcessor
 from quire.engine.outputs import RequestOutput
+from quire.engine.pooling import PoolingParams
 from quire.engine.sampling_params import SamplingParams
 
-INFO = SimpleNamespace(vocab_size=VOCABULARY, max_model_len=200, eos_token_ids=())
+INFO = SimpleNamespace(
+    vocab_size=VOCABULARY, max_model_len=200, eos_token_ids=(), hidden_size=8, pooling=PoolingParams(type="mean")
+)
 
 
 def make(core: EngineCore | None = None, **options: object) -> AsyncEngine:
@@ -127,3 +130,53 @@ async def test_nothing_hangs_on_an_engine_that_has_ended() -> None:
     await engine.shutdown()
     with pytest.raises(EngineError):
         await collect(engine, [1], SamplingParams())
+
+
+async def test_embeddings_next_to_streams() -> None:
+    engine = make()
+    prompts = [[i, i + 1, i + 2] for i in range(9)]
+    vectors, outputs = await asyncio.gather(
+        asyncio.gather(*[engine.embed({"prompt_token_ids": prompt}) for prompt in prompts]),
+        collect(engine, [4, 5], SamplingParams(max_tokens=5, seed=1)),
+    )
+    for prompt, output in zip(prompts, vectors, strict=True):
+        expected = pooled(PoolingParams(type="mean"), dict(enumerate(states_of(prompt))), 3)
+        assert (output.prompt_token_ids, output.embedding.tolist()) == (prompt, expected.tolist())
+    assert [token for output in outputs for token in output.outputs[0].token_ids] == expected_tokens([4, 5], 5, seed=1)
+    first = await engine.embed({"prompt_token_ids": [1, 2]}, PoolingParams(type="cls"))
+    assert first.embedding.tolist() == pooled(PoolingParams(type="cls"), dict(enumerate(states_of([1, 2]))), 2).tolist()
+    with pytest.raises(InvalidRequestError, match="dimensions: must be an integer from 1 to 8"):
+        await engine.embed({"prompt_token_ids": [1]}, PoolingParams(dimensions=9))
+    await engine.shutdown()
+    with pytest.raises(EngineError):
+        await engine.embed({"prompt_token_ids": [1]})
+
+
+async def test_an_embedding_that_nobody_waits_for_is_aborted() -> None:
+    core = make_core(max_num_batched_tokens=1)
+    engine = make(core)
+    prompt = {"prompt_token_ids": [i % VOCABULARY for i in range(150)]}
+    waiting = asyncio.ensure_future(engine.embed(prompt, request_id="e"))
+    await asyncio.sleep(0.001)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert (await collect(engine, [4], SamplingParams(max_tokens=1, seed=1)))[-1].finished
+    again = await engine.embed({"prompt_token_ids": [1, 2]}, request_id="e")
+    assert again.request_id == "e"
+    assert core.stats().num_used_blocks == 0
+    await engine.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["final", "cumulative", "delta"])
+async def test_prompt_logprobs_are_told_once_per_prompt(kind: str) -> None:
+    engine, prompt = make(kind=kind), [3, 1, 4, 1, 5]
+    outputs = await collect(engine, prompt, SamplingParams(max_tokens=4, seed=1, n=2, prompt_logprobs=0))
+    expected = prompt_logprobs_of(prompt, range(1, 5), states_of(prompt)[:-1]).logprobs[:, 0].tolist()
+    told = [output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None]
+    assert len(told) == (1 if kind == "delta" else len(outputs))
+    for entries in told:
+        assert entries[0] is None
+        assert [entry.token_id for entry in entries[1:] if entry] == prompt[1:]
+        assert [entry.logprob for entry in entries[1:] if entry] == expected
+    await engine.shutdown()

@@ -26,7 +26,7 @@ TESTS = (
 
 # What is wrong, file, what stands there, what is put in its place.
 FAULTS = [
-    ("full hit computes nothing", "kv_cache_manager.py", "(request.num_tokens - 1) // self.block_size\n        hashes", "request.num_tokens // self.block_size\n        hashes"),
+    ("full hit computes nothing", "kv_cache_manager.py", "request.max_cached_tokens // self.block_size\n        hashes", "(request.max_cached_tokens + 1) // self.block_size\n        hashes"),
     ("partly filled block is cached", "kv_cache_manager.py", "num_final_tokens // self.block_size", "-(-num_final_tokens // self.block_size)"),
     ("blocks released from the front", "kv_cache_manager.py", "self.pool.release(reversed(table[row]))", "self.pool.release(table[row])"),
     ("salt is ignored", "kv_cache_manager.py", "group_scope(request.scope, group)", "group_scope(bytes(16), group)"),
@@ -67,6 +67,12 @@ FAULTS = [
     ("what is back still counts", "step_share.py", "self._num_tokens_under_way -= num_tokens", "pass"),
     ("what was lost is still under way", "scheduler.py", "        self._share.reset()\n", ""),
     ("the window is left before it is cached", "scheduler.py", "self.kv_cache.commit(request, self._num_final_tokens(row))\n        while", "while"),
+    ("embeddings skip what is cached", "request.py", "            return 0\n        if self.prompt_logprobs", "            return self.num_tokens - 1\n        if self.prompt_logprobs"),
+    ("prompt logprobs skip what is cached", "request.py", "return self.prompt_logprobs.next_position - 1", "return self.num_tokens - 1"),
+    ("prompt logprobs of a lost row are kept", "step_plan.py", "if epochs_now[self.output.rows[index]] == self.epochs[index]:", "if request is not None and request.prompt_logprobs is not None:"),
+    ("prompt logprobs come again after a preemption", "scheduler.py", "None if request.prompt_logprobs is None else request.prompt_logprobs.next_position", "None if request.prompt_logprobs is None else 1"),
+    ("prompt logprobs come again after a resume", "request.py", " and not source.resume_token_ids", ""),
+    ("the last token of an embedded prompt is not computed", "request.py", "self.max_total_tokens = len(self.prompt_token_ids) + 1", "self.max_total_tokens = len(self.prompt_token_ids)"),
 ]  # fmt: skip
 
 

@@ -27,7 +27,20 @@ def test_random_workloads(chunk: int, tmp_path: Path) -> None:
 def test_the_workloads_reach_what_they_are_for() -> None:
     """A random test that never preempts, hits, fails or aborts proves nothing."""
     totals = dict.fromkeys(
-        ("preemptions", "hits", "restarts", "windows", "pipelines", "gated", "abort", "deadline", "stop"), 0
+        (
+            "preemptions",
+            "hits",
+            "restarts",
+            "windows",
+            "pipelines",
+            "gated",
+            "abort",
+            "deadline",
+            "stop",
+            "scored",
+            "embedded",
+        ),
+        0,
     )
     for seed in range(100):
         played = play(draw(seed))
@@ -37,6 +50,8 @@ def test_the_workloads_reach_what_they_are_for() -> None:
         totals["restarts"] += played.executor.num_restarts
         totals["windows"] += len(played.script.executor["windows"]) > 1
         totals["pipelines"] += played.executor.num_stages > 1
+        totals["scored"] += len(played.collector.prompt_logprobs)
+        totals["embedded"] += sum(end.embedding is not None for end in played.collector.ends.values())
         for end in played.collector.ends.values():
             if end.finish_reason in totals:
                 totals[end.finish_reason] += 1

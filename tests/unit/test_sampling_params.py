@@ -17,8 +17,8 @@ INF, NAN = float("inf"), float("nan")
     [
         ("n", 0, "an integer from 1 to 128, got 0"),
         ("n", True, "an integer from 1 to 128, got True"),
-        ("max_tokens", 0, "an integer >= 1, got 0"),
-        ("max_tokens", 1.5, "an integer >= 1, got 1.5"),
+        ("max_tokens", -1, "an integer >= 0, got -1"),
+        ("max_tokens", 1.5, "an integer >= 0, got 1.5"),
         ("min_tokens", 17, "an integer from 0 to 16, got 17"),  # more than max_tokens
         ("temperature", -0.1, "a number >= 0 and <= 2, got -0.1"),
         ("temperature", NAN, "a number >= 0 and <= 2, got nan"),
@@ -35,6 +35,8 @@ INF, NAN = float("inf"), float("nan")
         ("repetition_penalty", 0, "a number >= 0.01 and <= 100, got 0"),
         ("seed", 2**63, "an integer from -9223372036854775808 to 9223372036854775807"),
         ("logprobs", 21, "an integer from 0 to 20, got 21"),
+        ("prompt_logprobs", 21, "an integer from 0 to 20, got 21"),
+        ("prompt_logprobs", True, "an integer from 0 to 20, got True"),
         ("stop", [""], "must be non-empty strings, got ''"),
         ("stop", [5], "must be non-empty strings, got 5"),
         ("stop", 5, "must be a list, got 5"),

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine_helpers import Collector, make_core, make_request
-from fake_executor import VOCABULARY, FakeExecutor, expected_tokens
+from fake_executor import VOCABULARY, FakeExecutor, expected_tokens, pooled, prompt_logprobs_of, states_of
 
 from quire.engine.core import EngineCore
 from quire.engine.outputs import EngineRequest
+from quire.engine.pooling import POOLING_TYPES, PoolingParams
 from quire.engine.request import Request
 from quire.engine.wait_ledger import WaitCause
 
@@ -109,6 +110,13 @@ def _draw_request(rng: random.Random, request_id: str, prefixes: list[list[int]]
     seed = rng.randrange(5)
     known = expected_tokens(prompt, min(max_tokens, model_len - len(prompt)), seed)
     tenant, weight = rng.choice([("", 1.0), ("", 1.0), ("a", 1.0), ("b", 3.0)])
+    kind = rng.choice(["answer"] * 6 + ["scored", "scored", "prompt_only", "embedded"])
+    if kind == "embedded":
+        prompt = (prompt + _tokens(rng, rng.choice([0, 0, model_len])))[:model_len]
+        pooling = PoolingParams(type=rng.choice(POOLING_TYPES))
+        return make_request(request_id, prompt, priority=rng.randint(0, 2), tenant=tenant, pooling=pooling)
+    if kind == "prompt_only":
+        return make_request(request_id, prompt, 0, tenant=tenant, prompt_logprobs=rng.choice([None, 0]))
     return make_request(
         request_id,
         prompt,
@@ -121,6 +129,7 @@ def _draw_request(rng: random.Random, request_id: str, prefixes: list[list[int]]
         deadline_ms=rng.choice([None, None, None, 3000, 20_000]),
         tenant=tenant,
         tenant_weight=weight,
+        prompt_logprobs=0 if kind == "scored" else None,
     )
 
 
@@ -198,6 +207,10 @@ class Play:
         assert params.max_tokens is not None
         room = self.core.max_model_len - len(request.prompt_token_ids)
         expected = expected_tokens(request.prompt_token_ids, min(params.max_tokens, room), request.seed)
+        if request.pooling is not None:
+            self._check_embedding(request, tokens)
+            expected = []
+        self._check_prompt_logprobs(request, tokens)
         first = max(len(request.resume_token_ids) - 1, 0)
         stop = next((i for i in range(first, len(expected)) if expected[i] in params.stop_token_ids), None)
         if end.finish_reason in ("abort", "deadline", "error"):
@@ -207,11 +220,36 @@ class Play:
         elif stop is not None:
             assert (end.finish_reason, tokens) == ("stop", expected[: stop + 1])
         else:
-            assert (end.finish_reason, tokens) == ("length", expected)
+            assert (end.finish_reason, tokens) == ("length" if request.pooling is None else "stop", expected)
         report = end.report
         if report is not None:  # there is none for a resumed request that had ended before
             assert abs(report.compute_s + sum(report.wait_s.values()) - report.wall_s) < 1e-6
             assert min([report.compute_s, *report.wait_s.values()]) >= -1e-9
+
+    def _check_embedding(self, request: EngineRequest, tokens: list[int]) -> None:
+        assert request.pooling is not None
+        assert tokens == []
+        embedding = self.collector.ends[request.request_id].embedding
+        if self.collector.ends[request.request_id].finish_reason != "stop":
+            assert embedding is None
+            return
+        states = dict(enumerate(states_of(request.prompt_token_ids)))
+        assert embedding is not None
+        assert embedding.tolist() == pooled(request.pooling, states, len(states)).tolist()
+
+    def _check_prompt_logprobs(self, request: EngineRequest, tokens: list[int]) -> None:
+        """They come once, with the first output that the prompt leads to; not again to one who has that already."""
+        end, prompt = self.collector.ends[request.request_id], request.prompt_token_ids
+        wanted = request.sampling_params.prompt_logprobs is not None and not request.resume_token_ids
+        is_computed = bool(tokens) or (request.sampling_params.max_tokens == 0 and end.finish_reason == "length")
+        told = self.collector.prompt_logprobs.get(request.request_id)
+        assert (told is not None) is (wanted and is_computed)
+        if told is not None:
+            expected = prompt_logprobs_of(prompt, range(1, len(prompt)), states_of(prompt)[:-1])
+            assert told.first_position == 1
+            assert told.token_ids[:, 0].tolist() == prompt[1:]
+            assert told.logprobs[:, 0].tolist() == expected.logprobs[:, 0].tolist()
+            assert told.ranks.tolist() == expected.ranks.tolist()
 
     def _may_fail(self, request_id: str) -> bool:
         """It breaks its steps itself, or the machine may have failed it three times in a row, poison counted in."""

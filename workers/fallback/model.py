@@ -72,6 +72,9 @@ class FallbackModel(nn.Module):
         logits: Tensor = self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.float()
 
+    def last_hidden_state(self, hidden: Tensor) -> Tensor:
+        return hidden  # the body ends with its norm
+
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
         return [
             KVCacheSpec(

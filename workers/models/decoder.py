@@ -128,9 +128,14 @@ class Decoder(nn.Module):
         like = self.embedding_multiplier
         return self._parallel.receive((num_tokens, self.spec.hidden_size), like.dtype, like.device)
 
+    def last_hidden_state(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size], after the last norm."""
+        normed: Tensor = self.norm(hidden)
+        return normed
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
-        logits = self.head.logits(self.norm(hidden))
+        logits = self.head.logits(self.last_hidden_state(hidden))
         if self.spec.logits_multiplier != 1.0:
             logits = logits * self.spec.logits_multiplier
         softcap = self.spec.logits_softcap

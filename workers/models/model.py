@@ -48,6 +48,10 @@ class Model(Protocol):
         """Rows of what the forward returned, [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
         ...
 
+    def last_hidden_state(self, hidden: Tensor) -> Tensor:
+        """Rows of what the forward returned, after the last norm: what `transformers` calls by this name."""
+        ...
+
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
         """What each layer of the whole model caches on a rank with this tensor rank, in layer order."""
         ...

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.engine.outputs import BatchLogprobs, IntArray
+from quire.engine.outputs import BatchLogprobs, FloatArray, IntArray
 
 
 def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: IntArray) -> BatchLogprobs | None:
@@ -21,14 +21,21 @@ def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: IntArray) -> 
     if len(wanted) == 0:
         return None
     rows = torch.from_numpy(wanted).to(logits.device)
-    logprobs = torch.log_softmax(logits[rows], dim=-1)
-    token_ids = sampled[rows, None]
-    chosen = logprobs.gather(1, token_ids)
-    top = logprobs.topk(min(int(num_logprobs.max()), logits.shape[1]), dim=-1)
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    return BatchLogprobs(
-        indices=wanted.astype(np.int32),
-        token_ids=torch.cat([token_ids, top.indices], dim=1).cpu().numpy().astype(np.int32),
-        logprobs=torch.cat([chosen, top.values], dim=1).cpu().numpy(),
-        sampled_ranks=ranks.cpu().numpy().astype(np.int32),
+    token_ids, logprobs, ranks = logprobs_of(logits[rows], sampled[rows], int(num_logprobs.max()))
+    return BatchLogprobs(indices=wanted.astype(np.int32), token_ids=token_ids, logprobs=logprobs, sampled_ranks=ranks)
+
+
+def logprobs_of(logits: Tensor, chosen: Tensor, num_top: int) -> tuple[IntArray, FloatArray, IntArray]:
+    """Of each row the chosen token and its `num_top` likeliest: ids and logprobs, and the rank of the chosen one.
+
+    logits [n, vocab] float32, chosen [n] int64 -> [n, 1 + K] int32, [n, 1 + K] float32, [n] int32; K is at most vocab.
+    """
+    logprobs = torch.log_softmax(logits, dim=-1)
+    of_chosen = logprobs.gather(1, chosen[:, None])
+    top = logprobs.topk(min(num_top, logits.shape[1]), dim=-1)
+    ranks = (logprobs > of_chosen).sum(dim=-1) + 1
+    return (
+        torch.cat([chosen[:, None], top.indices], dim=1).cpu().numpy().astype(np.int32),
+        torch.cat([of_chosen, top.values], dim=1).cpu().numpy(),
+        ranks.cpu().numpy().astype(np.int32),
     )

@@ -1,0 +1,90 @@
+"""Embeddings: what a step adds to the vectors of the prompts that are embedded, and those that it completes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.engine.outputs import FloatArray, IntArray, NewRow, SchedulerOutput
+from quire.engine.pooling import PoolingParams
+
+from .models.model import Model
+
+
+@dataclass(slots=True)
+class _Pooled:
+    """One row. `vector` holds what its steps have added so far, in float32."""
+
+    params: PoolingParams
+    num_prompt_tokens: int
+    vector: Tensor | None = None
+
+
+class PoolingRows:
+    """Rows that become an embedding instead of sampling. Owned by the request table.
+
+    A row that is entered again begins again: what it had belongs to blocks that it has lost.
+    """
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._is_pooled: npt.NDArray[np.bool_] = np.zeros(max_num_seqs, np.bool_)
+        self._rows: dict[int, _Pooled] = {}
+
+    def set_row(self, new: NewRow) -> None:
+        self._rows.pop(new.row, None)
+        self._is_pooled[new.row] = new.pooling is not None
+        if new.pooling is not None:
+            self._rows[new.row] = _Pooled(new.pooling, new.num_prompt_tokens)
+
+    def is_pooled(self, rows: IntArray) -> npt.NDArray[np.bool_]:
+        return self._is_pooled[rows]
+
+    def compute(self, step: SchedulerOutput, model: Model, hidden: Tensor) -> list[tuple[int, FloatArray]]:
+        """The embeddings of the prompts whose last token is in this step, by index in its batch.
+
+        hidden: [num_tokens, hidden_size] of the step.
+        """
+        if not self._rows:
+            return []
+        found, end = [], 0
+        for index, row in enumerate(step.rows.tolist()):
+            start, computed = end, int(step.num_computed_tokens[index])
+            end += int(step.num_scheduled_tokens[index])
+            pooled = self._rows.get(row)
+            if pooled is None:
+                continue
+            is_last = computed + end - start == pooled.num_prompt_tokens
+            _add(pooled, model, hidden[start:end], is_first=computed == 0, is_last=is_last)
+            if is_last:
+                found.append((index, _finished(pooled)))
+                del self._rows[row]
+        return found
+
+
+def _add(pooled: _Pooled, model: Model, hidden: Tensor, *, is_first: bool, is_last: bool) -> None:
+    """Take from a chunk of a prompt, [count, hidden_size], what its embedding needs."""
+    match pooled.params.type:
+        case "mean":
+            total = model.last_hidden_state(hidden).float().sum(dim=0)
+            pooled.vector = total if pooled.vector is None else pooled.vector + total
+        case "cls" if is_first:
+            pooled.vector = model.last_hidden_state(hidden[:1])[0].float()
+        case "last" if is_last:
+            pooled.vector = model.last_hidden_state(hidden[-1:])[0].float()
+
+
+def _finished(pooled: _Pooled) -> FloatArray:
+    vector, params = pooled.vector, pooled.params
+    if vector is None:
+        raise ValueError(f"a prompt of {pooled.num_prompt_tokens} tokens was not computed from its first token on")
+    if params.type == "mean":
+        vector = vector / pooled.num_prompt_tokens
+    vector = vector[: params.dimensions]
+    if params.normalize:
+        vector = torch.nn.functional.normalize(vector, dim=0)
+    embedding: FloatArray = vector.cpu().numpy()
+    return embedding

@@ -1,0 +1,107 @@
+"""Logprobs of prompt tokens: which rows want them, and what a step computes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.engine.outputs import IntArray, NewRow, PromptLogprobs, SchedulerOutput
+
+from .models.model import Model
+from .sampler.logprobs import logprobs_of
+
+_SLICE_ELEMENTS = 1 << 23  # logits computed at a time: 32 MiB, however long the prompts are
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    first_position: int
+    num_prompt_tokens: int
+    num_top: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Prompt positions `first` to `first + count - 1` of a request; the logits of the first are those of `token`.
+
+    prompt positions     0   1   2   3   4   5           the step computes tokens 2 to 4 (their hidden states)
+    logprobs of                      3   4   5           each comes from the token before
+    """
+
+    index: int  # in the batch
+    row: int
+    first: int
+    count: int
+    token: int  # in the batch's hidden states
+    num_top: int
+
+
+class PromptLogprobRows:
+    """Owned by the request table."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, _Wanted] = {}
+
+    def set_row(self, new: NewRow) -> None:
+        """Take over what a request wants that enters row `new.row`."""
+        self._wanted.pop(new.row, None)
+        if new.first_prompt_logprob is not None:
+            num_top = new.sampling_params.prompt_logprobs or 0
+            self._wanted[new.row] = _Wanted(new.first_prompt_logprob, new.num_prompt_tokens, num_top)
+
+    def compute(
+        self, step: SchedulerOutput, token_ids: IntArray, model: Model, hidden: Tensor
+    ) -> list[tuple[int, PromptLogprobs]]:
+        """What a step brings, by index in its batch.
+
+        token_ids: [max_num_seqs, max_len] the tokens of every row; hidden: [num_tokens, hidden_size] of the step.
+        """
+        spans = self._spans(step) if self._wanted else []
+        if not spans:
+            return []
+        tokens = np.concatenate([np.arange(span.token, span.token + span.count) for span in spans])
+        own = np.concatenate([token_ids[span.row, span.first : span.first + span.count] for span in spans])
+        num_top = min(max(span.num_top for span in spans), model.vocab_size)
+        ids, logprobs, ranks = _in_slices(model, hidden, tokens, own.astype(np.int64), num_top)
+        found, start = [], 0
+        for span in spans:
+            end = start + span.count
+            columns = 1 + min(span.num_top, num_top)
+            part = PromptLogprobs(span.first, ids[start:end, :columns], logprobs[start:end, :columns], ranks[start:end])
+            found.append((span.index, part))
+            start = end
+        return found
+
+    def _spans(self, step: SchedulerOutput) -> list[_Span]:
+        rows, computed = step.rows.tolist(), step.num_computed_tokens.tolist()
+        ends = np.cumsum(step.num_scheduled_tokens)
+        spans = []
+        for index, row in enumerate(rows):
+            wanted = self._wanted.get(row)
+            if wanted is None:
+                continue
+            start = computed[index]
+            stop = start + int(step.num_scheduled_tokens[index])
+            first = max(start + 1, wanted.first_position)
+            count = min(stop, wanted.num_prompt_tokens - 1) + 1 - first
+            if count > 0:
+                token = int(ends[index]) - (stop - start) + (first - 1 - start)
+                spans.append(_Span(index, row, first, count, token, wanted.num_top))
+        return spans
+
+
+def _in_slices(
+    model: Model, hidden: Tensor, tokens: np.ndarray, own: np.ndarray, num_top: int
+) -> tuple[IntArray, np.ndarray, IntArray]:
+    """`logprobs_of` over all positions, with the logits of some of them at a time."""
+    size = max(_SLICE_ELEMENTS // model.vocab_size, 1)
+    parts = []
+    for start in range(0, len(tokens), size):
+        at = torch.from_numpy(tokens[start : start + size]).to(hidden.device)
+        chosen = torch.from_numpy(own[start : start + size]).to(hidden.device)
+        parts.append(logprobs_of(model.logits(hidden.index_select(0, at)), chosen, num_top))
+    ids, logprobs, ranks = zip(*parts, strict=True)
+    return np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks)
