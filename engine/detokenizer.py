@@ -55,8 +55,12 @@ class TokenDecoder:
 
     def special_ids(self, tokens: Iterable[str]) -> dict[str, int]:
         """Those of `tokens` that are special tokens, by their text."""
+        return {token: i for token, i in self.added_ids(tokens).items() if i in self._special_ids}
+
+    def added_ids(self, tokens: Iterable[str]) -> dict[str, int]:
+        """Those of `tokens` that are never spelled in pieces, by their text."""
         ids = {token: self._backend.token_to_id(token) for token in tokens}
-        return {token: token_id for token, token_id in ids.items() if token_id in self._special_ids}
+        return {token: token_id for token, token_id in ids.items() if token_id in self._added_ids}
 
     def stream(
         self,

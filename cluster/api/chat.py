@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
+import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,6 +14,7 @@ from starlette.responses import Response
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput, FinishReason
 
+from .answer_grammar import answer_grammar
 from .backend import ServedModel
 from .beam_search import generation_of
 from .chat_prompt import chat_prompt
@@ -52,6 +54,8 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     answer_id, engine_id = request.ids("chatcmpl")
     tenant = tenant_of(http.scope)
     options = tenant.options(request.options())
+    grammar = await off_the_loop(body, lambda: answer_grammar(reading, options.grammar))
+    options = msgspec.structs.replace(options, grammar=grammar)
     requests = served.input_processor.process(engine_id, token_ids, params, param="messages", options=options)
     generation = generation_of(context, served, [requests], metrics, request, tenant, marks=reading.mark_ids)
     answer = _ChatAnswer(answer_id, served, generation, request, token_ids, reading)

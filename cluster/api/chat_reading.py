@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec import UNSET
 
@@ -29,6 +29,7 @@ class Reading:
     tool_format: ToolFormat | None = None
     marks: ReasoningMarks | None = None
     inside: bool = False  # the answer begins within a thought
+    token_ids: dict[str, int] = field(default_factory=dict)  # of marks that are tokens to llguidance, not text
 
     def new(self) -> IncrementalParser | None:
         """A parser for one answer."""
@@ -46,9 +47,6 @@ def reading_of(served: ServedModel, request: ChatCompletionRequest, prompt: Chat
             "tools",
             "unsupported",
         )
-    if tools is not None and (tools.choice == "required" or not tools.parallel):
-        param = "tool_choice" if tools.choice == "required" else "parallel_tool_calls"
-        raise InvalidRequestError(f"{param}: cannot be enforced yet.", param, "unsupported")
     marks = served.chat.marks_of(prompt.template)
     if tool_format is None and marks is None:
         return Reading(None)
@@ -59,7 +57,9 @@ def reading_of(served: ServedModel, request: ChatCompletionRequest, prompt: Chat
     texts = (*(tool_format.marks if tool_format else ()), *((marks.start, marks.end) if marks else ()))
     special = served.token_decoder.special_ids(texts)
     hidden = frozenset() if request.skip_special_tokens is False else frozenset(special)
-    return Reading(parser, frozenset(special.values()), hidden, tools, tool_format, marks, inside)
+    added = served.token_decoder.added_ids(texts)
+    token_ids = {text: i for text, i in added.items() if text in special or (text[0] == "<" and text[-1] == ">")}
+    return Reading(parser, frozenset(special.values()), hidden, tools, tool_format, marks, inside, token_ids)
 
 
 def _begins_inside(marks: ReasoningMarks, request: ChatCompletionRequest, prompt: ChatPrompt) -> bool:

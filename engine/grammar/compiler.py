@@ -20,6 +20,7 @@ from .vocabulary import Vocabulary
 
 _LITERAL = re.compile(r'"((?:[^"\\\n]|\\.){1,64})"|([\w<>/=-]{2,64})')
 _NUMBERED_TOKEN = re.compile(r"<\[[\d*^]")
+_TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 _SHOWN_CHARS = 400
 
 
@@ -77,7 +78,8 @@ class LlguidanceCompiler:
             initial_lexer_fuel=self._config.max_lexer_fuel,
             verbose_errors=False,
         )
-        symbols = LLMatcher(vocabulary.symbols, source, log_level=0, limits=limits)
+        in_symbols = source if spec.kind != "lark" else _with_symbols(source, vocabulary)
+        symbols = LLMatcher(vocabulary.symbols, in_symbols, log_level=0, limits=limits)
         if symbols.is_error():
             raise _refusal(spec, f"cannot be compiled: {symbols.get_error()[:_SHOWN_CHARS]}")
         tokens = LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
@@ -131,12 +133,17 @@ def _llguidance_source(spec: GrammarSpec) -> str:
             choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.source))
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case "lark" | "ebnf":
-            if _NUMBERED_TOKEN.search(spec.source):
+            if spec.kind == "ebnf" and _NUMBERED_TOKEN.search(spec.source):
                 raise _refusal(spec, "names a token by number; write special tokens by name, as <|name|>")
             try:
                 return grammar_from("lark" if spec.kind == "lark" else "ebnf", spec.source)
             except ValueError as error:
                 raise _refusal(spec, f"cannot be read: {str(error)[:_SHOWN_CHARS]}") from error
+
+
+def _with_symbols(source: str, vocabulary: Vocabulary) -> str:
+    """Special tokens that are given by their ids, as the symbols that they are."""
+    return _TOKEN_ID.sub(lambda found: f"<[{vocabulary.symbols_of(int(found[1]))[0]}]>", source)
 
 
 def _literals(spec: GrammarSpec) -> list[bytes]:

@@ -14,8 +14,8 @@ class GrammarSpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     `source` is, by kind: `json_schema` the schema as JSON; `json_object` nothing; `regex` an expression that the whole
     answer matches; `choice` a JSON list of the strings to choose from; `lark` a grammar in llguidance's Lark dialect
-    (with `%json {...}` and special tokens as `<|name|>`); `ebnf` a GBNF or Lark grammar, as users give either.
-    `param` is the field under which the user gave it, for errors.
+    (with `%json {...}` and special tokens as `<|name|>`, or `<[5]>` by id); `ebnf` a GBNF or Lark grammar, as users
+    give either. `param` is the field under which the user gave it, for errors.
     """
 
     kind: GrammarKind

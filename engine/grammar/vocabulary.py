@@ -92,7 +92,7 @@ class Vocabulary:
             return self._special[symbols[start] - NUM_BYTES]
         run_end = next((i for i in range(start, len(symbols)) if symbols[i] >= NUM_BYTES), len(symbols))
         # What can be one token is looked at, and no more: a path may be long.
-        longest = min(run_end, start + self._longest.get(bytes(symbols[start : start + 2]), 1))
+        longest = min(run_end, start + self._longest.get(bytes(symbols[start : min(start + 2, run_end)]), 1))
         text = bytes(symbols[start:longest])
         words = self._words(text, 0, len(text))
         return next(token for stop, token in words if costs[start + stop] == costs[start] - 1)

@@ -240,6 +240,30 @@ async def test_stop_strings_work_in_what_users_see(client: httpx.AsyncClient, ba
 
 
 A_CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+async def test_a_choice_that_must_be_made_is_a_grammar(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    """The engines hold answers to it; what it allows is tested with the grammars."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+    held: list[dict[str, Any]] = [
+        {"tool_choice": "required"},
+        {"tool_choice": named},
+        {"parallel_tool_calls": False},
+        {"tools": [strict]},
+    ]
+    answer(backend, CALL)
+    for fields in held:
+        [choice] = (await post(client, **fields))["choices"]
+        assert choice["finish_reason"] == "tool_calls"
+        found = backend.requests[-1].grammar
+        assert found is not None
+        assert (found.kind, found.param) == ("lark", "tools")
+        assert "get_weather" in found.source
+    await post(client)
+    assert backend.requests[-1].grammar is None
+
+
 CALLED = {"role": "assistant", "tool_calls": [A_CALL]}
 
 

@@ -247,6 +247,7 @@ FRAGMENTS = [
         "f(x=",
         "null",
     ],
+    *['"\\ud800"', '{"name": "\\ud800", ', "'\\ud800'", "1e999", "x=", "NaN", "\\ud83d\\ude00"],
     *["<think>", "</think>", "</thi", "日", "hello", '{"name": "f", "arguments": {"x": "', HERMES_CALL],
 ]
 
@@ -262,6 +263,8 @@ def test_garbage_is_read_alike_in_pieces_and_never_fails(
     whole = read(parser, text)
     assert read(parser, *cut(text, seed)) == whole
     assert read(parser, *text) == whole
+    for event in whole:
+        "".join(event).encode()  # whatever is in it can be sent
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral"])

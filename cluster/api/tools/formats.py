@@ -6,6 +6,7 @@ from typing import Protocol
 
 from .events import Parser
 from .hermes import Hermes
+from .lark import CallGrammar, Lark
 from .llama_json import LlamaJson
 from .mistral import Mistral
 from .pythonic import Pythonic
@@ -26,6 +27,13 @@ class ToolFormat(Protocol):
 
     def parser(self, tools: ToolSet) -> Parser:
         """Finds the calls in one answer."""
+        ...
+
+    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:
+        """What calls look like whose arguments follow their schemas; `parser` reads them.
+
+        Raises `InvalidRequestError` for a schema that the format has no words for.
+        """
         ...
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .events import Parser, Sink
 from .json_calls import call_object
+from .lark import CallGrammar, Lark, object_rule
 from .reader import Reader, Steps
 from .tool_set import ToolSet
 
@@ -16,6 +17,11 @@ class Hermes:
 
     def parser(self, tools: ToolSet) -> Parser:  # noqa: ARG002 - the marks tell, whatever the name
         return _parse
+
+    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:
+        objects = [object_rule(lark, i, each, "arguments") for i, each in enumerate(tools.callable)]
+        body = f'"\\n" ({" | ".join(objects)}) "\\n" {lark.mark(CLOSE)}'
+        return CallGrammar(OPEN, lark.rule("call", body), separator="\n")
 
 
 def _parse(reader: Reader, sink: Sink) -> Steps[None]:

@@ -139,16 +139,28 @@ def _arguments(value: Any) -> str:
 
 
 def dumps(value: object) -> str:
-    """JSON as models write it. Raises `ValueError` or `TypeError` on what JSON does not have."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    """JSON as models write it. Raises `ValueError` or `TypeError` on what JSON or UTF-8 does not have."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    text.encode()
+    return text
 
 
 def loads(text: str) -> object:
-    """The value, or None where the text is not JSON."""
+    """The value, or None where the text is not JSON, or holds halves of characters or numbers without end."""
     try:
-        return json.loads(text, parse_constant=_not_json)
+        value: object = json.loads(text, parse_constant=_not_json)
+        dumps(value)
     except (ValueError, RecursionError):
         return None
+    return value
+
+
+def is_json(text: str) -> bool:
+    try:
+        json.loads(text, parse_constant=_not_json)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _not_json(constant: str) -> object:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from .events import Parser, Sink
 from .json_calls import call_object
+from .lark import CallGrammar, Lark, object_rule
 from .reader import Reader, Steps
 from .tool_set import ToolSet
 
@@ -20,6 +21,11 @@ class LlamaJson:
 
     def parser(self, tools: ToolSet) -> Parser:
         return lambda reader, sink: _parse(reader, sink, tools)
+
+    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:
+        """One call: the models' templates know no more."""
+        objects = [object_rule(lark, i, each, "parameters") for i, each in enumerate(tools.callable)]
+        return CallGrammar(None, lark.rule("call", " | ".join(objects)), text="/[^{](.|\\n)*/")
 
 
 def _parse(reader: Reader, sink: Sink, tools: ToolSet) -> Steps[None]:

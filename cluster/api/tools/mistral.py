@@ -6,6 +6,7 @@ import re
 
 from .events import Parser, Sink
 from .json_calls import call_object, stream_value
+from .lark import CallGrammar, Lark, object_rule, quoted
 from .reader import Reader, Steps
 from .tool_set import ToolSet
 
@@ -19,6 +20,19 @@ class Mistral:
 
     def parser(self, tools: ToolSet) -> Parser:  # noqa: ARG002 - the marks tell, whatever the name
         return _parse
+
+    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:
+        """The newer form where the tokenizer has its marks, else the older one."""
+        functions = tools.callable
+        if not lark.is_token(ARGS):
+            objects = " | ".join(object_rule(lark, i, each, "arguments") for i, each in enumerate(functions))
+            more = f' (", " ({objects}))*' if tools.parallel else ""
+            return CallGrammar(CALLS, lark.rule("calls", f'"[" ({objects}){more} "]"'))
+        calls = []
+        for i, each in enumerate(functions):
+            arguments = lark.json(f"arguments_{i}", each.parameters)
+            calls.append(lark.rule(f"call_{i}", f"{quoted(each.name)} {lark.mark(ARGS)} {arguments}"))
+        return CallGrammar(CALLS, lark.rule("call", " | ".join(calls)), separator="")
 
 
 def _parse(reader: Reader, sink: Sink) -> Steps[None]:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import keyword
 import re
+
+from quire.engine.errors import InvalidRequestError
 
 from .events import Parser, Sink
 from .json_calls import Call, dumps
+from .lark import CallGrammar, Lark, joined, quoted
 from .reader import Reader, Steps
-from .tool_set import ToolSet
+from .tool_set import Function, ToolSet, parameters_of
 
 STARTS, END = ("<|python_start|>", "<|python_tag|>"), "<|python_end|>"
 _CALL = re.compile(r"\s*([\w.-]{1,64})\s*\(")
@@ -24,6 +28,28 @@ class Pythonic:
 
     def parser(self, tools: ToolSet) -> Parser:
         return lambda reader, sink: _parse(reader, sink, tools)
+
+    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:
+        calls = [_call_rule(lark, i, each) for i, each in enumerate(tools.callable)]
+        one = lark.rule("call", " | ".join(calls))
+        more = f' (", " {one})*' if tools.parallel else ""
+        return CallGrammar(None, lark.rule("calls", f'"[" {one}{more} "]"'), text="/[^\\[](.|\\n)*/")
+
+
+def _call_rule(lark: Lark, index: int, function: Function) -> str:
+    """`f(a=..., b=...)`; the values are JSON, which `_literal` reads."""
+    arguments: list[tuple[str, bool]] = []
+    for name, schema, needed in parameters_of(function):
+        if not name.isidentifier() or keyword.iskeyword(name):
+            raise InvalidRequestError(
+                f"tools: {function.name}: the argument {name[:80]!r} cannot be written by this model, whose calls are "
+                "Python's.",
+                "tools",
+            )
+        value = lark.json(f"value_{index}_{len(arguments)}", schema)
+        arguments.append((f"{quoted(f'{name}=')} {value}", needed))
+    inner = joined(lark, f"arguments_{index}", arguments, ", ")
+    return lark.rule(f"call_{index}", f'{quoted(f"{function.name}(")} {inner} ")"')
 
 
 def _parse(reader: Reader, sink: Sink, tools: ToolSet) -> Steps[None]:

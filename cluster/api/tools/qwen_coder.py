@@ -9,14 +9,18 @@ import ast
 import re
 from typing import Any
 
+from quire.engine.errors import InvalidRequestError
+
 from .events import Parser, Sink
-from .json_calls import dumps, loads
+from .json_calls import dumps, is_json
+from .lark import CallGrammar, Lark, joined, quoted
 from .reader import Reader, Steps
-from .tool_set import ToolSet
+from .tool_set import Function, ToolSet, parameters_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+_END_VALUE = f"\n{END_PARAMETER}\n"
 _NAME = re.compile(r"[\w.-]{1,64}")
 
 
@@ -26,6 +30,46 @@ class QwenCoder:
 
     def parser(self, tools: ToolSet) -> Parser:
         return lambda reader, sink: _parse(reader, sink, tools)
+
+    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:
+        calls = [_call_rule(lark, i, each) for i, each in enumerate(tools.callable)]
+        return CallGrammar(OPEN, lark.rule("call", f"({' | '.join(calls)}) {lark.mark(CLOSE)}"), separator="\n")
+
+
+def _call_rule(lark: Lark, index: int, function: Function) -> str:
+    head = quoted(f"\n{FUNCTION}{function.name}>\n")
+    if function.parameters is None:
+        key = lark.rule("KEY", "/[A-Za-z0-9_.-]{1,64}/")
+        inner = lark.rule(f"arguments_{index}", f'("{PARAMETER}" {key} ">\\n" {_text_rule(lark, index, "any")})*')
+    else:
+        arguments = [
+            (f"{quoted(f'{PARAMETER}{name}>' + chr(10))} {_value_rule(lark, index, i, function, name, schema)}", needed)
+            for i, (name, schema, needed) in enumerate(parameters_of(function))
+        ]
+        inner = joined(lark, f"arguments_{index}", arguments, "")
+    return lark.rule(f"call_{index}", f"{head} {inner} {quoted(END_FUNCTION + chr(10))}")
+
+
+def _value_rule(lark: Lark, index: int, i: int, function: Function, name: str, schema: dict[str, Any]) -> str:
+    """One value and its end. Strings are bare: of what a schema may say of them, only `enum` can be held to."""
+    if kinds_of(schema) != {"string"}:
+        value = lark.json(f"value_{index}_{i}", schema)
+        return lark.rule(f"ended_{index}_{i}", f"{value} {quoted(_END_VALUE)}")
+    if isinstance(schema.get("enum"), list):
+        choices = " | ".join(quoted(value + _END_VALUE) for value in schema["enum"] if isinstance(value, str))
+        return lark.rule(f"ended_{index}_{i}", choices)
+    unheld = [key for key in ("pattern", "format", "minLength", "maxLength", "const") if key in schema]
+    if unheld and function.strict:
+        raise InvalidRequestError(
+            f"tools: {function.name}: {unheld[0]} of {name[:80]!r} cannot be held to: this model writes strings "
+            "without quotes.",
+            "tools",
+        )
+    return _text_rule(lark, index, str(i))
+
+
+def _text_rule(lark: Lark, index: int, name: str) -> str:
+    return lark.rule(f"text_{index}_{name}[lazy]", f"/(.|\\n)*/ {quoted(_END_VALUE)}")
 
 
 def _parse(reader: Reader, sink: Sink, tools: ToolSet) -> Steps[None]:
@@ -124,15 +168,15 @@ def kinds_of(schema: Any) -> set[str]:
 def _as_json(text: str, kinds: set[str]) -> str:
     """A bare value as JSON: what it looks like, where its schema allows that, else a string."""
     bare = text.strip()
-    value: object = loads(bare)
-    if value is None and bare not in ("null", "None"):
-        try:
-            value = ast.literal_eval(bare)  # models write Python's constants, too
-            written = dumps(value)
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            return dumps(text)
-    else:
-        written = dumps(value)
-    if "string" in kinds and not (value is None and "null" in kinds):
+    written = bare if is_json(bare) else _python_as_json(bare)
+    if written is None or ("string" in kinds and not (written == "null" and "null" in kinds)):
         return dumps(text)
     return written
+
+
+def _python_as_json(text: str) -> str | None:
+    """Models write Python's constants, too."""
+    try:
+        return dumps(ast.literal_eval(text))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None

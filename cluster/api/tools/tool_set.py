@@ -16,6 +16,23 @@ class Function:
     strict: bool = False  # the user wants the schema followed, not merely known
 
 
+def parameters_of(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
+    """The arguments that a function's schema names: name, schema, and whether it is required.
+
+    Each schema has the definitions of the whole, which it may refer to. Arguments that are not named are left out.
+    """
+    whole = function.parameters or {}
+    shared: dict[str, Any] = {key: whole[key] for key in ("$defs", "definitions") if key in whole}
+    properties, required = whole.get("properties"), whole.get("required")
+    if not isinstance(properties, dict):
+        return []
+    needed = required if isinstance(required, list) else []
+    return [
+        (name, {**shared, **(schema if isinstance(schema, dict) else {})}, name in needed)
+        for name, schema in properties.items()
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class ToolSet(Container[str]):
     """The functions by name, and how they may be called.
