@@ -14,7 +14,7 @@ ARGS ?=
 LOCKED := $(PIP) install --quiet --constraint requirements.lock
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-dev serve test lint format typecheck check wheel lock clean
+.PHONY: help install install-dev serve test lint format typecheck check proto wheel lock clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,14 @@ typecheck: $(VENV)/.installed-dev ## mypy
 
 check: lint typecheck ## Everything that CI checks before the tests
 	$(BIN)/ruff format --check .
+
+proto: $(VENV)/.installed-dev ## Write cluster/grpc/quire_inference_pb2* anew from proto/
+	$(BIN)/python -m grpc_tools.protoc -I proto --python_out=cluster/grpc --pyi_out=cluster/grpc \
+		--grpc_python_out=cluster/grpc proto/quire_inference.proto
+	@# The generator takes a module's name from the folder of its proto; Serve pickles messages by that name.
+	sed -i.bak 's/^import quire_inference_pb2/from . import quire_inference_pb2/' cluster/grpc/quire_inference_pb2_grpc.py
+	sed -i.bak "s/'quire_inference_pb2'/'quire.cluster.grpc.quire_inference_pb2'/" cluster/grpc/quire_inference_pb2.py
+	rm cluster/grpc/*.bak
 
 wheel: $(VENV)/.installed ## Build what clusters install, in dist/: the wheel, and the versions to install it with
 	@rm -rf dist build

@@ -55,13 +55,16 @@ def serve(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port to listen on. (default: CONFIG's, or 8000)")
     ] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port for gRPC. (default: CONFIG's, or none)")
+    ] = None,
     dashboard: Annotated[bool, typer.Option("--dashboard", help="Start Ray's dashboard as well.")] = False,
     engine: EngineOverrides,
 ) -> None:
     """Serve a model on this machine until Ctrl-C. Options override what CONFIG says."""
     from .service import serve as serve_until_interrupted
 
-    serve_until_interrupted(config, overrides=engine, host=host, port=port, dashboard=dashboard)
+    serve_until_interrupted(config, overrides=engine, host=host, port=port, grpc_port=grpc_port, dashboard=dashboard)
 
 
 app.command(

@@ -16,6 +16,8 @@ from .router import PolicyName
 
 IMPORT_PATH = "quire.cluster.app:build"
 GATEWAY, ENGINE = "Gateway", "Engine"
+# For `grpc_options: {port: …, grpc_servicer_functions: […]}`: with it, Serve opens a gRPC port for the gateways.
+GRPC_SERVICER = "quire.cluster.grpc.quire_inference_pb2_grpc.add_InferenceServicer_to_server"
 
 
 class ApiConfig(Section):

@@ -19,7 +19,9 @@ from pydantic import BaseModel, ValidationError
 
 from quire.engine.errors import ConfigError
 
-from .config import ENGINE, GATEWAY, IMPORT_PATH, QuireConfig, dotted, said
+from .config import ENGINE, GATEWAY, GRPC_SERVICER, IMPORT_PATH, QuireConfig, dotted, said
+
+DEFAULT_GRPC_PORT = 9000  # Serve's
 
 # What `configs/smollm2-cpu.yaml` spells out, for a service without a file.
 DEFAULT_OPTIONS: dict[str, dict[str, Any]] = {
@@ -44,6 +46,7 @@ class ServiceConfig:
     route_prefix: str = "/"
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None  # None: no gRPC
     deployments: dict[str, dict[str, Any]] = field(default_factory=lambda: dict(DEFAULT_OPTIONS))
 
 
@@ -67,12 +70,15 @@ def load_service(path: Path) -> ServiceConfig:
     _check_keys(path, _child(node, "args"), QuireConfig, prefix="args.")
     quire = _validate(path, node, ("args",), QuireConfig, application.get("args") or {})
     http = data.get("http_options") or {}
+    grpc = data.get("grpc_options") or {}
+    has_grpc = GRPC_SERVICER in grpc.get("grpc_servicer_functions", ())
     return ServiceConfig(
         quire=quire,
         application=application.get("name", "default"),
         route_prefix=application.get("route_prefix", "/"),
         host=http.get("host", "127.0.0.1"),
         port=http.get("port", 8000),
+        grpc_port=grpc.get("port", DEFAULT_GRPC_PORT) if has_grpc else None,
         deployments=dict(_deployments(path, node, application, (GATEWAY, *quire.engines()))),
     )
 

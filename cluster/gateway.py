@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 
 from fastapi import FastAPI
 from prometheus_client.core import Metric
 from ray import serve
+from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from quire.engine.outputs import EngineOutput, EngineRequest
@@ -22,6 +24,8 @@ from .config import QuireConfig
 from .directory import Directory, EngineRecord, GcsStore
 from .engine_client import EngineClient
 from .engine_replica import Engine
+from .grpc import quire_inference_pb2 as pb
+from .grpc.service import InferenceService
 from .logs import configure_logging
 from .metrics import EngineStats, GatewayMetrics
 from .metrics_exchange import MetricsExchange
@@ -118,7 +122,7 @@ class Gateway:
         self._metrics.others = families
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(
+        app = create_app(
             self._backend,
             metrics=self._metrics,
             limits=ApiLimits(**self._config.model_dump(include=set(ApiLimits.__slots__))),
@@ -126,6 +130,23 @@ class Gateway:
             open_metrics=self._config.open_metrics,
             request_ids=False,
         )
+        self._inference = InferenceService(app)
+        return app
+
+    # The methods of proto/quire_inference.proto, which Serve calls by their names.
+
+    async def Generate(
+        self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
+        async with aclosing(self._inference.generate(request, grpc_context)) as responses:
+            async for response in responses:
+                yield response
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        return await self._inference.tokenize(request, grpc_context)
+
+    async def Health(self, request: pb.HealthRequest, grpc_context: RayServegRPCContext) -> pb.HealthResponse:
+        return await self._inference.health(request, grpc_context)
 
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica."""

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -32,9 +32,12 @@ from quire.engine.errors import ConfigError, EngineError
 from quire.engine.model_source import load_model_info
 from quire.workers.models.sizes import check_ranks
 
-from .config import override
+from .config import GRPC_SERVICER, override
 from .config_file import ServiceConfig, load_service
 from .ray_local import LocalRay, environment, make_folder
+
+if TYPE_CHECKING:
+    from ray.serve.config import gRPCOptions
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ def serve(
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
     host: str | None = None,
     port: int | None = None,
+    grpc_port: int | None = None,
     dashboard: bool = False,
     on_ready: Callable[[Ready], None] | None = None,
 ) -> None:
@@ -76,6 +80,7 @@ def serve(
         quire=override(service.quire, overrides or {}),
         host=host or service.host,
         port=port or service.port,
+        grpc_port=grpc_port or service.grpc_port,
     )
     clock = _Clock()
     models = _check(service)
@@ -105,20 +110,26 @@ def _print_ready(ready: Ready) -> None:
 def _check(service: ServiceConfig) -> list[str]:
     """The models' names, after what can be known without starting anything. Raises `ConfigError`."""
     models = [_check_model(engine) for engine in service.quire.engines().values()]
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((service.host, service.port))
-        except OSError as error:
-            raise ConfigError(
-                f"port: cannot listen on {service.host}:{service.port} ({error.strerror}); choose another with --port."
-            ) from error
+    _check_port(service.host, service.port, "port")
+    if service.grpc_port is not None:
+        _check_port(service.host, service.grpc_port, "grpc-port")
     available = psutil.virtual_memory().available
     if available < MIN_MEMORY_BYTES:
         raise ConfigError(
             f"Too little memory: {available >> 20} MiB are available, at least {MIN_MEMORY_BYTES >> 20} MiB are needed."
         )
     return models
+
+
+def _check_port(host: str, port: int, option: str) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"{option}: cannot listen on {host}:{port} ({error.strerror}); choose another with --{option}."
+            ) from error
 
 
 def _check_model(engine: EngineConfig) -> str:
@@ -143,7 +154,9 @@ def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bo
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         try:
-            ray_serve.start(http_options=HTTPOptions(host=service.host, port=service.port))
+            ray_serve.start(
+                http_options=HTTPOptions(host=service.host, port=service.port), grpc_options=_grpc_options(service)
+            )
         except RayError as error:
             last_line = str(error).strip().splitlines()[-1]
             raise EngineError(f"The HTTP proxy could not start: {last_line}") from error
@@ -154,6 +167,14 @@ def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bo
         local.stop()
         raise
     return local
+
+
+def _grpc_options(service: ServiceConfig) -> gRPCOptions | None:
+    from ray.serve.config import gRPCOptions
+
+    if service.grpc_port is None:
+        return None
+    return gRPCOptions(port=service.grpc_port, grpc_servicer_functions=[GRPC_SERVICER])
 
 
 def _deploy(service: ServiceConfig) -> None:

@@ -75,11 +75,11 @@ class WaitingRoom:
         if len(self.queue):
             for tenant in self.tenants:
                 if tenant.num_waiting:
-                    cause = tenant.clock.cause.name.lower()
+                    cause = tenant.clock.cause.name
                     counts[cause] = counts.get(cause, 0) + tenant.num_waiting
         for gate, aside in zip(self._gates, self._aside, strict=True):
             if aside.requests:
-                cause = gate.cause.name.lower()
+                cause = gate.cause.name
                 counts[cause] = counts.get(cause, 0) + len(aside.requests)
         return counts
 

@@ -45,13 +45,22 @@ async def client(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
 
 
 @pytest.fixture(scope="module")
-def service_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def service_ports() -> tuple[int, int]:
+    """For HTTP and for gRPC."""
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    http, grpc = (probe.getsockname()[1] for probe in probes)
+    for probe in probes:
+        probe.close()
+    return http, grpc
+
+
+@pytest.fixture(scope="module")
+def service_url(service_ports: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The root of a real service on the default model, started as a user does."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    http, grpc = service_ports
     log = tmp_path_factory.mktemp("service") / "log"
-    command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve", "--port", str(port)]
+    command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve"]
+    command += ["--port", str(http), "--grpc-port", str(grpc)]
     with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT) as service:
         try:
             deadline = time.monotonic() + START_S
@@ -59,10 +68,16 @@ def service_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 if service.poll() is not None or time.monotonic() > deadline:
                     pytest.fail(f"The service did not start:\n{log.read_text(errors='replace')}")
                 time.sleep(0.1)
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{http}"
         finally:
             service.send_signal(signal.SIGINT)
             service.wait(30)
+
+
+@pytest.fixture
+def grpc_target(service_url: str, service_ports: tuple[int, int]) -> str:
+    """Where that service answers gRPC."""
+    return f"127.0.0.1:{service_ports[1]}"
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ import pytest
 from fake_backend import DEFAULT_ANSWER
 from live_server import LiveServer
 
+from quire.engine.errors import OverloadedError
+
 MODEL = "smollm2-135m-instruct"
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
 
@@ -65,6 +67,59 @@ def test_completion(sdk: openai.OpenAI) -> None:
     assert [choice.text for choice in answer.choices] == [DEFAULT_ANSWER] * 2
     stream = sdk.completions.create(model=MODEL, prompt="a", max_tokens=100, stream=True)
     assert "".join(chunk.choices[0].text for chunk in stream) == DEFAULT_ANSWER
+
+
+async def test_the_async_sdk_in_every_mode(server: LiveServer) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        chat = await client.chat.completions.create(model=MODEL, messages=MESSAGES, n=2, logprobs=True, top_logprobs=2)
+        assert len(chat.choices) == 2
+        async with client.chat.completions.stream(model=MODEL, messages=MESSAGES) as helper:
+            assert (await helper.get_final_completion()).choices[0].message.content == DEFAULT_ANSWER
+        text = await client.completions.create(model=MODEL, prompt=["a", [1, 2]], max_tokens=100, best_of=2, echo=True)
+        assert text.choices[0].text == f"a{DEFAULT_ANSWER}"
+        stream = await client.completions.create(
+            model=MODEL, prompt="a", max_tokens=100, stream=True, stream_options={"include_usage": True}
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == DEFAULT_ANSWER
+        assert chunks[-1].usage is not None
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.BadRequestError):
+            await client.chat.completions.create(model=MODEL, messages=MESSAGES, temperature=9)
+
+
+def test_what_the_sdk_sends_for_bookkeeping_is_accepted(sdk: openai.OpenAI) -> None:
+    answer = sdk.chat.completions.create(
+        model=MODEL, messages=MESSAGES, user="ann", metadata={"a": "b"}, service_tier="auto", store=False
+    )
+    assert answer.choices[0].message.content == DEFAULT_ANSWER
+    with pytest.raises(openai.BadRequestError) as refused:
+        sdk.chat.completions.create(model=MODEL, messages=MESSAGES, store=True)
+    assert (refused.value.param, refused.value.code) == ("store", "unsupported")
+
+
+def test_vllms_extras_reach_the_user(sdk: openai.OpenAI, server: LiveServer) -> None:
+    extra = {"return_token_ids": True, "request_id": "mine", "top_k": 3}
+    answer = sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stop="2024", extra_body=extra)
+    assert answer.id == "chatcmpl-mine"
+    assert answer.choices[0].stop_reason == "2024"  # type: ignore[attr-defined]
+    assert answer.prompt_token_ids == server.backend.requests[0].prompt_token_ids  # type: ignore[attr-defined]
+    assert answer.choices[0].token_ids == server.backend.answer_ids[:7]  # type: ignore[attr-defined]
+
+
+def test_statuses_become_the_sdks_own_exceptions(sdk: openai.OpenAI, server: LiveServer) -> None:
+    """503 is tried again by the SDK after the time that Retry-After says; 408 too."""
+    server.backend.refusal = OverloadedError("The queue is full.", 1.0)
+    with pytest.raises(openai.InternalServerError) as busy:
+        sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
+    assert (busy.value.status_code, busy.value.response.headers["retry-after"]) == (503, "1")
+    server.backend.refusal = None
+    server.backend.deadline_after = 1
+    with pytest.raises(openai.APIStatusError) as late:
+        sdk.chat.completions.create(model=MODEL, messages=MESSAGES, extra_body={"deadline_ms": 5})
+    assert (late.value.status_code, late.value.code) == (408, "deadline_exceeded")  # type: ignore[attr-defined]
+    server.backend.deadline_after = None
+    assert sdk.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message.content == DEFAULT_ANSWER
 
 
 async def test_async_client(server: LiveServer) -> None:
