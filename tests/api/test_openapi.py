@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from test_completions import CHAT, COMPLETION
 
 from quire.cluster.api.app import create_app
 from quire.cluster.api.openapi import document
+from quire.cluster.api.parsing import HARMLESS, REFUSED
 from quire.cluster.api.protocol import ChatCompletionRequest, CompletionRequest
 from quire.engine.outputs import RequestReport
 
@@ -48,6 +50,14 @@ async def test_every_route_is_described_and_every_description_is_a_route(
     assert routes == {(path, method) for path, methods in served["paths"].items() for method in methods}
     page = await client.get("/docs")
     assert (page.status_code, "/openapi.json" in page.text) == (200, True)
+
+
+def test_the_readme_names_every_field(repo_root: Path) -> None:
+    """Whoever adds a field tells the users."""
+    readme = (repo_root / "README.md").read_text()
+    table = readme[readme.index("### The API, field by field") :]
+    known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *HARMLESS, *REFUSED}
+    assert [name for name in sorted(known) if f"`{name}`" not in table and f"`{name}:" not in table] == []
 
 
 def test_schemas_are_schemas() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from typing import Any
 
 import grpc
@@ -16,6 +17,16 @@ from quire.cluster.grpc import quire_inference_pb2 as pb
 from quire.cluster.grpc.quire_inference_pb2_grpc import InferenceStub
 
 __all__ = ["async_sdk", "sdk"]
+
+
+def settled(url: str) -> dict[str, float]:
+    """The metrics once nothing runs and the engine has told its last word about the requests before."""
+    last, values = -1.0, wait_until_idle(url)
+    while values["engine_steps_total"] != last:
+        last = values["engine_steps_total"]
+        time.sleep(0.5)  # an engine tells its numbers several times a second, and only when they change
+        values = metrics(url)
+    return values
 
 
 async def test_grpc_answers_as_http_does(grpc_target: str, service_url: str, sdk: openai.OpenAI) -> None:
@@ -101,7 +112,7 @@ def test_a_stream_that_a_stop_string_ends_has_its_report(sdk: openai.OpenAI, ser
 async def test_sixty_four_mixed_requests_have_exact_usage(async_sdk: openai.AsyncOpenAI, service_url: str) -> None:
     """Streams and whole answers, chats and completions, all lengths, at once: usage is what was made, to the token."""
     draw = random.Random(7)
-    before = metrics(service_url)
+    before = await asyncio.to_thread(settled, service_url)
 
     async def one(i: int) -> tuple[int, int]:
         max_tokens, n = draw.randint(1, 8), draw.choice([1, 1, 2])
@@ -127,7 +138,7 @@ async def test_sixty_four_mixed_requests_have_exact_usage(async_sdk: openai.Asyn
         return num_prompt, n * max_tokens
 
     made = await asyncio.gather(*[one(i) for i in range(64)])
-    values = await asyncio.to_thread(wait_until_idle, service_url)
+    values = await asyncio.to_thread(settled, service_url)
     assert values["num_used_kv_blocks"] == 0
     num_generated = sum(tokens for _, tokens in made)
     assert values["generation_tokens_total"] - before["generation_tokens_total"] == num_generated

@@ -129,7 +129,9 @@ def test_commands_for_services_elsewhere_have_examples(run: Any, command: str) -
 
 def test_serve_without_options(run: Any, served: list[dict[str, Any]]) -> None:
     assert run("serve") == (0, "", "")
-    assert served == [{"config": None, "overrides": {}, "host": None, "port": None, "dashboard": False}]
+    assert served == [
+        {"config": None, "overrides": {}, "host": None, "port": None, "grpc_port": None, "dashboard": False}
+    ]
 
 
 def test_serve_passes_only_what_was_given(run: Any, served: list[dict[str, Any]]) -> None:
