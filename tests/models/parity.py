@@ -1,6 +1,6 @@
 """`python -m tests.models.parity`: every family, and models computed through the fallback, against `transformers`.
 
-A table. Exits with 1 on a mismatch.
+A table, and what a load takes. Exits with 1 on a mismatch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))  # as pytest does for the modules of this folder
 
 from family_parity import FamilyUnderTest, Parity
+from load_memory import make_checkpoint, measure
 from tiny_fallbacks import TINY_FALLBACKS
 from tiny_families import TINY_FAMILIES
 
@@ -48,6 +49,10 @@ def main() -> int:
         tokens, ties = sum(parity.num_tokens for parity in parities), sum(parity.num_ties for parity in parities)
         cells = [cell(parity) for parity in grids.values()]
         print(ROW.format(name, family.architecture, tokens, mismatches, ties, f"{difference:.1e}", *cells), flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        make_checkpoint(Path(directory))
+        for implementation in ("native", "transformers"):
+            print(f"load, {implementation}: {measure(Path(directory), implementation)}", flush=True)
     return 0 if exact else 1
 
 
