@@ -175,6 +175,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _choose_implementation(path: Path, hf_config: dict[str, Any], wanted: str) -> tuple[Implementation, dict[str, Any]]:
     """Who computes the model, and its configuration for that. Raises `ConfigError` when nobody can."""
     given = hf_config.get("architectures") or []
+    if not isinstance(given, list):
+        raise ConfigError(f"model: architectures in the configuration of {path} is {given!r}, no list of names.")
     own = [name for name in given if name in SUPPORTED_ARCHITECTURES]
     if own and wanted != "transformers":
         return Implementation("native", f"{own[0]} is one of our own families"), hf_config
@@ -244,7 +246,7 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "model_type": model_type,
         "hidden_size": hidden_size,
         "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": get("block_count"),
+        "num_hidden_layers": _gguf_num_layers(file, get("block_count")),
         "num_attention_heads": num_heads,
         "num_key_value_heads": get("attention.head_count_kv", num_heads),
         "head_dim": get("attention.key_length", get("rope.dimension_count", hidden_size // num_heads)),
@@ -259,6 +261,13 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _gguf_eos_token_ids(metadata),
     }
+
+
+def _gguf_num_layers(file: GGUFFile, block_count: int) -> int:
+    """Raises `ConfigError` before a damaged number makes anyone build more layers than there can be."""
+    if not 0 < block_count <= len(file.tensors):
+        raise ConfigError(f"model: {file.path} claims {block_count} layers and holds {len(file.tensors)} tensors.")
+    return block_count
 
 
 def _gguf_eos_token_ids(metadata: dict[str, Any]) -> list[int]:

@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from quire.engine.model_source import ModelInfo
 
 from ..layers.parameter import TensorSource, whole
-from ..loader.checkpoint import open_checkpoint
+from ..loader.checkpoint import open_checkpoint, strange_type
 from ..loader.kv_scales import is_kv_scale
 from ..loader.load import Faults, run_all
 
@@ -120,6 +120,9 @@ def _assign(model: Any, sources: Mapping[str, TensorSource], faults: Faults) -> 
         if filling.parts and filling.converter is None:
             faults.unexpected.append(name)
             continue
+        stored_as = strange_type(sources[name])
+        if stored_as is not None and weights[target].is_floating_point():
+            faults.mistyped.append(f"{name} ({stored_as})")
         filling.parts.append((pattern or name, name, sources[name]))
     return fillings
 

@@ -8,7 +8,16 @@ from quire.engine.model_source import ModelInfo
 
 from ..layers.parameter import TensorSource
 from .gguf import open_gguf
-from .safetensors import open_safetensors
+from .safetensors import SafetensorsSource, open_safetensors
+
+_NUMBERS = {"F32", "F16", "BF16", "F64"}
+
+
+def strange_type(source: TensorSource) -> str | None:
+    """The type of a tensor that means nothing without more (integers, 8 bits): a checkpoint that is quantized,
+    whatever its configuration says. None where it is a plain number; GGUF's are dequantized as they are read."""
+    stored_as = source.stored_as if isinstance(source, SafetensorsSource) else "F32"
+    return None if stored_as in _NUMBERS else stored_as
 
 
 def open_checkpoint(info: ModelInfo) -> AbstractContextManager[dict[str, TensorSource]]:

@@ -25,7 +25,7 @@ from ..models.families import Family, Place
 from ..models.model import Model
 from ..models.spec import DecoderSpec
 from ..parallel import ParallelContext
-from .checkpoint import open_checkpoint
+from .checkpoint import open_checkpoint, strange_type
 from .kv_scales import is_kv_scale
 from .views import OfExpert, RowsOfGroups, Transposed
 
@@ -112,10 +112,12 @@ class Faults:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
 
     def raise_any(self, info: ModelInfo) -> None:
         """Raise one `ConfigError` about all of them."""
         kinds = {"missing": self.missing, "unexpected": self.unexpected, "wrong shape": self.misshapen}
+        kinds["not in float32, bfloat16 or float16"] = self.mistyped
         if any(kinds.values()):
             listed = "; ".join(f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names)
             raise ConfigError(f"model: the weights in {info.path} do not fit its configuration. {listed}.")
@@ -142,6 +144,9 @@ def _plan(
         if any(piece not in wanted or piece in plan for piece in filled):
             faults.unexpected.append(name)
             continue
+        stored_as = strange_type(source)
+        if stored_as is not None:
+            faults.mistyped.append(f"{name} ({stored_as})")
         pieces = parameters[target].pieces
         shapes = [pieces[piece].shape for _, piece in filled]
         shape = _shape_in_file(place, shapes, num_experts)

@@ -20,13 +20,18 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
-class _SafetensorsSource:
+class SafetensorsSource:
     file: Any  # an open safetensors file
     name: str
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.file.get_slice(self.name).get_shape())
+
+    @property
+    def stored_as(self) -> str:
+        """In the words of the format: F32, BF16, I8, F8_E4M3, ..."""
+        return str(self.file.get_slice(self.name).get_dtype())
 
     def read(self, index: Index) -> Tensor:
         part: Tensor = self.file.get_slice(self.name)[index]
@@ -47,7 +52,7 @@ def open_safetensors(directory: Path) -> Iterator[dict[str, TensorSource]]:
             for name in sorted(stored) if names is None else names:
                 if name not in stored:
                     raise ConfigError(f"model: {path} has no tensor {name}, which {_INDEX} places there.")
-                sources[name] = _SafetensorsSource(file, name)
+                sources[name] = SafetensorsSource(file, name)
         yield sources
 
 
@@ -56,9 +61,12 @@ def _files(directory: Path) -> list[tuple[Path, list[str] | None]]:
     index = directory / _INDEX
     if index.is_file():
         try:
-            weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError) as error:
+            content = json.loads(index.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"model: {index} cannot be read ({error}).") from error
+        weight_map = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise ConfigError(f"model: {index} has no weight_map from tensor names to file names.")
         names: dict[str, list[str]] = {}
         for name, file_name in weight_map.items():
             names.setdefault(file_name, []).append(name)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from quire.engine.errors import ConfigError
+
 from ..spec import WHOLE, DecoderSpec
 
 HFConfig = Mapping[str, Any]
@@ -60,7 +62,12 @@ class Family:
     def decoder_spec(self, config: HFConfig, max_model_len: int) -> DecoderSpec:
         """Raises `ConfigError` when the configuration asks for something that is not supported."""
         given = {key: value for key, value in config.items() if value is not None}
-        return self.spec({**self.defaults, **given}, max_model_len)
+        try:
+            return self.spec({**self.defaults, **given}, max_model_len)
+        except KeyError as error:
+            raise ConfigError(f"model: the configuration does not say {error.args[0]}.") from error
+        except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
+            raise ConfigError(f"model: the configuration holds something that cannot be ({error}).") from error
 
     def place(self, name: str) -> tuple[Place, str] | None:
         """Where a checkpoint tensor goes, and its kind (weight or bias). None when it has no place."""
