@@ -32,6 +32,14 @@ class Head:
     folder: Path
     process: psutil.Process
 
+    def log_of(self, deployment: str) -> str:
+        """What its replicas have written, for the message of a test that fails."""
+        logs = self.folder.glob("session_latest/logs/**/*")
+        texts = [path.read_text(errors="replace") for path in logs if path.suffix in (".err", ".log")]
+        return "\n".join(
+            text[-8000:] for text in texts if f"quire:{deployment}" in text or f"quire_{deployment}" in text
+        )
+
     def replica(self, deployment: str) -> psutil.Process:
         name = f"ray::ServeReplica:quire:{deployment}"
         (found,) = [p for p in self.process.children(recursive=True) if command(p).startswith(name)]
@@ -82,7 +90,7 @@ def quire(*arguments: object) -> subprocess.CompletedProcess[str]:
 def text_of(head: Head, model: str) -> str:
     body = {"model": model, "prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
     answer = httpx.post(f"{head.service}/v1/completions", json=body, timeout=120)
-    assert answer.status_code == 200, answer.text
+    assert answer.status_code == 200, answer.text + head.log_of("Gateway")
     return answer.json()["choices"][0]["text"]
 
 
