@@ -141,6 +141,7 @@ class GrammarConfig(Section):
     max_source_bytes: int = Field(
         262_144, ge=1, description="Size of a schema, expression or grammar, in characters of its source."
     )
+    max_schema_depth: int = Field(64, ge=1, description="How deep a JSON schema may be nested.")
     max_grammar_size: int = Field(500_000, ge=1, description="Symbols of a compiled grammar, its references followed.")
     max_lexer_fuel: int = Field(
         1_000_000, ge=1, description="Effort for its expressions when it is compiled; about 50,000 are a millisecond."

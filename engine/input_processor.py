@@ -96,6 +96,9 @@ class InputProcessor:
         further = resolved
         if resolved.prompt_logprobs is not None:
             further = msgspec.structs.replace(resolved, prompt_logprobs=None)
+        grammar = options.grammar
+        if grammar is None and params.structured_outputs is not None:
+            grammar = params.structured_outputs.spec()
         seed = params.seed if params.seed is not None else self._random.randint(0, MAX_SEED)
         return [
             EngineRequest(
@@ -110,7 +113,7 @@ class InputProcessor:
                 tenant=options.tenant,
                 tenant_weight=options.tenant_weight,
                 cache_salt=options.cache_salt,
-                grammar=options.grammar,
+                grammar=grammar,
                 session_id=options.session_id,
             )
             for choice in range(params.n)
@@ -194,9 +197,10 @@ class InputProcessor:
         max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         sequences = self._bad_word_sequences(params.bad_words) if params.bad_words else ()
         _check_some_allowed(params.allowed_token_ids, sequences)
-        if max_tokens == params.max_tokens and sequences == params.bad_words_token_ids:
+        resolved = {"max_tokens": max_tokens, "bad_words_token_ids": sequences, "structured_outputs": None}
+        if all(getattr(params, field) == value for field, value in resolved.items()):
             return params
-        return msgspec.structs.replace(params, max_tokens=max_tokens, bad_words_token_ids=sequences)
+        return msgspec.structs.replace(params, **resolved)
 
 
 def _check_some_allowed(allowed_token_ids: Sequence[int] | None, bad_words: TokenSequences) -> None:

@@ -169,7 +169,9 @@ class OfflineEngine:
                     self.core.add_request(request)
                     engine_ids.append(request.request_id)
             while outputs.num_unfinished:
-                processed = outputs.process(self.core.step())
+                arrived = self.core.step()
+                raise_refusal(arrived)
+                processed = outputs.process(arrived)
                 self.core.abort(processed.abort_ids)
                 yield from processed.request_outputs
         finally:
@@ -177,6 +179,13 @@ class OfflineEngine:
 
     def shutdown(self) -> None:
         self.core.shutdown()
+
+
+def raise_refusal(outputs: Sequence[EngineOutput]) -> None:
+    """Raise the `InvalidRequestError` that one of the outputs holds: found after its request was taken in."""
+    for output in outputs:
+        if output.refusal is not None:
+            raise InvalidRequestError(output.error or "", output.refusal.param, output.refusal.code)
 
 
 class _Progress:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from .errors import InvalidRequestError
+from .grammar.request_fields import StructuredOutputsParams, as_structured_outputs
 
 MAX_SEED = 2**63 - 1
 MAX_LOGPROBS = 20
@@ -35,7 +36,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `allowed_token_ids` are the only tokens that may be sampled. `bad_words` are never completed: the last token of one
     is forbidden where the answer ends with the others. Engines know tokens only, so `InputProcessor` turns them into
     `bad_words_token_ids`. Where allowed tokens are left by neither them nor `min_tokens`, these two give way.
-    Raises `InvalidRequestError`, naming the field.
+    `structured_outputs` is what the answer must look like; on its way to an engine it becomes the grammar of the
+    request. Raises `InvalidRequestError`, naming the field.
     """
 
     n: int = 1
@@ -61,6 +63,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     spaces_between_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         force = msgspec.structs.force_setattr
@@ -72,6 +75,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if type(self.top_k) is int and self.top_k == -1:
             force(self, "top_k", 0)
 
+        outputs = self.structured_outputs
+        if isinstance(outputs, dict):
+            force(self, "structured_outputs", as_structured_outputs(outputs))
+        elif outputs is not None and not isinstance(outputs, StructuredOutputsParams):
+            message = f"structured_outputs: must be StructuredOutputsParams, got {type(outputs).__name__}."
+            raise InvalidRequestError(message, "structured_outputs")
         _check_int("n", self.n, 1, 128)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 0, None)

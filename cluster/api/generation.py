@@ -8,7 +8,7 @@ from typing import Literal
 
 from msgspec import UNSET, UnsetType
 
-from quire.engine.errors import EngineError, ModelNotFoundError, QuireError
+from quire.engine.errors import EngineError, InvalidRequestError, ModelNotFoundError, QuireError
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, RequestReport
 
@@ -154,7 +154,7 @@ class Generation:
             if delta is not None:
                 deltas.append(delta)
             if state.finish_reason is not None:
-                self._ended(state)
+                self._ended(state, output)
                 if state.stopped_here:
                     stopped.append(state.request_id)
                 if state.stopped_here and self._include_report:
@@ -165,10 +165,12 @@ class Generation:
             self._backend.abort(stopped, report=True)  # it is counted, whoever wants to see it
         return deltas
 
-    def _ended(self, state: RequestState) -> None:
-        """Raises `DeadlineError` or `EngineError` unless the answer is one."""
+    def _ended(self, state: RequestState, output: EngineOutput) -> None:
+        """Raises `DeadlineError`, `InvalidRequestError` or `EngineError` unless the answer is one."""
         assert state.finish_reason is not None
         self._metrics.ended(state.index, state.finish_reason)
+        if state.finish_reason == "error" and output.refusal is not None:
+            raise InvalidRequestError(output.error or "", output.refusal.param, output.refusal.code)
         if state.finish_reason == "error":
             raise EngineError(state.error or "The engine failed while it worked on this request.")
         if state.finish_reason == "deadline":

@@ -56,7 +56,6 @@ REFUSED: dict[str, _Refused] = {
     "parallel_tool_calls": _Refused(_CHAT_ONLY, (True, False)),
     "prediction": _Refused("is not supported: nothing would be faster for it"),
     "reasoning_effort": _Refused(_CHAT_ONLY),
-    "response_format": _Refused(_NOT_YET, ({"type": "text"},)),
     "store": _Refused("is not supported: this service keeps no answers", (False,)),
     "suffix": _Refused("is not supported: no model served here fills in a middle", ("",)),
     "tool_choice": _Refused(_CHAT_ONLY, ("none", "auto")),
@@ -79,7 +78,6 @@ REFUSED: dict[str, _Refused] = {
     "mm_processor_kwargs": _Refused("is not supported: prompts are text"),
     "prompt_embeds": _Refused("is not supported: prompts are text or token ids"),
     "prompt_logprobs": _Refused(_NOT_YET),
-    "structured_outputs": _Refused(_NOT_YET),
     "vllm_xargs": _Refused("is not supported: there are no plugins that could read it", ({},)),
 }
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -15,13 +16,16 @@ from ..errors import InvalidRequestError
 from ..outputs import EngineRequest
 from .completion import Completer, Completion
 from .constraint import Constraint
+from .examples import example
+from .json_schema import JSON_OPTIONS, prepare_schema, sub_schemas
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
-_LITERAL = re.compile(r'"((?:[^"\\\n]|\\.){1,64})"|([\w<>/=-]{2,64})')
+_LITERAL = re.compile(r'"((?:[^"\\]|\\.){1,64})"|/((?:[^/\\]|\\.){1,256})/')
 _NUMBERED_TOKEN = re.compile(r"<\[[\d*^]")
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 _SHOWN_CHARS = 400
+_MAX_PARTS = 500  # of a schema, looked at for what it is refused for
 
 
 class Grammar:
@@ -71,8 +75,8 @@ class LlguidanceCompiler:
             raise _refusal(
                 spec, f"has {len(spec.source)} characters, at most {self._config.max_source_bytes} are allowed"
             )
+        source = self._llguidance_source(spec)
         vocabulary = self._load_vocabulary(spec)
-        source = _llguidance_source(spec)
         limits = LLParserLimits(
             max_grammar_size=self._config.max_grammar_size,
             initial_lexer_fuel=self._config.max_lexer_fuel,
@@ -81,14 +85,37 @@ class LlguidanceCompiler:
         in_symbols = source if spec.kind != "lark" else _with_symbols(source, vocabulary)
         symbols = LLMatcher(vocabulary.symbols, in_symbols, log_level=0, limits=limits)
         if symbols.is_error():
-            raise _refusal(spec, f"cannot be compiled: {symbols.get_error()[:_SHOWN_CHARS]}")
+            where = "" if spec.kind != "json_schema" else _first_refused(spec, limits)
+            raise _refusal(spec, f"cannot be compiled: {where}{symbols.get_error()[:_SHOWN_CHARS]}")
         tokens = LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
         if tokens.is_error():
             raise _refusal(spec, f"cannot be compiled: {tokens.get_error()[:_SHOWN_CHARS]}")
-        completer = Completer(vocabulary, _literals(spec))
+        completer = Completer(vocabulary, _literals(spec), json=spec.kind in ("json_schema", "json_object"))
         shortest = self._shortest(spec, completer, symbols)
         _check_path(spec, vocabulary, tokens, shortest)
         return Grammar(vocabulary, tokens, symbols, completer, shortest)
+
+    def _llguidance_source(self, spec: GrammarSpec) -> str:
+        """The grammar in the form that llguidance's matchers take. Raises `InvalidRequestError`."""
+        match spec.kind:
+            case "json_schema":
+                schema = prepare_schema(json.loads(spec.source), spec.param, self._config.max_schema_depth)
+                return _json_grammar(schema)
+            case "json_object":
+                return _json_grammar({"type": "object"})
+            case "regex":
+                return LLMatcher.grammar_from_regex(spec.source)
+            case "choice":
+                # One terminal: as rules, every choice would be an item of the parser at every byte.
+                choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.source))
+                return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {choices}")
+            case "lark" | "ebnf":
+                if spec.kind == "ebnf" and _NUMBERED_TOKEN.search(spec.source):
+                    raise _refusal(spec, "names a token by number; write special tokens by name, as <|name|>")
+                try:
+                    return grammar_from("lark" if spec.kind == "lark" else "ebnf", spec.source)
+                except ValueError as error:
+                    raise _refusal(spec, f"cannot be read: {str(error)[:_SHOWN_CHARS]}") from error
 
     def _load_vocabulary(self, spec: GrammarSpec) -> Vocabulary:
         with self._lock:
@@ -102,8 +129,8 @@ class LlguidanceCompiler:
     def _shortest(self, spec: GrammarSpec, completer: Completer, symbols: Any) -> Completion:
         found = completer.walk(symbols, self._config.max_search_steps)
         if found is None:
-            why = "no answer that ends was found" if any(symbols.compute_bitmask()) else "nothing matches it"
-            raise _refusal(spec, f"cannot be used: {why}")
+            why = completer.problem or "no answer that ends was found in max_search_steps"
+            raise _refusal(spec, f"cannot be used: {why[:_SHOWN_CHARS]}")
         return completer.improve(symbols, found, self._config.max_search_steps, learn=True)
 
 
@@ -120,25 +147,18 @@ def _check_path(spec: GrammarSpec, vocabulary: Vocabulary, tokens: Any, path: Co
         raise _refusal(spec, "cannot be written in the tokens of this model")
 
 
-def _llguidance_source(spec: GrammarSpec) -> str:
-    """The grammar in the form that llguidance's matchers take. Raises `InvalidRequestError`."""
-    match spec.kind:
-        case "json_schema":
-            return LLMatcher.grammar_from_json_schema(spec.source, overrides={"lenient": False})
-        case "json_object":
-            return LLMatcher.grammar_from_json_schema('{"type": "object"}')
-        case "regex":
-            return LLMatcher.grammar_from_regex(spec.source)
-        case "choice":
-            choices = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.source))
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
-        case "lark" | "ebnf":
-            if spec.kind == "ebnf" and _NUMBERED_TOKEN.search(spec.source):
-                raise _refusal(spec, "names a token by number; write special tokens by name, as <|name|>")
-            try:
-                return grammar_from("lark" if spec.kind == "lark" else "ebnf", spec.source)
-            except ValueError as error:
-                raise _refusal(spec, f"cannot be read: {str(error)[:_SHOWN_CHARS]}") from error
+def _json_grammar(schema: dict[str, Any]) -> str:
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema, ensure_ascii=False), overrides=JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def _first_refused(spec: GrammarSpec, limits: LLParserLimits) -> str:
+    """Where in a schema that llguidance refuses the reason is: the innermost part that it refuses by itself."""
+    schema = prepare_schema(json.loads(spec.source), spec.param)
+    shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    for part in islice(sub_schemas(schema), _MAX_PARTS):
+        if LLMatcher.validate_grammar(_json_grammar({**shared, **part.schema}), limits=limits):
+            return f"{part.pointer or '/'}: "
+    return ""
 
 
 def _with_symbols(source: str, vocabulary: Vocabulary) -> str:
@@ -147,11 +167,24 @@ def _with_symbols(source: str, vocabulary: Vocabulary) -> str:
 
 
 def _literals(spec: GrammarSpec) -> list[bytes]:
-    """Text in the source of a grammar that may have to be said to get to its end. JSON has none that is not forced."""
-    if spec.kind in ("json_schema", "json_object", "choice"):
-        return []
-    found = (quoted or plain for quoted, plain in _LITERAL.findall(spec.source))
-    return list(dict.fromkeys(text.encode() for text in found))
+    """Texts that may have to be said to get to an end, as the source of a grammar tells."""
+    match spec.kind:
+        case "json_schema":
+            found = [example(pattern) for pattern in _patterns(json.loads(spec.source))]
+        case "regex":
+            found = [example(spec.source)]
+        case "lark" | "ebnf":
+            found = [quoted or example(pattern) for quoted, pattern in _LITERAL.findall(spec.source)]
+        case _:
+            found = []
+    return list(dict.fromkeys(text.encode() for text in found if text))
+
+
+def _patterns(schema: dict[str, Any]) -> Iterator[str]:
+    for part in sub_schemas(schema):
+        for pattern in (part.schema.get("pattern"), *(part.schema.get("patternProperties") or ())):
+            if isinstance(pattern, str):
+                yield pattern
 
 
 def _refusal(spec: GrammarSpec, problem: str) -> InvalidRequestError:

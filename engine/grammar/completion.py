@@ -32,7 +32,8 @@ _QUOTE = ord('"')
 _WHITESPACE = b" \t\n\r"
 _HEX = b"0123456789abcdefABCDEF"
 _CLOSERS = b'}]"'
-_LAST = b"\\{[" + _WHITESPACE
+_OPENERS = b"\\{["
+_LAST = _OPENERS + _WHITESPACE
 _PREFERRED = b'}]"0123456789,:nft'
 
 
@@ -96,10 +97,14 @@ class Completion:
 
 
 class _Walk:
-    """What one walk remembers, so that no loop holds it. `bias` is a byte that it takes wherever it may choose."""
+    """What one walk remembers, so that no loop holds it.
 
-    def __init__(self, bias: int) -> None:
+    `bias` is a byte that it takes wherever it may choose, `shunned` are those that it takes when nothing else helps.
+    """
+
+    def __init__(self, bias: int, shunned: bytes) -> None:
         self.bias = bias
+        self._shunned = shunned
         self.ways: dict[int, list[int]] = {}  # by the symbols allowed inside a text: those that lead elsewhere
         self._counts: dict[tuple[int, int], int] = {}
 
@@ -114,17 +119,19 @@ class _Walk:
         count = self._counts.get((mask, symbol), 0)
         if symbol == self.bias or (symbol < NUM_BYTES and symbol in _CLOSERS):
             return count // _PATIENCE
-        return count + (_PATIENCE if symbol < NUM_BYTES and symbol in _LAST else 0)
+        return count + (_PATIENCE if symbol < NUM_BYTES and symbol in self._shunned else 0)
 
 
 class Completer:
-    """Finds completions in one grammar. `literals` are pieces of text that the grammar's source holds."""
+    """Finds completions in one grammar, which is of JSON or not. `literals` are texts that may have to be said."""
 
-    def __init__(self, vocabulary: Vocabulary, literals: Sequence[bytes] = ()) -> None:
+    def __init__(self, vocabulary: Vocabulary, literals: Sequence[bytes] = (), *, json: bool = False) -> None:
+        self._shunned = _OPENERS + _WHITESPACE if json else _OPENERS  # JSON needs no white space
         self._vocabulary = vocabulary
         self._literals = [list(text) for text in literals[:_MAX_LITERALS]]
         self._learned: dict[int, int] = {}  # by the symbols allowed: the choice that was found to be best
         self._steps_left = 0
+        self.problem = ""  # what the matcher said when a walk came to nothing
 
     def walk(self, state: Any, max_steps: int) -> Completion | None:
         """A completion from `state`, a matcher over symbols, which is left as it is. None when none was found."""
@@ -132,12 +139,17 @@ class Completer:
         symbols = self._walk(state.deep_copy())
         return None if symbols is None else Completion(self._vocabulary, symbols)
 
-    def improve(self, state: Any, found: Completion, max_steps: int, *, learn: bool = False) -> Completion:
-        """A completion that is shorter than `found`, or that one. `learn`: later walks choose as this one did."""
+    def improve(
+        self, state: Any, found: Completion, max_steps: int, *, enough: int = 0, learn: bool = False
+    ) -> Completion:
+        """A completion that is shorter than `found`, or that one; no better one than of `enough` tokens is looked for.
+
+        `learn`: later walks choose as this one did.
+        """
         self._steps_left = max_steps
         found = self._try_biases(state, found)
         here, best, position = state.deep_copy(), found, 0
-        while position < len(best) and self._steps_left > 0:
+        while position < len(best) and self._steps_left > 0 and not best.fits(enough):
             symbols = best.rest()
             forced = _forced(here)
             if not forced:
@@ -173,11 +185,12 @@ class Completer:
     def _walk(self, state: Any, bias: int = -1) -> list[int] | None:
         """The symbols from `state` to an accepting state, in which it is left; None when the steps run out."""
         path: list[int] = []
-        walk = _Walk(bias)
+        walk = _Walk(bias, self._shunned)
         while not state.is_accepting():
             symbols = _forced(state) or self._choose(state, walk)
             self._steps_left -= 1
             if not symbols or self._steps_left < 0 or len(path) > MAX_SYMBOLS or not state.consume_tokens(symbols):
+                self.problem = str(state.get_error())
                 return None
             path += symbols
         return path
@@ -235,7 +248,8 @@ class Completer:
         others = sorted((each for each in _members(mask) if each != taken), key=_rank)
         if len(others) >= _CLASS and all(each in _HEX for each in others):
             return []  # one digit is as good as another
-        return [each for each in others if each >= NUM_BYTES or each not in _WHITESPACE][:_MAX_TRIED]
+        shunned_space = set(self._shunned) & set(_WHITESPACE)
+        return [each for each in others if each not in shunned_space][:_MAX_TRIED]
 
     def _allowed(self, state: Any) -> int:
         """The symbols allowed, as bits; where there are others, without bytes that only occur inside of tokens."""

@@ -16,14 +16,15 @@ import numpy as np
 
 from ..errors import EngineError, InvalidRequestError
 from ..outputs import IntArray
+from .other_fields import OtherFields, set_bits
 
 if TYPE_CHECKING:
     from ..outputs import EngineRequest
     from .compiler import Grammar
     from .completion import Completion
 
-_MAX_WALK_STEPS = 4096  # after a token: about 20 ms at the most, and nearly always less than one
-_MAX_IMPROVE_STEPS = 4096  # where the walk does not fit
+_MAX_WALK_STEPS = 2000  # after a token: 50 ms or so at the most, and nearly always less than one
+_MAX_IMPROVE_STEPS = 500  # where the walk does not fit
 
 
 class Constraint:
@@ -34,7 +35,6 @@ class Constraint:
 
     def __init__(self, grammar: Grammar, source: EngineRequest, num_left: int) -> None:
         """Raises `InvalidRequestError` when not even the shortest answer fits."""
-        params = source.sampling_params
         if not grammar.shortest.fits(num_left):
             needed = grammar.shortest.num_tokens
             raise InvalidRequestError(
@@ -48,17 +48,15 @@ class Constraint:
         self._tokens: Any = grammar.tokens.deep_copy()
         self._symbols: Any = grammar.symbols.deep_copy()
         self._completion: Completion = grammar.shortest
-        self._eos_token_ids = [i for i in source.eos_token_ids if i < grammar.vocabulary.vocab_size]
-        self._ignore_eos = params.ignore_eos
-        self._min_tokens = params.min_tokens
-        self._stop_token_ids = [i for i in params.stop_token_ids if i < grammar.vocabulary.vocab_size]
-        self._num_taken = 0
+        self._others = OtherFields(source, grammar.vocabulary)
+        self._eos_token_ids = self._others.eos_token_ids
         self._allow_next(num_left)
 
     def replay(self, token_ids: Sequence[int], num_left: int) -> None:
         """Take tokens that were accepted before, the first with `num_left` still to come."""
         for position, token_id in enumerate(token_ids):
-            self.accept(token_id, num_left - 1 - position)
+            if not self.accept(token_id, num_left - 1 - position):
+                raise EngineError(f"Token {position} of the answer so far leaves no room to bring it to its end.")
 
     def accept(self, token_id: int, num_left: int) -> bool:
         """Go on with a sampled token, after which `num_left` may come. False: it is not taken, sample another.
@@ -79,12 +77,14 @@ class Constraint:
         if not self._tokens.consume_token(token_id):
             raise EngineError(f"The grammar failed at token {token_id}: {self._tokens.get_error()[:200]}")
         self._symbols, self._completion = after, completion
-        self._num_taken += 1
+        self._others.said.append(token_id)
         self._allow_next(num_left)
         return True
 
     def _find(self, state: Any, symbols: list[int], num_left: int) -> Completion | None:
         """A completion from `state` of at most `num_left` tokens, if there is one."""
+        if num_left == 0 and not state.is_accepting():
+            return None
         completer, known = self._grammar.completer, self._completion
         rest = known.after(symbols)
         if rest is None and len(known) and _completes(state, known.rest()):
@@ -95,7 +95,7 @@ class Constraint:
         found = walked or rest
         if found is None or found.fits(num_left):
             return found
-        shorter = completer.improve(state, found, _MAX_IMPROVE_STEPS)
+        shorter = completer.improve(state, found, _MAX_IMPROVE_STEPS, enough=num_left)
         return shorter if shorter.fits(num_left) else None
 
     def _allow_next(self, num_left: int) -> None:
@@ -120,26 +120,17 @@ class Constraint:
 
         A grammar at its end is an exception: the answer ends, although they would have it go on.
         """
-        if self._num_taken < self._min_tokens:
-            self._forbid(self._stop_token_ids)
-        if self._ignore_eos or self._num_taken < self._min_tokens:
-            self._forbid(self._eos_token_ids)
+        self._others.forbid(self.allowed)
         if not self.allowed.any():
             if not self._tokens.is_accepting():
                 raise EngineError(
-                    f"min_tokens: {self._min_tokens} forbids stop_token_ids, but the grammar allows nothing else here."
+                    "No token is left: all that the grammar allows here is forbidden by allowed_token_ids, bad_words "
+                    "or min_tokens with stop_token_ids."
                 )
             self.is_complete = True
 
     def _allow(self, token_ids: Sequence[int]) -> None:
-        words = self.allowed.view(np.uint32)
-        for token_id in token_ids:
-            words[token_id // 32] |= np.uint32(1 << token_id % 32)
-
-    def _forbid(self, token_ids: Sequence[int]) -> None:
-        words = self.allowed.view(np.uint32)
-        for token_id in token_ids:
-            words[token_id // 32] &= np.uint32(0xFFFF_FFFF ^ 1 << token_id % 32)
+        set_bits(self.allowed, token_ids)
 
 
 def _completes(state: Any, symbols: list[int]) -> bool:

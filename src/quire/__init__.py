@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from quire.engine.grammar.request_fields import StructuredOutputsParams
     from quire.engine.outputs import CompletionOutput, EmbeddingOutput, RequestOutput
     from quire.engine.pooling import PoolingParams
     from quire.engine.sampling_params import SamplingParams
@@ -16,6 +17,7 @@ _HOMES = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.engine.sampling_params",
     "PoolingParams": "quire.engine.pooling",
+    "StructuredOutputsParams": "quire.engine.grammar.request_fields",
     "RequestOutput": "quire.engine.outputs",
     "EmbeddingOutput": "quire.engine.outputs",
     "CompletionOutput": "quire.engine.outputs",
@@ -28,6 +30,7 @@ __all__ = [
     "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputsParams",
     "__version__",
 ]
 

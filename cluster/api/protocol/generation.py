@@ -14,6 +14,7 @@ from quire.engine.input_processor import RequestOptions
 from quire.engine.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
 
 from .fields import StrictModel, at_most, check_length, wrong
+from .structured import ResponseFormat, StructuredOutputs, grammar_of
 
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
@@ -126,6 +127,8 @@ class GenerationRequest(StrictModel):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = None
     use_beam_search: bool = False
     length_penalty: float | None = None
@@ -208,6 +211,7 @@ class GenerationRequest(StrictModel):
             deadline_ms=self.deadline_ms,
             cache_salt=self.cache_salt,
             session_id=self.session_id,
+            grammar=grammar_of(self.response_format, self.structured_outputs),
         )
 
     def beam_search_params(self, params: SamplingParams) -> BeamSearchParams | None:

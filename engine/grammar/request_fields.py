@@ -1,0 +1,91 @@
+"""How users ask for structured output, in OpenAI's words and in vLLM's, as a `GrammarSpec`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ..errors import InvalidRequestError
+from .spec import GrammarSpec
+
+MAX_CHOICES = 10_000
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an answer must look like: exactly one of these, as in vLLM.
+
+    `json` is a JSON schema (an object, or its text), `regex` an expression that the whole answer matches, `choice` the
+    texts to choose from, `grammar` a GBNF or Lark grammar, `json_object` True any JSON object. Raises
+    `InvalidRequestError`, naming the field.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.choice, list):
+            msgspec.structs.force_setattr(self, "choice", tuple(self.choice))
+        self.spec()
+
+    def spec(self) -> GrammarSpec:
+        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        if len(given) != 1:
+            raise InvalidRequestError(
+                f"structured_outputs: must hold exactly one of {', '.join(_KINDS)}; got {', '.join(given) or 'none'}.",
+                "structured_outputs",
+            )
+        param = f"structured_outputs.{given[0]}"
+        if self.json is not None:
+            return schema_spec(self.json, param)
+        if self.choice is not None:
+            return choice_spec(self.choice, param)
+        if self.json_object:
+            return GrammarSpec(kind="json_object", param=param)
+        kind, source = ("regex", self.regex) if self.regex is not None else ("ebnf", self.grammar)
+        if not isinstance(source, str) or not source:
+            raise InvalidRequestError(f"{param}: must be a text that is not empty, got {source!r:.80}.", param)
+        return GrammarSpec(kind="regex" if kind == "regex" else "ebnf", source=source, param=param)
+
+
+def as_structured_outputs(fields: dict[str, Any]) -> StructuredOutputsParams:
+    """Raises `InvalidRequestError`."""
+    for name in fields:
+        if name not in _KINDS:
+            param = f"structured_outputs.{name}"
+            raise InvalidRequestError(f"{param}: is not a known field; there are {', '.join(_KINDS)}.", param)
+    return StructuredOutputsParams(**fields)
+
+
+def schema_spec(schema: object, param: str) -> GrammarSpec:
+    """Of a JSON schema, or of its text. Raises `InvalidRequestError`."""
+    if isinstance(schema, str):
+        try:
+            schema = msgspec.json.decode(schema)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequestError(f"{param}: is not JSON: {error}.", param) from error
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise InvalidRequestError(f"{param}: must be a JSON schema, which is an object; got {schema!r:.80}.", param)
+    try:
+        source = json.dumps(schema, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{param}: is not a JSON schema: {error}.", param) from error
+    return GrammarSpec(kind="json_schema", source=source, param=param)
+
+
+def choice_spec(choices: Sequence[str], param: str) -> GrammarSpec:
+    """Of the texts to choose from. Raises `InvalidRequestError`."""
+    good = isinstance(choices, list | tuple) and all(isinstance(choice, str) and choice for choice in choices)
+    if not good or not 1 <= len(choices) <= MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{param}: must be a list of 1 to {MAX_CHOICES} texts, none of them empty; got {choices!r:.80}.", param
+        )
+    return GrammarSpec(kind="choice", source=json.dumps(list(choices), ensure_ascii=False), param=param)
