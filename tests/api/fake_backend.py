@@ -9,7 +9,7 @@ from quire.cluster.api.backend import ServedModel
 from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
 from quire.cluster.api.responses import ModelCard
 from quire.cluster.metrics import EngineStats
-from quire.engine.outputs import EngineOutput, EngineRequest, RequestReport, SchedulerStats, TokenLogprobs
+from quire.engine.outputs import EngineOutput, EngineRequest, Refusal, RequestReport, SchedulerStats, TokenLogprobs
 
 DEFAULT_ANSWER = " The year 2024: 你好 🎉 and more."
 
@@ -31,6 +31,7 @@ class FakeBackend:
         self.refusal: Exception | None = None
         self.failure: str | Exception | None = None
         self.failure_after = 3
+        self.late_refusal: Refusal | None = None  # that `failure` is the request's own fault
         self.deadline_after: int | None = None  # tokens after which the deadline of every request passes
         self.report: RequestReport | None = None
         self.answers_nothing: asyncio.Event | None = None  # until it is set
@@ -109,6 +110,7 @@ class FakeBackend:
                 logprobs=logprobs,
                 num_cached_tokens=self.num_cached_tokens,
                 error=error,
+                refusal=self.late_refusal if error is not None else None,
                 report=None if reason is None else self.report,
             )
         ]

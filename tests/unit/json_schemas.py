@@ -63,6 +63,12 @@ SCHEMAS: dict[str, dict[str, Any]] = {
         "items": {"type": "array", "items": NUMBER, "minItems": 2, "maxItems": 2},
         "minItems": 2,
     },
+    "known_and_other_names": {
+        "type": "object",
+        "properties": {"id": INTEGER, "i": STRING},
+        "required": ["id"],
+        "additionalProperties": BOOLEAN,
+    },
     "invoice": obj(
         number={"type": "string", "pattern": "^INV-[0-9]{6}$"},
         lines={"type": "array", "items": obj(name=STRING, price=NUMBER, tax={"enum": [0, 7, 19]}), "minItems": 1},

@@ -172,9 +172,9 @@ def test_messages() -> None:
             "guided_json: is the old name of a structured output; use structured_outputs, got {}.",
         ),
         (
-            {"response_format": {"type": "json_object"}},
-            "response_format",
-            "response_format: is not supported yet, got {'type': 'json_object'}.",
+            {"response_format": {"type": "xml"}},
+            "response_format.type",
+            "response_format.type: must be 'text', 'json_object' or 'json_schema', got 'xml'.",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_refused_by_name_in_chat(fields: dict[str, Any], param: str, message: st
     "fields",
     [
         {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
-        {"tools": None, "tool_choice": "none", "response_format": {"type": "text"}, "store": False},
+        {"tools": None, "tool_choice": "none", "store": False},
         {"parallel_tool_calls": True, "modalities": ["text"], "verbosity": "medium", "suffix": None},
     ],
 )
