@@ -168,7 +168,9 @@ def told_to_the_generator(mode: GenerationMode) -> dict[str, Any]:
     text = {"anyOf": [{"type": "string"}, {"type": "array", "items": TEXT_PART}]}
     message = {"role": {"enum": ["system", "user", "assistant"]}, "content": text}
     messages = {"type": "object", "properties": message, "required": [*message], "additionalProperties": False}
-    schemas["ChatCompletionRequest"]["properties"]["messages"] |= {"items": messages, "maxItems": 3}
+    for schema in schemas.values():
+        if "messages" in schema.get("properties", {}):
+            schema["properties"]["messages"] |= {"items": messages, "maxItems": 3}
     schemas["DetokenizeRequest"]["properties"]["tokens"]["items"]["maximum"] = 49151
     for schema in schemas.values():
         if "model" in schema.get("properties", {}):
