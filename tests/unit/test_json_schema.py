@@ -129,7 +129,7 @@ HOSTILE: dict[str, GrammarSpec] = {
     "expression": GrammarSpec(kind="regex", source=".*(x.{15}|y.{16}|z.{17}).*q{500}"),
     "no_end": GrammarSpec(kind="lark", source='start: a\na: "x" a'),
     "nonsense": GrammarSpec(kind="lark", source="start: ((("),
-    "by_number": GrammarSpec(kind="lark", source="start: <[5]>"),
+    "by_number": GrammarSpec(kind="ebnf", source="start: <[5]>"),
 }
 
 
