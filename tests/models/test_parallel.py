@@ -13,7 +13,7 @@ import pytest
 import torch
 from core_driver import Driver
 from family_parity import NUM_TOKENS, FamilyUnderTest, Parity
-from rank_executors import ProcessExecutor
+from rank_executors import ProcessExecutor, ThreadExecutor
 from tiny_families import TINY_FAMILIES
 from tiny_llama import make_tiny_llama
 
@@ -59,6 +59,26 @@ def test_pipelines(model: FamilyUnderTest, grid: dict[str, int]) -> None:
         parity = model.preempted()
     check(parity)
     assert parity.num_preemptions > 0
+
+
+@pytest.mark.parametrize("section", [{"cache": {"kv_cache_dtype": "fp8_e4m3"}}, {"model": {"quantization": "int8"}}])
+def test_stages_in_8_bits(tmp_path: Path, section: dict[str, dict[str, str]]) -> None:
+    """Rounding is a matter of a row of a matrix, or of a token and head, so stages say what one rank says."""
+    family = TINY_FAMILIES["qwen3-moe"]
+    family.make(tmp_path)
+    info = load_model_info(ModelConfig(model=str(tmp_path), max_model_len=family.max_model_len))
+    prompts = [list(range(1, 40)), [7] * 20, [5]]
+    answers = []
+    for num_stages in (1, 2):
+        sections = {"parallel": {"pipeline_parallel_size": num_stages}, **section}
+        sections["model"] = {"num_threads": 1, **section.get("model", {})}
+        executor = ThreadExecutor(EngineConfig.model_validate(sections), info)
+        answers.append(Driver(executor, family.max_model_len, **sections).greedy(prompts, NUM_TOKENS, 1))
+        executor.shutdown()
+    for one, two in zip(*answers, strict=True):
+        assert one.token_ids == two.token_ids
+        for mine, theirs in zip(one.logprobs, two.logprobs, strict=True):
+            assert abs(mine.logprob - theirs.logprob) < 1e-4
 
 
 @pytest.mark.parametrize("grid", EXPERTS, ids=grid_id)

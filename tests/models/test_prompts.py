@@ -169,11 +169,13 @@ def test_preempted(tiny: tuple[ModelInfo, Reference], executor: LocalExecutor, k
         tiny[1].check_greedy(fresh[i], answers[i].token_ids)
 
 
-def test_ranks(tiny: tuple[ModelInfo, Reference]) -> None:
+@pytest.mark.parametrize("grid", [(2, 1), (1, 2), (2, 2)])
+def test_ranks(tiny: tuple[ModelInfo, Reference], grid: tuple[int, int]) -> None:
+    """Tensor-parallel ranks and pipeline stages."""
     info, reference = tiny
     sections = {
         "model": {"num_threads": 1},
-        "parallel": {"tensor_parallel_size": 2},
+        "parallel": {"tensor_parallel_size": grid[0], "pipeline_parallel_size": grid[1]},
         "cache": {"num_kv_blocks": 200},
         "scheduler": {"max_num_batched_tokens": 50},
     }
