@@ -19,10 +19,10 @@ from quire.engine.config import EngineConfig
 
 # The options, by section. They are few on purpose: everything else is set in a configuration file.
 ENGINE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "dtype", "max_model_len", "load_format", "quantization", "num_threads"),
+    "model": ("model", "dtype", "max_model_len", "implementation", "load_format", "quantization", "num_threads"),
     "parallel": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel"),
     "scheduler": ("max_num_seqs", "max_num_batched_tokens"),
-    "cache": ("num_kv_blocks", "block_size", "enable_prefix_caching"),
+    "cache": ("num_kv_blocks", "block_size", "kv_cache_dtype", "enable_prefix_caching"),
 }
 EngineOverrides = dict[str, dict[str, Any]]
 
