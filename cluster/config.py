@@ -31,8 +31,6 @@ class ApiConfig(Section):
     max_messages: int = Field(4096, ge=1, le=32768, description="Most messages of one conversation.")
     max_stop_strings: int = Field(16, ge=1, le=16, description="Most stop strings of one request.")
     max_logit_bias: int = Field(300, ge=1, le=300, description="Most entries of a request's logit_bias.")
-    max_schema_bytes: int = Field(256 << 10, ge=64, description="Largest JSON schema of one request, as JSON.")
-    max_schema_depth: int = Field(64, ge=1, le=256, description="Most levels of a JSON schema of one request.")
     keys_file: Path | None = Field(
         None, description="API keys and their tenants (YAML or JSON, on every node); without it nobody needs a key."
     )

@@ -14,5 +14,3 @@ class ApiLimits:
     max_messages: int = 4096
     max_stop_strings: int = 16
     max_logit_bias: int = 300
-    max_schema_bytes: int = 256 << 10
-    max_schema_depth: int = 64

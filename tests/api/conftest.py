@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import signal
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
 import pytest
 from fake_backend import FakeBackend
 from live_server import LiveServer, run_server
+from live_service import run_service
 
 from quire.cluster.api.app import create_app
 from quire.cluster.api.backend import ServedModel
@@ -20,8 +17,6 @@ from quire.cluster.api.limits import ApiLimits
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
-
-START_S = 120.0
 
 
 @pytest.fixture(scope="session")
@@ -58,20 +53,9 @@ def service_ports() -> tuple[int, int]:
 def service_url(service_ports: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The root of a real service on the default model, started as a user does."""
     http, grpc = service_ports
-    log = tmp_path_factory.mktemp("service") / "log"
-    command = [sys.executable, "-c", "from quire.cluster.cli import main; main()", "serve"]
-    command += ["--port", str(http), "--grpc-port", str(grpc)]
-    with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT) as service:
-        try:
-            deadline = time.monotonic() + START_S
-            while "Quire serves" not in log.read_text(errors="replace"):
-                if service.poll() is not None or time.monotonic() > deadline:
-                    pytest.fail(f"The service did not start:\n{log.read_text(errors='replace')}")
-                time.sleep(0.1)
-            yield f"http://127.0.0.1:{http}"
-        finally:
-            service.send_signal(signal.SIGINT)
-            service.wait(30)
+    options = ["--port", str(http), "--grpc-port", str(grpc)]
+    with run_service(tmp_path_factory.mktemp("service") / "log", *options):
+        yield f"http://127.0.0.1:{http}"
 
 
 @pytest.fixture
