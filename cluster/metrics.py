@@ -81,6 +81,10 @@ class GatewayMetrics:
         """Time an HTTP request that has just arrived."""
         return self._requests.start(model, num_choices)
 
+    def answered(self, handler: str, method: str, status: int) -> None:
+        """An HTTP request got its status, whatever it was."""
+        self._requests.answered(handler, method, status)
+
     def reported(self, model: str, report: RequestReport) -> None:
         """An engine has told where the time of one answer went."""
         self._requests.reported(model, report)

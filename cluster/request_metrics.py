@@ -62,11 +62,21 @@ class RequestBook:
             (*labels, "cause"),
             registry=self._registry,
         )
+        self._responses = Counter(
+            "quire:http_requests",
+            "HTTP requests that were answered, by endpoint and status.",
+            ("gateway", "handler", "method", "status"),
+            registry=self._registry,
+        )
         self._of_model: dict[str, _ModelMetrics] = {}
 
     def start(self, model: str, num_choices: int) -> RequestMetrics:
         """Time an HTTP request that has just arrived."""
         return RequestMetrics(self._metrics_of(model), self._clock, num_choices)
+
+    def answered(self, handler: str, method: str, status: int) -> None:
+        """An HTTP request got its status."""
+        self._responses.labels(self._gateway_id, handler, method, str(status)).inc()
 
     def reported(self, model: str, report: RequestReport) -> None:
         _note(self._metrics_of(model), report)

@@ -54,6 +54,7 @@ def create_app(
     app.openapi = lambda: described  # type: ignore[method-assign]  # what FastAPI offers for this
     if keys is not None:
         app.add_middleware(KeyMiddleware, keys=keys, open_metrics=open_metrics)
+    app.add_middleware(CountMiddleware, metrics=context.metrics)
     if request_ids:
         app.add_middleware(RequestIdMiddleware)
     install_error_handlers(app)
@@ -117,6 +118,36 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(context.metrics.render(await backend.stats()), media_type=CONTENT_TYPE)
+
+
+class CountMiddleware:
+    """Counts every answer by endpoint and status, also those that no handler has seen."""
+
+    _HANDLERS = frozenset(endpoint.path for endpoint in openapi.ENDPOINTS)
+
+    def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                method = scope["method"] if scope["method"] in ("GET", "POST") else "other"
+                self._metrics.answered(self._handler(scope), method, message["status"])
+            await send(message)
+
+        await self._app(scope, receive, counted)
+
+    def _handler(self, scope: Scope) -> str:
+        """One of a few names: a series for every path that a stranger tries would fill the memory."""
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if path in self._HANDLERS:
+            return str(path)
+        return "/v1/models/{model}" if path.startswith("/v1/models/") else "other"
 
 
 class RequestIdMiddleware:

@@ -14,6 +14,7 @@ from quire.cluster.api.app import create_app
 from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
 from quire.cluster.metrics import EngineStats, GatewayMetrics, metric_names
 from quire.cluster.metrics_exchange import MetricsExchange
+from quire.engine.errors import OverloadedError
 from quire.engine.outputs import RequestReport, SchedulerStats
 
 MODEL = "smollm2-135m-instruct"
@@ -149,6 +150,32 @@ async def test_metrics(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     assert values["request_time_per_output_token_seconds_count"] == 4
 
 
+async def test_answers_are_counted_by_endpoint_and_status(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    await client.post("/v1/completions", json=COMPLETION)
+    await client.post("/v1/completions", json={**COMPLETION, "stream": True})
+    await client.post("/v1/completions", json={})
+    backend.refusal = OverloadedError("Full.")
+    await client.post("/v1/chat/completions", json={"model": MODEL, "messages": [{"role": "user", "content": "a"}]})
+    for path in ("/v1/models/a", "/v1/models/b", "/nowhere", "/no/where"):
+        await client.get(path)
+    await client.request("BREW", "/v1/completions")
+    text = (await client.get("/metrics")).text
+    counted = {
+        (sample.labels["handler"], sample.labels["method"], sample.labels["status"]): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == "quire:http_requests_total"
+    }
+    assert counted == {
+        ("/v1/completions", "POST", "200"): 2,
+        ("/v1/completions", "POST", "400"): 1,
+        ("/v1/completions", "other", "405"): 1,
+        ("/v1/chat/completions", "POST", "503"): 1,
+        ("/v1/models/{model}", "GET", "404"): 2,
+        ("other", "GET", "404"): 2,
+    }
+
+
 async def test_waiting_is_summed_by_cause(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     backend.report = RequestReport(wall_s=3.0, compute_s=0.5, wait_s={"kv_blocks": 2.0, "token_budget": 0.5})
     await client.post("/v1/completions", json={**COMPLETION, "n": 2})
@@ -195,6 +222,7 @@ def test_every_name_is_known_in_one_place() -> None:
     request.tokens(0, 2)
     request.reported(RequestReport(wall_s=1.0, compute_s=0.5, wait_s={"kv_blocks": 0.5}))
     request.ended(0, "stop")
+    metrics.answered("/v1/completions", "POST", 200)
     stats = SchedulerStats(num_waiting=1, num_waiting_by_cause={"kv_blocks": 1})
     shown = {
         sample.name
