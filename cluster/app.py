@@ -47,21 +47,23 @@ def build(args: QuireConfig) -> Application:
 
 def bind(args: QuireConfig, options: Mapping[str, Mapping[str, Any]]) -> Application:
     """The same with Serve's options by deployment name, over those that are set here."""
-    engines = [_bind_engine(name, config, options.get(name, {})) for name, config in args.engines().items()]
+    engines = [
+        _bind_engine(name, config, options.get(name, {}), args.allow_faults) for name, config in args.engines().items()
+    ]
     gateway_options = {**GATEWAY_OPTIONS, **options.get(GATEWAY, {})}
     return _deployment(Gateway).options(name=GATEWAY, **gateway_options).bind(args, *engines)
 
 
-def _bind_engine(name: str, engine: EngineConfig, options: Mapping[str, Any]) -> Application:
+def _bind_engine(name: str, engine: EngineConfig, options: Mapping[str, Any], allow_faults: bool) -> Application:
     config = engine.model_copy(update={"model": engine.model.model_copy(update={"device": _device(engine.model)})})
     options = {"ray_actor_options": engine_actor_options(config), **ENGINE_OPTIONS, **options}
-    return _deployment(Engine).options(name=name, **options).bind(config)
+    return _deployment(Engine).options(name=name, **options).bind(config, allow_faults=allow_faults)
 
 
 def engine_actor_options(config: EngineConfig) -> dict[str, float]:
     """What the engine's own actor needs. With several ranks, it computes nothing itself."""
-    options = {"num_cpus": CPU_PER_RANK if config.parallel.tensor_parallel_size == 1 else 0.1}
-    if config.model.device == "cuda" and config.parallel.tensor_parallel_size == 1:
+    options = {"num_cpus": CPU_PER_RANK if config.parallel.world_size == 1 else 0.1}
+    if config.model.device == "cuda" and config.parallel.world_size == 1:
         options["num_gpus"] = 1
     return options
 

@@ -78,6 +78,9 @@ app.command(
 app.command(
     epilog="Examples:  quire top   ·   quire top --url http://10.0.0.5:8000 --interval 1   ·   quire top --once"
 )(cli_cluster.top)
+app.command(
+    epilog="Examples:  quire chaos kill-worker --rank 1   ·   quire chaos drop-step   ·   quire chaos kill-engine"
+)(cli_cluster.chaos)
 
 
 @app.command(

@@ -1,4 +1,4 @@
-"""The commands for services that run elsewhere: `quire deploy`, `quire status` and `quire top`."""
+"""The commands for services that run elsewhere: `quire deploy`, `status`, `top` and `chaos`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from .messages import Fault
 
 Address = Annotated[
     str,
@@ -72,3 +74,22 @@ def top(
     from .service_http import Service
 
     draw_until_interrupted(Service(url, api_key), interval_s=interval_s, once=once)
+
+
+def chaos(
+    fault: Annotated[Fault, typer.Argument(help="What happens: see below.")],
+    *,
+    url: Url = "http://127.0.0.1:8000",
+    rank: Annotated[int, typer.Option(min=0, help="Which worker, where there are several.")] = 0,
+    engine: Annotated[str | None, typer.Option(help="Id of an engine, as `quire status` shows it. (the first)")] = None,
+    api_key: ApiKey = None,
+) -> None:
+    """Kill or stop a process of a running service, to see its streams go on. The configuration must allow it.
+
+    kill-worker, stop-worker: a rank's process gets SIGKILL or SIGSTOP. drop-step: a rank never gets its next step.
+    kill-engine, stop-engine: the same signals to the process of the engine. `allow_faults: true` allows it.
+    """
+    from .service_http import Service
+
+    done = Service(url, api_key).post("/chaos", {"fault": fault, "rank": rank, "engine": engine})
+    print(f"{done['fault']}: engine {done['engine']}" + (f", rank {rank}" if "engine" not in fault else ""))

@@ -62,6 +62,9 @@ class QuireConfig(EngineConfig):
     )
     api: ApiConfig = ApiConfig()
     routing: RoutingConfig = RoutingConfig()
+    allow_faults: bool = Field(
+        False, description="Whether `quire chaos` may kill and stop processes of this service. For trials."
+    )
 
     @field_validator("models", mode="before")
     @classmethod

@@ -11,6 +11,7 @@ import atexit
 import logging
 import os
 import uuid
+from functools import partial
 
 from prometheus_client.core import Metric
 from ray import serve
@@ -20,11 +21,13 @@ from quire.engine.errors import EngineError
 from quire.engine.model_source import load_model_info
 
 from .assembly import start_core
+from .chaos import do_fault
 from .directory import Directory, EngineRecord, GcsStore, Registration
 from .engine_server import EngineServer
 from .logs import configure_logging
 from .metrics import EngineStats, engine_families
 from .placement import node_address
+from .ray_executor import RayExecutor
 from .ray_metrics import RayExporter
 
 logger = logging.getLogger(__name__)
@@ -39,7 +42,9 @@ class Engine:
     Where the core itself fails, the process ends: its state cannot be trusted, and its streams go on elsewhere.
     """
 
-    async def __init__(self, config: EngineConfig) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: EngineConfig, *, allow_faults: bool = False
+    ) -> None:
         context = serve.get_replica_context()
         self._engine_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:6]}"
         configure_logging(f"engine {self._engine_id}")
@@ -49,7 +54,9 @@ class Engine:
         info = load_model_info(config.model)
         self._model = info.name
         core = await asyncio.to_thread(start_core, config, info)
-        self._server = EngineServer(core, self._engine_id, directory.secret(), config.parallel)
+        ranks = core.executor if isinstance(core.executor, RayExecutor) else None
+        on_fault = partial(do_fault, ranks=ranks) if allow_faults else None
+        self._server = EngineServer(core, self._engine_id, directory.secret(), config.parallel, on_fault)
         host = node_address()
         port = await self._server.start(host)
         self._server.failed.add_done_callback(self._on_core_failure)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import msgspec
@@ -26,6 +27,7 @@ from .messages import (
     Add,
     EngineMessage,
     FollowCache,
+    Inject,
     Leaving,
     LoadReport,
     Refused,
@@ -44,14 +46,23 @@ class EngineServer:
     """Serves one engine core to any number of gateways. Methods are called on the event loop that ran `start`.
 
     A gateway whose connection ends has its requests aborted: it will resubmit what is still wanted. `failed` is
-    completed with the exception if the core itself fails.
+    completed with the exception if the core itself fails. `on_fault` does what `Inject` asks for, in a thread; without
+    it, nothing does.
     """
 
-    def __init__(self, core: EngineCore, engine_id: str, secret: bytes, limits: ParallelConfig) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        engine_id: str,
+        secret: bytes,
+        limits: ParallelConfig,
+        on_fault: Callable[[Inject], None] | None = None,
+    ) -> None:
         self._core = core
         self._engine_id = engine_id
         self._secret = secret
         self._limits = limits
+        self._on_fault = on_fault
         self._event_loop = asyncio.get_running_loop()
         self._cache = CachePublisher(core)
         self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events)
@@ -139,6 +150,10 @@ class EngineServer:
                 self._abort(its_own)
         elif isinstance(message, FollowCache):
             self._cache.follow(gateway)
+        elif self._on_fault is None:
+            logger.error("Gateway %s asks for a fault, which the configuration does not allow.", gateway.peer)
+        else:
+            self._event_loop.run_in_executor(None, self._on_fault, message)
 
     def _on_close(self, gateway: transport.Connection, reason: str) -> None:
         self._gateways.discard(gateway)

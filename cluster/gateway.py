@@ -20,6 +20,7 @@ from .api.health import EngineHealth, ModelHealth, ServiceHealth
 from .api.keys import KeyRing
 from .api.limits import ApiLimits
 from .api.responses import ModelCard
+from .chaos import add_chaos_route
 from .config import QuireConfig
 from .directory import Directory, EngineRecord, GcsStore
 from .engine_client import EngineClient
@@ -84,6 +85,8 @@ class Gateway:
         configure_logging(f"gateway {self._gateway_id}")
         self._config = config.api
         self._metrics = GatewayMetrics(self._gateway_id)
+        self._allow_faults = config.allow_faults
+        self._world_sizes = {each.model.name: each.parallel.world_size for each in config.engines().values()}
         self._models = ServedModels([engine.model for engine in config.engines().values()])
         await self._models.start()
         self._waker = EngineWaker(
@@ -130,6 +133,8 @@ class Gateway:
             open_metrics=self._config.open_metrics,
             request_ids=False,
         )
+        if self._allow_faults:
+            add_chaos_route(app, self._client.links, self._world_sizes)
         self._inference = InferenceService(app)
         return app
 

@@ -8,6 +8,8 @@ prefix sends `FollowCache`, and gets a `CacheSnapshot` and then a `CacheUpdate` 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, QuireError
@@ -40,6 +42,16 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
     """Tell what the prefix cache holds: all of it now, and every change from now on."""
+
+
+Fault = Literal["kill-worker", "stop-worker", "drop-step", "kill-engine", "stop-engine"]
+
+
+class Inject(msgspec.Struct, frozen=True, tag="inject"):
+    """Do this to yourself (`chaos.py`). `rank` is meant where there are several, and the fault is one rank's."""
+
+    fault: Fault
+    rank: int = 0
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -117,7 +129,7 @@ class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
-GatewayMessage = Add | Abort | FollowCache
+GatewayMessage = Add | Abort | FollowCache | Inject
 EngineMessage = StepOutputs | Refused | LoadReport | Leaving | CacheSnapshot | CacheUpdate
 
 encoder = wire_encoder()

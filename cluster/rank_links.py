@@ -138,7 +138,7 @@ class RankServer:
 
 
 def broadcast(links: Sequence[RankLink], payload: bytes) -> None:
-    """Send one payload to every rank, framed once."""
+    """Send one payload to each of these ranks, framed once."""
     framed = frame(payload)
     for link in links:
         link.send_frame(framed)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ExecutorError, QuireError
@@ -27,6 +28,7 @@ from . import placement
 from .messages import RankAnswer, encoder
 from .rank_links import RankLink, RankServer, broadcast, gather
 from .ray_local import LocalRay
+from .step_deadline import StepDeadline
 from .transport import TransportError, new_secret
 from .worker_actor import RankFacts, start_worker
 
@@ -46,6 +48,7 @@ class RayExecutor:
         self._info = info
         self._local_ray = None if ray.is_initialized() else LocalRay.start()
         self._config = _with_device(config)
+        self.world_size = config.parallel.world_size
         self._group: PlacementGroup | None = None
         self._gang: Gang | None = None
         try:
@@ -86,6 +89,17 @@ class RayExecutor:
         self._gang = Gang(self._config, self._info, self._group, self._config.parallel.startup_timeout_s)
         logger.info("The ranks were rebuilt in %.1f s.", time.monotonic() - started)
 
+    def signal_rank(self, rank: int, number: int) -> None:
+        """Faults on purpose (`chaos.py`): send a signal to a rank's process, wherever it runs."""
+        facts = self._ranks.facts[rank]
+        on_its_node = NodeAffinitySchedulingStrategy(facts.node_id, soft=False)
+        send: Any = ray.remote(os.kill)
+        ray.get(send.options(num_cpus=0, scheduling_strategy=on_its_node).remote(facts.pid, number))
+
+    def drop_step(self, rank: int) -> None:
+        """Faults on purpose: the next step does not reach this rank."""
+        self._ranks.drop_step(rank)
+
     def shutdown(self) -> None:
         if self._gang is not None:
             self._gang.stop("the engine shuts down")
@@ -113,6 +127,11 @@ def _with_device(config: EngineConfig) -> EngineConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
 
 
+class _SentStep(NamedTuple):
+    future: Future[ModelRunnerOutput]
+    num_tokens: int
+
+
 class Gang:
     """One generation of ranks: alive together, and given up together when one of them fails.
 
@@ -123,9 +142,11 @@ class Gang:
     def __init__(self, config: EngineConfig, info: ModelInfo, group: PlacementGroup, timeout_s: float) -> None:
         self._world_size = config.parallel.world_size
         self._step_timeout_s = config.parallel.step_timeout_s
+        self._deadline = StepDeadline(self._step_timeout_s)
+        self._dropped_rank: int | None = None
         self._startup_timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._pending: deque[Future[ModelRunnerOutput]] = deque()
+        self._pending: deque[_SentStep] = deque()
         self._wake: SimpleQueue[bool] = SimpleQueue()  # one True per step, False to end
         self._links: list[RankLink] = []
         self._runs: list[ray.ObjectRef[Any]] = []
@@ -179,12 +200,17 @@ class Gang:
             if self._error is not None:
                 future.set_exception(self._error)
                 return future
-            self._pending.append(future)
+            self._pending.append(_SentStep(future, step.total_num_scheduled_tokens))
         self._wake.put(True)
+        dropped, self._dropped_rank = self._dropped_rank, None
         # A broken link is met by the gathering thread as well, which says why it broke.
         with contextlib.suppress(TransportError):
-            broadcast(self._links, encoder.encode(step))
+            broadcast([link for rank, link in enumerate(self._links) if rank != dropped], encoder.encode(step))
         return future
+
+    def drop_step(self, rank: int) -> None:
+        """The next step does not reach this rank."""
+        self._dropped_rank = rank
 
     def stop(self, reason: str) -> None:
         """End all ranks at once; steps that are not done fail. Harmless when called twice."""
@@ -217,19 +243,23 @@ class Gang:
         return [results[rank] for rank in range(len(refs))]
 
     def _gather_answers(self) -> None:
-        """Resolve futures in the order of the steps. The step deadline runs from the end of the step before.
+        """Resolve futures in the order of the steps. A step's deadline runs from the end of the step before.
 
         The step that fails is the oldest that is not resolved: in a pipeline those before it end first.
         """
         while self._wake.get():
+            with self._lock:
+                num_tokens = self._pending[0].num_tokens if self._pending else 0
+            started = time.monotonic()
             try:
-                answers = gather(self._links, self._step_timeout_s)
+                answers = gather(self._links, self._deadline.allowed_s(num_tokens))
             except TransportError as error:
-                self._fail(ExecutorError(f"A rank was lost ({error.message}). {self._cause_of_death()}"))
+                self._fail(ExecutorError(f"A rank was lost ({error.message}). {self._cause_of_death()}", "lost"))
                 return
             except TimeoutError as error:
-                self._fail(ExecutorError(f"A step hangs: {error}."))
+                self._fail(ExecutorError(f"A step hangs: {error}.", "hung"))
                 return
+            self._deadline.observe(num_tokens, time.monotonic() - started)
             failures = [answer.error for answer in answers if answer.error]
             if failures:
                 self._fail(ExecutorError(f"A step failed on {'; '.join(failures)}"))
@@ -239,9 +269,9 @@ class Gang:
     def _resolve(self, answer: RankAnswer) -> None:
         assert answer.output is not None
         with self._lock:
-            future = self._pending.popleft() if self._pending else None
-        if future is not None:
-            future.set_result(answer.output)
+            sent = self._pending.popleft() if self._pending else None
+        if sent is not None:
+            sent.future.set_result(answer.output)
 
     def _watch(self) -> None:
         """Hear of a rank's end from Ray: also between steps, and when its node is gone without closing a socket.
@@ -250,7 +280,7 @@ class Gang:
         """
         ray.wait(self._runs, num_returns=1)
         self._failed.wait(CAUSE_OF_DEATH_S)
-        self._fail(ExecutorError(f"A rank was lost. {self._cause_of_death()}"))
+        self._fail(ExecutorError(f"A rank was lost. {self._cause_of_death()}", "lost"))
 
     def _cause_of_death(self) -> str:
         """What Ray says about the ranks that have ended."""
@@ -273,8 +303,8 @@ class Gang:
             self._error = error
             self._failed.set()
             pending, self._pending = list(self._pending), deque()
-        for future in pending:
-            future.set_exception(error)
+        for sent in pending:
+            sent.future.set_exception(error)
         for link in self._links:
             link.close()
 

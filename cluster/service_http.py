@@ -9,6 +9,8 @@ import httpx
 
 from quire.engine.errors import QuireError
 
+from .cli_http import error_message
+
 DEFAULT_URL = "http://127.0.0.1:8000"
 _TIMEOUT_S = 10.0
 
@@ -57,10 +59,23 @@ class Service:
         except ValueError as error:
             raise QuireError(f"url: what {self.root}/metrics answers are no metrics ({error}).") from error
 
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer's body. Raises `QuireError` when it is an error, or none."""
+        response = self._request("POST", path, body)
+        if response.status_code == 404:
+            raise QuireError(f"url: {self.root}{path} is not there; the service's configuration may not allow it.")
+        if response.is_error:
+            raise QuireError(f"url: {self.root}{path}: {error_message(response.status_code, response.content)}")
+        answer: dict[str, Any] = response.json()
+        return answer
+
     def _get(self, path: str) -> httpx.Response:
+        return self._request("GET", path)
+
+    def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         try:
-            return httpx.get(self.root + path, headers=headers, timeout=_TIMEOUT_S)
+            return httpx.request(method, self.root + path, json=body, headers=headers, timeout=_TIMEOUT_S)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             raise QuireError(f"url: no service answers at {self.root} ({reason}).") from error

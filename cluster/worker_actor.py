@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,8 @@ class RankFacts:
 
     kv_cache_specs: list[KVCacheSpec]
     available_kv_cache_bytes: int
+    pid: int
+    node_id: str
 
 
 class WorkerActor:
@@ -66,7 +69,12 @@ class WorkerActor:
         self._answers = context.is_last_stage and context.tensor_rank == 0
         self._worker = Worker(self._config, self._info, context)
         self._worker.load_model()
-        return RankFacts(self._worker.kv_cache_specs(), self._worker.available_kv_cache_bytes())
+        return RankFacts(
+            self._worker.kv_cache_specs(),
+            self._worker.available_kv_cache_bytes(),
+            os.getpid(),
+            ray.get_runtime_context().get_node_id(),
+        )
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._worker.initialize_kv_cache(config)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+
+import msgspec
 
 from .cache_history import KVEvent
 from .config import EngineConfig
@@ -50,6 +52,8 @@ class EngineCore:
         self._gates = gates
         self._clock = clock
         self._woken = threading.Event()
+        self._num_recoveries: Counter[str] = Counter()  # by cause
+        self._recovery_s = 0.0
         self.is_recovering = False  # the ranks are being rebuilt; read from any thread
         self._kv_cache_config = plan_kv_cache(config, executor.kv_cache_specs(), executor.available_kv_cache_bytes())
         kv_cache = KVCacheManager(
@@ -78,6 +82,10 @@ class EngineCore:
         now = self._clock()
         outputs = (self.scheduler.abort(request_id, now) for request_id in request_ids)
         return [output for output in outputs if output is not None]
+
+    @property
+    def executor(self) -> Executor:
+        return self._executor
 
     @property
     def has_work(self) -> bool:
@@ -129,7 +137,10 @@ class EngineCore:
         self.scheduler.kv_cache.reset_prefix_cache()
 
     def stats(self) -> SchedulerStats:
-        return self.scheduler.stats()
+        stats = self.scheduler.stats()
+        if not self._num_recoveries:
+            return stats
+        return msgspec.structs.replace(stats, num_recoveries=dict(self._num_recoveries), recovery_s=self._recovery_s)
 
     def shutdown(self) -> None:
         for gate in self._gates:
@@ -147,11 +158,14 @@ class EngineCore:
     def _recover(self, failed: ScheduledStep, error: ExecutorError) -> list[EngineOutput]:
         """Rebuild the ranks and rewind. Returns the ends of requests that are given up."""
         self._inflight.clear()  # these failed only because the ranks were gone
-        outputs = self.scheduler.rewind(failed, error.message, self._clock())
+        started = self._clock()
+        outputs = self.scheduler.rewind(failed, error.message, started)
         self.is_recovering = True
         self._executor.restart()
         self._executor.initialize_kv_cache(self._kv_cache_config)
         self.is_recovering = False
+        self._num_recoveries[error.cause] += 1
+        self._recovery_s += self._clock() - started
         return outputs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 
 class QuireError(Exception):
     """Base of every error that Quire raises on purpose.
@@ -49,7 +51,14 @@ class EngineError(QuireError):
 
 
 class ExecutorError(QuireError):
-    """A step could not be executed (a rank died, hung or raised). The engine's requests can be run again."""
+    """A step could not be executed. The engine's requests can be run again.
+
+    `cause`: a rank was lost (its process or node died), hung, or raised an exception.
+    """
+
+    def __init__(self, message: str, cause: Literal["lost", "hung", "raised"] = "raised") -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 def _short(text: str, most: int = 200) -> str:

@@ -236,6 +236,10 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_evictions: int = 0  # cached blocks lost
     num_waiting_tokens: int = 0
     num_deadlines_missed: int = 0
+    num_recoveries: dict[str, int] = {}  # ranks rebuilt, by what had happened to them (`ExecutorError.cause`)
+    recovery_s: float = 0.0  # spent on it: no request got a token meanwhile
+    num_resumed_requests: int = 0  # taken up with tokens of their own: from a lost rank, or from another engine
+    num_recomputed_tokens: int = 0  # computed again, after preemption or a failure
     num_uncomputed_tokens: int = 0  # known tokens of running requests that no step has computed yet
 
     @property

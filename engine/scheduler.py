@@ -79,6 +79,8 @@ class Scheduler:
         self._num_generation_tokens = 0
         self._num_preemptions = 0
         self._num_deadlines_missed = 0
+        self._num_resumed_requests = 0
+        self._num_recomputed_tokens = 0
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -102,6 +104,7 @@ class Scheduler:
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
         self._num_prompt_tokens += request.num_prompt_tokens
+        self._num_resumed_requests += bool(source.resume_token_ids)
 
     def abort(self, request_id: str, now: float) -> EngineOutput | None:
         """End a request in whatever state it is. None if it is not here (any more)."""
@@ -241,7 +244,9 @@ class Scheduler:
             request.first_miss = kv_cache.first_admission(request, hit)
             request.admitted_at = now
             waiting.tenants[request.tenant].charge(PROMPT_TOKEN_COST * wants)
-        request.num_recomputed_tokens += max(request.num_computed_before - num_computed, 0)
+        num_recomputed = max(request.num_computed_before - num_computed, 0)
+        request.num_recomputed_tokens += num_recomputed
+        self._num_recomputed_tokens += num_recomputed
         request.status = RequestStatus.RUNNING
         num_blocks = kv_cache.num_blocks_for(num_computed + chunk)
         row = self.running.take_row(request, num_computed, num_blocks)
@@ -382,6 +387,7 @@ class Scheduler:
         `schedule`, whoever waits is billed to the recovery.
         """
         given_up = self._quarantine.blame(each for each in failed.requests if each is not None and self._is_here(each))
+        self._num_resumed_requests += len(self.running)
         while (request := self.running.last()) is not None:
             self._leave_row(request)
             request.status = RequestStatus.PREEMPTED
@@ -478,6 +484,8 @@ class Scheduler:
             num_generation_tokens=self._num_generation_tokens,
             num_preemptions=self._num_preemptions,
             num_deadlines_missed=self._num_deadlines_missed,
+            num_resumed_requests=self._num_resumed_requests,
+            num_recomputed_tokens=self._num_recomputed_tokens,
             num_evictions=pool.num_evictions,
             prefix_cache_queries=self.kv_cache.num_queried_tokens,
             prefix_cache_hits=self.kv_cache.num_hit_tokens,

@@ -81,7 +81,7 @@ def test_a_lost_rank_costs_time_and_no_token(
     gang = two_ranks._engine.core._executor._gang  # type: ignore[attr-defined]
     pids = [process.pid for process in processes(WORKER)]
     if number == signal.SIGSTOP:
-        monkeypatch.setattr(gang, "_step_timeout_s", 2.0)
+        monkeypatch.setattr(gang._deadline, "_most_s", 2.0)
     received: list[int] = []
     for output in two_ranks.stream(PROMPTS[0], GREEDY):
         if len(received) < 8 <= len(received) + len(output.outputs[0].token_ids):
@@ -115,7 +115,7 @@ def test_a_step_that_a_hung_rank_does_not_read_meets_its_deadline(
 ) -> None:
     """A step larger than the sockets' buffers: whoever sends it waits, and is freed when the ranks are given up."""
     gang = two_ranks._engine.core._executor._gang  # type: ignore[attr-defined]
-    monkeypatch.setattr(gang, "_step_timeout_s", 1.0)
+    monkeypatch.setattr(gang._deadline, "_most_s", 1.0)
     os.kill(processes(WORKER)[0].pid, signal.SIGSTOP)
     nothing = np.zeros(0, np.int32)
     released = list(range(1 << 24))
