@@ -54,6 +54,17 @@ _COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
     ),
     ("num_evictions", "Cached blocks that were lost to others.", lambda s: s.num_evictions),
     ("num_deadlines_missed", "Requests that ended at their deadline.", lambda s: s.num_deadlines_missed),
+    ("recovery_seconds", "Seconds spent on rebuilding ranks that were lost.", lambda s: s.recovery_s),
+    (
+        "resumed_requests",
+        "Requests that went on with the tokens they had, after ranks or another engine were lost.",
+        lambda s: s.num_resumed_requests,
+    ),
+    (
+        "recomputed_tokens",
+        "Tokens computed again, after preemption or a failure.",
+        lambda s: s.num_recomputed_tokens,
+    ),
     ("engine_steps", "Steps of the engine.", lambda s: s.num_steps),
 )
 
@@ -121,15 +132,23 @@ def engine_families(engines: Sequence[EngineStats]) -> list[Metric]:
             for engine in engines:
                 family.add_metric([engine.model, engine.engine_id], value(engine.stats))
             families.append(family)
-    by_reason = GaugeMetricFamily(
+    waiting = GaugeMetricFamily(
         "quire:num_requests_waiting_by_reason",
         "Requests that wait for a row, by what they lack.",
         labels=("model_name", "engine", "reason"),
     )
+    recoveries = CounterMetricFamily(
+        "quire:recoveries",
+        "Times the ranks of an engine were rebuilt, by what had happened to them: lost, hung or raised.",
+        labels=("model_name", "engine", "cause"),
+    )
     for engine in engines:
+        labels = [engine.model, engine.engine_id]
         for reason, count in engine.stats.num_waiting_by_cause.items():
-            by_reason.add_metric([engine.model, engine.engine_id, reason], count)
-    return [*families, by_reason]
+            waiting.add_metric([*labels, reason], count)
+        for cause, count in engine.stats.num_recoveries.items():
+            recoveries.add_metric([*labels, cause], count)
+    return [*families, waiting, recoveries]
 
 
 def metric_names() -> frozenset[str]:

@@ -43,6 +43,7 @@ from .quarantine import Quarantine
 from .request import Request, RequestStatus, check_source
 from .request_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from .running_table import RunningTable
+from .scheduler_stats import Counts, stats_of
 from .step_plan import ScheduledStep, StepPlan
 from .step_share import StepShare, WholeShare
 from .wait_ledger import WaitCause
@@ -74,13 +75,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, Request]] = []  # heap; finished requests are skipped at its top
         self._released_rows: list[int] = []
         self._num_arrivals = 0
-        self._num_steps = 0
-        self._num_prompt_tokens = 0
-        self._num_generation_tokens = 0
-        self._num_preemptions = 0
-        self._num_deadlines_missed = 0
-        self._num_resumed_requests = 0
-        self._num_recomputed_tokens = 0
+        self._counts = Counts()
 
     # ---- requests come and go -------------------------------------------------------------------------------------
 
@@ -103,8 +98,8 @@ class Scheduler:
         self.waiting.push(request, now)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
-        self._num_prompt_tokens += request.num_prompt_tokens
-        self._num_resumed_requests += bool(source.resume_token_ids)
+        self._counts.num_prompt_tokens += request.num_prompt_tokens
+        self._counts.num_resumed_requests += bool(source.resume_token_ids)
 
     def abort(self, request_id: str, now: float) -> EngineOutput | None:
         """End a request in whatever state it is. None if it is not here (any more)."""
@@ -246,7 +241,7 @@ class Scheduler:
             waiting.tenants[request.tenant].charge(PROMPT_TOKEN_COST * wants)
         num_recomputed = max(request.num_computed_before - num_computed, 0)
         request.num_recomputed_tokens += num_recomputed
-        self._num_recomputed_tokens += num_recomputed
+        self._counts.num_recomputed_tokens += num_recomputed
         request.status = RequestStatus.RUNNING
         num_blocks = kv_cache.num_blocks_for(num_computed + chunk)
         row = self.running.take_row(request, num_computed, num_blocks)
@@ -290,7 +285,7 @@ class Scheduler:
         table.num_computed[rows] += grants
         table.num_pending[rows] += samples
         output = SchedulerOutput(
-            step_id=self._num_steps,
+            step_id=self._counts.num_steps,
             rows=rows,
             num_scheduled_tokens=grants,
             num_computed_tokens=computed,
@@ -300,7 +295,7 @@ class Scheduler:
             grammar=gather_masks(requests, np.flatnonzero(samples & table.is_constrained[rows])),
             last_token_ids=self._share.last_token_ids(table, rows, samples),
         )
-        self._num_steps += 1
+        self._counts.num_steps += 1
         self._released_rows = []
         self._share.given_out(output.total_num_scheduled_tokens)
         self.waiting.drain_rate.record(output.total_num_scheduled_tokens, plan.now)
@@ -344,7 +339,7 @@ class Scheduler:
                 outputs.append(self._last_output(request, first_index, logprobs.get(index), now))
             else:
                 outputs.append(request.output(first_index, logprobs.get(index)))
-            self._num_generation_tokens += 1
+            self._counts.num_generation_tokens += 1
             if request.prompt_logprobs is not None:
                 outputs[-1] = request.with_prompt_logprobs(outputs[-1])
         return outputs + self._without_token(step, held, now) if held.objections else outputs
@@ -387,7 +382,7 @@ class Scheduler:
         `schedule`, whoever waits is billed to the recovery.
         """
         given_up = self._quarantine.blame(each for each in failed.requests if each is not None and self._is_here(each))
-        self._num_resumed_requests += len(self.running)
+        self._counts.num_resumed_requests += len(self.running)
         while (request := self.running.last()) is not None:
             self._leave_row(request)
             request.status = RequestStatus.PREEMPTED
@@ -407,7 +402,7 @@ class Scheduler:
         victim.status = RequestStatus.PREEMPTED
         victim.num_preemptions += 1
         victim.preempted_by = [*victim.preempted_by, by.request_id][-_MAX_PREEMPTERS:]
-        self._num_preemptions += 1
+        self._counts.num_preemptions += 1
         self.waiting.push(victim, now)
 
     def _expire(self, now: float) -> None:
@@ -418,7 +413,7 @@ class Scheduler:
                 deadline_ms = request.source.deadline_ms
                 error = QuireError(f"deadline_ms: {deadline_ms} ms have passed.")
                 self._ended.append(self._end(request, now, "deadline", error))
-                self._num_deadlines_missed += 1
+                self._counts.num_deadlines_missed += 1
 
     def _is_here(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request
@@ -470,24 +465,4 @@ class Scheduler:
     # ---- checks and numbers ---------------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
-        pool, table, rows = self.kv_cache.pool, self.running, self.running.rows()
-        return SchedulerStats(
-            num_running=len(self.running),
-            num_waiting=len(self.waiting),
-            num_waiting_by_cause=self.waiting.num_by_cause(),
-            num_waiting_tokens=self.waiting.num_tokens,
-            num_uncomputed_tokens=int((table.num_tokens[rows] - table.num_computed[rows]).clip(min=0).sum()),
-            num_blocks=pool.num_usable,
-            num_used_blocks=pool.num_used,
-            num_steps=self._num_steps,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_generation_tokens=self._num_generation_tokens,
-            num_preemptions=self._num_preemptions,
-            num_deadlines_missed=self._num_deadlines_missed,
-            num_resumed_requests=self._num_resumed_requests,
-            num_recomputed_tokens=self._num_recomputed_tokens,
-            num_evictions=pool.num_evictions,
-            prefix_cache_queries=self.kv_cache.num_queried_tokens,
-            prefix_cache_hits=self.kv_cache.num_hit_tokens,
-            prefix_cache_ghost_hits=self.kv_cache.num_ghost_hit_tokens,
-        )
+        return stats_of(self._counts, self.kv_cache, self.running, self.waiting)
