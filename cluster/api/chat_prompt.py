@@ -29,7 +29,9 @@ async def chat_prompt(
     A template that came with the request is a stranger's program, and is rendered where it can do no harm.
     """
     chat = await off_the_loop(body, lambda: request.conversation(served.chat.special_tokens))
-    template = request.chat_template or served.chat.template_for(tools=bool(chat.tools))
+    template = request.chat_template
+    if template is None:
+        template = served.chat.template_for(tools=bool(chat.tools))
     if template is None:
         raise InvalidRequestError(
             f"messages: the model {served.name!r} has no chat template; use /v1/completions, or give a chat_template.",

@@ -13,7 +13,7 @@ from quire.engine.errors import InvalidRequestError
 
 from .template_env import CompiledTemplate, compile_template
 
-_CONTINUED = "\ue000continued here\ue001"  # private characters: nobody's text
+_CONTINUED = "\ue000\ue0c0\ue001"  # private characters: nobody's text, and no filter changes them
 _MESSAGE_CHARS = 200
 
 # What the request has fields of its own for, or the server says itself.

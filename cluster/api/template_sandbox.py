@@ -23,7 +23,7 @@ from .chat_template import Conversation, render_chat
 TIME_LIMIT_S = 2.0
 START_LIMIT_S = 20.0
 MEMORY_LIMIT_BYTES = 512 << 20
-MAX_SOURCE_CHARS = 256 << 10
+MAX_SOURCE_CHARS = 128 << 10
 _LENGTH_BYTES = 4
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire.cluster.api.chat_style import TEMPLATES
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
@@ -183,6 +185,63 @@ def test_bad_input_then_a_good_request(sdk: openai.OpenAI, service_url: str) -> 
     assert httpx.post(f"{service_url}/v1/completions", content=b"{").status_code == 400
     answer = sdk.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=2)
     assert answer.choices[0].text == " Paris."
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string", "maxLength": 20}, "days": {"type": "integer"}},
+                "required": ["city", "days"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+]
+WITH_TOOLS = {"chat_template": (TEMPLATES / "hermes.jinja").read_text()}
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+@pytest.mark.parametrize("max_tokens", [40, 200])
+def test_a_required_call_is_made(sdk: openai.OpenAI, temperature: float, max_tokens: int) -> None:
+    """By a model that was never taught to: the grammar holds it to the format, and the call always closes."""
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    fields: Any = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "How is the weather in Paris?"}],
+        "tools": TOOLS,
+        "tool_choice": named if temperature else "required",
+        "parallel_tool_calls": False,
+        "temperature": temperature,
+        "seed": 11,
+        "max_tokens": max_tokens,
+        "extra_body": WITH_TOOLS,
+    }
+    [choice] = sdk.chat.completions.create(**fields).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    [call] = choice.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    if call.function.name == "get_weather":
+        assert {name: type(value) for name, value in arguments.items()} == {"city": str, "days": int}
+    with sdk.chat.completions.stream(**{**fields, "tools": _strict(TOOLS)}) as stream:
+        final = stream.get_final_completion().choices[0]
+    assert final.finish_reason == "tool_calls"
+    assert [each.function.arguments for each in final.message.tool_calls] == [call.function.arguments]
+
+
+def _strict(tools: Any) -> Any:
+    """What the SDK's stream helper insists on."""
+    return [{**tool, "function": {**tool["function"], "strict": True}} for tool in tools]
+
+
+def test_tools_that_the_template_does_not_know(sdk: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="the chat template of this model does not know tools") as caught:
+        sdk.chat.completions.create(model=MODEL, messages=MESSAGES, tools=TOOLS)
+    assert caught.value.param == "tools"
 
 
 def test_the_service_around_the_model(sdk: openai.OpenAI, service_url: str) -> None:

@@ -72,7 +72,10 @@ NotYet = Annotated[None, BeforeValidator(_no_value_yet)]
 
 
 class CalledFunction(StrictModel):
+    """`parsed_arguments` are what OpenAI's SDK made of the arguments: it sends them back with the rest."""
+
     name: str
+    parsed_arguments: Any = None
     arguments: Annotated[dict[str, Any], BeforeValidator(_json_object), WithJsonSchema({"type": "string"})]
 
 
@@ -86,7 +89,7 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One message. What clients echo of an answer without values is accepted."""
+    """One message. What clients echo of an answer without values is accepted, and `parsed`, which is the SDK's own."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | list[str] | None, BeforeValidator(_texts), WithJsonSchema(_CONTENT)] = None
@@ -94,6 +97,7 @@ class ChatMessage(StrictModel):
     reasoning_content: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, at_most(MAX_TOOL_CALLS)] = None
     tool_call_id: str | None = None
+    parsed: Any = None
     refusal: NotYet = None
     audio: NotYet = None
     annotations: NotYet = None
