@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, QuireError
+from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, QuireError, TenantShareError
 from quire.engine.outputs import (
     EngineOutput,
     EngineRequest,
@@ -64,7 +64,7 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """A request that the engine did not take, as the error that it raised."""
 
     request_id: str
-    kind: str  # invalid | overloaded | failed
+    kind: str  # invalid | overloaded | share | failed
     message: str
     param: str | None = None
     code: str | None = None
@@ -75,12 +75,15 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
         if isinstance(error, InvalidRequestError):
             return cls(request_id, "invalid", error.message, error.param, error.code)
         if isinstance(error, OverloadedError):
-            return cls(request_id, "overloaded", error.message, retry_after_s=error.retry_after_s)
+            kind = "share" if isinstance(error, TenantShareError) else "overloaded"
+            return cls(request_id, kind, error.message, retry_after_s=error.retry_after_s)
         return cls(request_id, "failed", error.message)
 
     def to_error(self) -> QuireError:
         if self.kind == "invalid":
             return InvalidRequestError(self.message, self.param, self.code)
+        if self.kind == "share":
+            return TenantShareError(self.message, self.retry_after_s)
         if self.kind == "overloaded":
             return OverloadedError(self.message, self.retry_after_s)
         return EngineError(self.message)

@@ -46,6 +46,10 @@ class OverloadedError(QuireError):
         self.retry_after_s = retry_after_s
 
 
+class TenantShareError(OverloadedError):
+    """The queue is full, and this tenant has its share of it, or more."""
+
+
 class EngineError(QuireError):
     """The engine failed while it worked on a request: the request could not be completed."""
 

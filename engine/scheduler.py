@@ -85,7 +85,7 @@ class Scheduler:
             raise InvalidRequestError(f"request_id: {source.request_id!r} is in use.", "request_id")
         check_source(source, self.max_model_len)
         if not source.resume_token_ids:  # an open stream that comes from elsewhere is not turned away
-            self.waiting.check_room(len(source.prompt_token_ids))
+            self.waiting.check_room(len(source.prompt_token_ids), source.tenant, source.tenant_weight)
         priority = source.priority if self.config.policy == "priority" else 0
         request = Request(source, self._num_arrivals, priority, self.max_model_len, now)
         self._num_arrivals += 1

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass, field
 
 from .config import SchedulerConfig
-from .errors import OverloadedError
+from .errors import OverloadedError, TenantShareError
 from .gates import Gate
 from .request import Request
 from .request_queue import RequestQueue, TenantBook
@@ -83,8 +83,12 @@ class WaitingRoom:
                 counts[cause] = counts.get(cause, 0) + len(aside.requests)
         return counts
 
-    def check_room(self, num_tokens: int) -> None:
-        """Raise `OverloadedError` unless a new request of `num_tokens` may wait here."""
+    def check_room(self, num_tokens: int, tenant: str = "", weight: float = 1.0) -> None:
+        """Raise `OverloadedError` unless a new request of `num_tokens` may wait here.
+
+        A queue that others have filled does not turn away a tenant that has less than its share of the places (one at
+        least), so there may be more requests than allowed: by a share for each of the other tenants.
+        """
         for name, limit, waiting, more in (
             ("requests", self._max_requests, len(self), 1),
             ("tokens", self._max_tokens, self.num_tokens, num_tokens),
@@ -92,11 +96,28 @@ class WaitingRoom:
             # An empty queue takes any request: refusing it for its size alone would never end.
             if limit is not None and waiting and waiting + more > limit:
                 retry_after_s = self.drain_rate.seconds_for(self.num_tokens)
+                if name == "requests" and self._has_its_share(limit, tenant, weight, retry_after_s):
+                    continue
                 raise OverloadedError(
                     f"The queue is full: {waiting} {name} are waiting, at most {limit} are allowed. "
                     f"Try again in {math.ceil(retry_after_s)} s.",
                     retry_after_s,
                 )
+
+    def _has_its_share(self, limit: int, name: str, weight: float, retry_after_s: float) -> bool:
+        """Whether a place is kept for the tenant. False when it is the only one; raises when it has used its share."""
+        others = [each for each in self.tenants if each.num_unfinished and each.name != name]
+        if not others:
+            return False
+        share = max(1.0, limit * weight / (weight + sum(each.weight for each in others)))
+        held = sum(each.num_waiting for each in self.tenants if each.name == name)
+        if held < share:
+            return True
+        raise TenantShareError(
+            f"The queue is full, and {held} of the {len(self)} requests in it are this tenant's, whose share is "
+            f"{share:.0f}. Try again in {math.ceil(retry_after_s)} s.",
+            retry_after_s,
+        )
 
     def push(self, request: Request, now: float) -> None:
         self.queue.push(request, now)

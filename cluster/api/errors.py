@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, QuireError
+from quire.engine.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, QuireError, TenantShareError
 
 from .responses import ErrorBody, ErrorDetail
 
@@ -71,7 +71,7 @@ def status_of(error: Exception) -> int:
             return 401
         case DeadlineError():
             return 408
-        case RateLimitError():
+        case RateLimitError() | TenantShareError():
             return 429
         case OverloadedError():
             return 503
@@ -92,6 +92,8 @@ def body_of(error: Exception) -> ErrorBody:
             detail = ErrorDetail(error.message, "invalid_request_error", None, error.code)
         case RateLimitError():
             detail = ErrorDetail(error.message, error.what, None, "rate_limit_exceeded")
+        case TenantShareError():
+            detail = ErrorDetail(error.message, "requests", None, "tenant_over_share")
         case OverloadedError():
             detail = ErrorDetail(error.message, "server_error", None, "overloaded")
         case QuireError():

@@ -14,7 +14,7 @@ from fake_backend import DEFAULT_ANSWER, FakeBackend
 from quire.cluster.api import completions as completions_module
 from quire.cluster.api.parsing import parse_request
 from quire.cluster.api.protocol import ChatCompletionRequest
-from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
+from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, TenantShareError
 
 MODEL = "smollm2-135m-instruct"
 COMPLETION = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 50}
@@ -292,6 +292,11 @@ async def test_unknown_paths_and_methods(client: httpx.AsyncClient) -> None:
             503,
             error("The queue is full.", None, "overloaded", "server_error"),
         ),
+        (
+            TenantShareError("The queue is full.", 2.5),
+            429,
+            error("The queue is full.", None, "tenant_over_share", "requests"),
+        ),
         (InvalidRequestError("prompt: no.", "prompt"), 400, error("prompt: no.", "prompt")),
         (EngineError("No engine is left."), 500, error("No engine is left.", kind="server_error")),
         (
@@ -314,7 +319,7 @@ async def test_a_refusal_before_the_first_token_is_an_http_error(
     backend.refusal = refusal
     response = await client.post(path, json={**body, "stream": streamed})
     assert (response.status_code, response.json()) == (status, expected)
-    assert response.headers.get("retry-after") == ("3" if status == 503 else None)
+    assert response.headers.get("retry-after") == ("3" if status in (429, 503) else None)
     backend.refusal = None
     await still_answers(client)
 

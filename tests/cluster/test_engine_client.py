@@ -22,7 +22,7 @@ from quire.cluster.gateway import EngineBackend
 from quire.cluster.router import LeastLoaded
 from quire.cluster.served_models import ServedModels
 from quire.engine.config import ModelConfig, ParallelConfig
-from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError
+from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, TenantShareError
 from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 
@@ -94,6 +94,28 @@ async def test_an_abandoned_stream_is_aborted(directory: Directory, client: Engi
     await anext(stream)
     assert not is_idle(engine)
     await stream.aclose()
+    await until(lambda: is_idle(engine))
+    await engine.close()
+
+
+async def test_a_tenant_over_its_share_is_told_so(directory: Directory, client: EngineClient) -> None:
+    """Not that the service is full: the kind of a refusal travels."""
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1, max_queued_requests=2))
+    await until(lambda: bool(client.links()))
+
+    def asked_by(tenant: str, i: int) -> EngineRequest:
+        return msgspec.structs.replace(request(f"{tenant}{i}", 300), tenant=tenant)
+
+    streams = [client.generate(MODEL, [asked_by(tenant, i)]) for i, tenant in enumerate("aab")]
+    running = [asyncio.create_task(anext(stream)) for stream in streams]
+    await until(lambda: engine.load().stats.num_running + engine.load().stats.num_waiting == 3)
+    with pytest.raises(TenantShareError, match="Try again in"):
+        await collect(client, asked_by("a", 7))
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    for stream in streams:
+        await stream.aclose()
     await until(lambda: is_idle(engine))
     await engine.close()
 

@@ -11,7 +11,7 @@ from engine_helpers import Collector, make_core, make_request
 from fake_executor import FakeExecutor, expected_tokens
 
 from quire.engine.core import EngineCore
-from quire.engine.errors import InvalidRequestError, OverloadedError
+from quire.engine.errors import InvalidRequestError, OverloadedError, TenantShareError
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.constraint import Constraint
 from quire.engine.grammar.gate import GrammarGate
@@ -559,3 +559,24 @@ def test_ledgers_sum_to_the_wall_time_whatever_happens(seed: int) -> None:
     assert len(collector.ends) == 12
     for request_id in collector.ends:
         report(collector, request_id)
+
+
+def test_a_tenant_that_fills_the_queue_fills_its_own_share_only() -> None:
+    """Six places and weights 2 : 1: whoever has its share waits for room, and nobody is turned away for another."""
+    core = make(Clock(), max_num_seqs=1, max_queued_requests=6)
+
+    def ask(i: int, tenant: str, weight: float) -> None:
+        core.add_request(make_request(f"{tenant}{i}", [1], tenant=tenant, tenant_weight=weight))
+
+    for i in range(6):
+        ask(i, "a", 2.0)
+    with pytest.raises(OverloadedError, match="6 requests are waiting, at most 6") as alone:
+        ask(6, "a", 2.0)
+    assert not isinstance(alone.value, TenantShareError)  # nobody else is there: it is the service that is full
+    for i in range(2):
+        ask(i, "b", 1.0)
+    with pytest.raises(TenantShareError, match=r"2 of the 8 requests in it are this tenant's, whose share is 2\."):
+        ask(2, "b", 1.0)
+    with pytest.raises(TenantShareError, match=r"6 of the 8 .* whose share is 4\."):
+        ask(6, "a", 2.0)
+    assert core.stats().num_waiting == 8
