@@ -138,7 +138,7 @@ def _check_path(spec: GrammarSpec, vocabulary: Vocabulary, tokens: Any, path: Co
     """The path was found over bytes: the matcher over tokens has to agree."""
     matcher = tokens.deep_copy()
     rest: Completion | None = path
-    while rest:
+    while rest is not None and len(rest):
         token_id = rest.first_token()
         if not matcher.consume_token(token_id):
             raise _refusal(spec, f"cannot be written in the tokens of this model: {matcher.get_error()[:_SHOWN_CHARS]}")

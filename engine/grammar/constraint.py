@@ -92,7 +92,7 @@ class Constraint:
         if rest is not None and rest.fits(num_left):
             return rest
         walked = completer.walk(state, _MAX_WALK_STEPS)
-        found = walked or rest
+        found = rest if walked is None else walked
         if found is None or found.fits(num_left):
             return found
         shorter = completer.improve(state, found, _MAX_IMPROVE_STEPS, enough=num_left)
