@@ -19,8 +19,22 @@ from quire.engine.outputs import EngineOutput, EngineRequest, RequestReport
 from .directory import Directory, EngineRecord
 from .engine_chooser import EngineChooser
 from .engine_links import EngineLink, EngineLinks
-from .messages import Abort, Add, CacheSnapshot, CacheUpdate, EngineMessage, Leaving, LoadReport, Refused, StepOutputs
+from .messages import (
+    Abort,
+    Add,
+    CacheSnapshot,
+    CacheUpdate,
+    EngineMessage,
+    Leaving,
+    LoadReport,
+    Recall,
+    Recalled,
+    Refused,
+    ResumePoint,
+    StepOutputs,
+)
 from .prefix_keys import PromptKeys
+from .recalls import Recalls
 from .router import RoutingPolicy
 from .streams import Call, Stream, Trials
 
@@ -62,6 +76,7 @@ class EngineClient:
         self._streams: dict[str, Stream] = {}  # all live ones, by request id
         self._homeless: dict[str, Stream] = {}  # streams without an engine, by wire id, oldest first
         self._trials = Trials(self._place)
+        self._recalls = Recalls()
 
     async def start(self) -> None:
         """Begin to follow the directory."""
@@ -121,6 +136,13 @@ class EngineClient:
                 stream.engine.send(Abort([stream.wire_id], report=True))
             else:
                 self._abort(stream)
+
+    async def recall(self, key: bytes) -> list[ResumePoint]:
+        """What the engines remember of a request, and forget by that (`Backend.recall`)."""
+        links = self.links()
+        for link in links:
+            link.send(Recall(key))
+        return await self._recalls.answers(key, [link.record.engine_id for link in links])
 
     # Placing streams
 
@@ -226,6 +248,7 @@ class EngineClient:
     def on_lost(self, link: EngineLink, reason: str) -> None:
         """An engine is gone: its streams go elsewhere."""
         self._chooser.on_lost(link)
+        self._recalls.on_lost(link.record.engine_id)
         self._tell_engines()
         streams, link.streams = list(link.streams.values()), {}
         if streams:
@@ -257,6 +280,8 @@ class EngineClient:
                 self._on_output(link, output)
         elif isinstance(message, LoadReport):
             link.report(message)
+        elif isinstance(message, Recalled):
+            self._recalls.on_answer(link.record.engine_id, message)
         elif isinstance(message, Leaving):
             link.is_leaving = True
             self._hand_over(link)

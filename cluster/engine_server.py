@@ -30,11 +30,14 @@ from .messages import (
     Inject,
     Leaving,
     LoadReport,
+    Recall,
+    Recalled,
     Refused,
     StepOutputs,
     encoder,
     gateway_message_decoder,
 )
+from .resume_journal import ResumeJournal
 
 logger = logging.getLogger(__name__)
 
@@ -45,9 +48,9 @@ REPORT_S = 0.2  # how often a gateway hears how busy the engine is, while that c
 class EngineServer:
     """Serves one engine core to any number of gateways. Methods are called on the event loop that ran `start`.
 
-    A gateway whose connection ends has its requests aborted: it will resubmit what is still wanted. `failed` is
-    completed with the exception if the core itself fails. `on_fault` does what `Inject` asks for, in a thread; without
-    it, nothing does.
+    A gateway whose connection ends has its requests aborted: it will resubmit what is still wanted, and if it does not
+    come back, another may do so for its clients (`ResumeJournal`). `failed` is completed with the exception if the core
+    itself fails. `on_fault` does what `Inject` asks for, in a thread; without it, nothing does.
     """
 
     def __init__(
@@ -65,6 +68,7 @@ class EngineServer:
         self._on_fault = on_fault
         self._event_loop = asyncio.get_running_loop()
         self._cache = CachePublisher(core)
+        self._journal = ResumeJournal()
         self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events)
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
         self._gateways: set[transport.Connection] = set()
@@ -150,6 +154,8 @@ class EngineServer:
                 self._abort(its_own)
         elif isinstance(message, FollowCache):
             self._cache.follow(gateway)
+        elif isinstance(message, Recall):
+            self._recall(gateway, message.key)
         elif self._on_fault is None:
             logger.error("Gateway %s asks for a fault, which the configuration does not allow.", gateway.peer)
         else:
@@ -168,6 +174,7 @@ class EngineServer:
             # Its gateway came back before we noticed that it had gone.
             self._abort([request.request_id])
         self._owners[request.request_id] = gateway
+        self._journal.begin(request)
         accepted = self._engine.call(lambda core: core.add_request(request))
         accepted.add_done_callback(
             lambda future: self._event_loop.call_soon_threadsafe(self._on_accepted, gateway, request.request_id, future)
@@ -180,7 +187,18 @@ class EngineServer:
                 del self._owners[request_id]
             self._send(gateway, Refused.from_error(request_id, error))
 
+    def _recall(self, gateway: transport.Connection, key: bytes) -> None:
+        """Give a request's answers to a gateway. Whoever has them still is told that they end: its client has gone."""
+        points = self._journal.recall(key)
+        running = [request_id for request_id in points if request_id in self._owners]
+        for request_id in running:
+            last = EngineOutput(request_id, len(points[request_id].token_ids), [], "abort")
+            self._send(self._owners[request_id], StepOutputs([last]))
+        self._abort(running)
+        self._send(gateway, Recalled(key, list(points.values())))
+
     def _abort(self, request_ids: list[str]) -> None:
+        self._journal.end(request_ids)
         for request_id in request_ids:
             del self._owners[request_id]
         if request_ids:
@@ -202,6 +220,7 @@ class EngineServer:
             if gateway is None:
                 continue
             by_gateway.setdefault(gateway, []).append(output)
+            self._journal.add(output)
             if output.finish_reason is not None:
                 del self._owners[output.request_id]
         for gateway, its_outputs in by_gateway.items():

@@ -28,6 +28,7 @@ from .engine_replica import Engine
 from .grpc import quire_inference_pb2 as pb
 from .grpc.service import InferenceService
 from .logs import configure_logging
+from .messages import ResumePoint
 from .metrics import EngineStats, GatewayMetrics
 from .metrics_exchange import MetricsExchange
 from .ray_metrics import RayExporter
@@ -54,6 +55,9 @@ class EngineBackend:
 
     def abort(self, request_ids: Sequence[str], *, report: bool = False) -> None:
         self._client.abort(request_ids, report=report)
+
+    async def recall(self, key: bytes) -> Sequence[ResumePoint]:
+        return await self._client.recall(key)
 
     def health(self) -> ServiceHealth:
         """Health is forward progress: engines are connected, their step loops advance, and new ones are noticed."""

@@ -2,8 +2,8 @@
 
 A gateway sends `Add` and `Abort`; an engine answers with one `StepOutputs` per step and connection, `Refused` for a
 request that it does not take, a `LoadReport` now and then, and `Leaving` before it ends. A gateway that routes by
-prefix sends `FollowCache`, and gets a `CacheSnapshot` and then a `CacheUpdate` per step. Ranks receive
-`SchedulerOutput` and answer with `RankAnswer`.
+prefix sends `FollowCache`, and gets a `CacheSnapshot` and then a `CacheUpdate` per step. `Recall` and `Recalled` let a
+client's stream go on that another gateway had. Ranks receive `SchedulerOutput` and answer with `RankAnswer`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from quire.engine.outputs import (
     EngineOutput,
     EngineRequest,
     ModelRunnerOutput,
+    ResumeTag,
     SchedulerOutput,
     SchedulerStats,
     wire_decoder,
@@ -54,6 +55,12 @@ class Inject(msgspec.Struct, frozen=True, tag="inject"):
     rank: int = 0
 
 
+class Recall(msgspec.Struct, frozen=True, tag="recall"):
+    """Tell what is remembered of the requests with this key (`ResumeTag`), and forget it: this gateway has it then."""
+
+    key: bytes
+
+
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
     """All that one engine step produced for the streams of one gateway."""
 
@@ -87,6 +94,21 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
         if self.kind == "overloaded":
             return OverloadedError(self.message, self.retry_after_s)
         return EngineError(self.message)
+
+
+class ResumePoint(msgspec.Struct, frozen=True, array_like=True):
+    """An answer as far as an engine had it."""
+
+    tag: ResumeTag
+    seed: int
+    token_ids: list[int]
+
+
+class Recalled(msgspec.Struct, frozen=True, tag="recalled"):
+    """The answer to `Recall`; without points where nothing is remembered."""
+
+    key: bytes
+    points: list[ResumePoint]
 
 
 class LoadReport(msgspec.Struct, frozen=True, tag="load"):
@@ -132,8 +154,8 @@ class RankAnswer(msgspec.Struct, frozen=True, array_like=True):
     error: str | None = None
 
 
-GatewayMessage = Add | Abort | FollowCache | Inject
-EngineMessage = StepOutputs | Refused | LoadReport | Leaving | CacheSnapshot | CacheUpdate
+GatewayMessage = Add | Abort | FollowCache | Recall | Inject
+EngineMessage = StepOutputs | Refused | LoadReport | Recalled | Leaving | CacheSnapshot | CacheUpdate
 
 encoder = wire_encoder()
 # A union of types is no `type` to mypy, but it is one to msgspec.

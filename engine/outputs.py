@@ -34,6 +34,19 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     content_hash: bytes
 
 
+class ResumeTag(msgspec.Struct, frozen=True, array_like=True):
+    """By which a client can have an interrupted stream go on. Engines keep it, and do not read it.
+
+    `key` is the same for the same request of the same client, `index` says which of its answers this is. `answer_id`
+    and `created` are what the client was told about the answer.
+    """
+
+    key: bytes
+    index: int
+    answer_id: str
+    created: int
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A request as an engine receives it: validated, tokenized, and with everything that decides its tokens.
 
@@ -66,6 +79,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     grammar: GrammarSpec | None = None
     session_id: str | None = None
     pooling: PoolingParams | None = None
+    resume_tag: ResumeTag | None = None
 
     @property
     def max_num_tokens(self) -> int:

@@ -16,6 +16,7 @@ from quire.engine.input_processor import InputProcessor
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import EngineOutput, EngineRequest
 
+from ..messages import ResumePoint
 from ..metrics import EngineStats
 from .chat_style import ChatStyle
 from .health import ServiceHealth
@@ -81,6 +82,11 @@ class Backend(Protocol):
         With `report` it yields one more output for each, with finish reason "abort" and the report of its engine,
         unless that is lost before. Unknown and finished ids are ignored.
         """
+        ...
+
+    async def recall(self, key: bytes) -> Sequence[ResumePoint]:
+        """What engines remember of the answers to a request (`ResumeTag.key`), perhaps several times of one. They
+        forget it, and stop working on what they still do. Takes as long as the slowest of them, within seconds."""
         ...
 
     def health(self) -> ServiceHealth:

@@ -18,13 +18,14 @@ from .context import ApiContext
 from .errors import DeadlineError
 from .generation import Generation
 from .protocol.generation import GenerationRequest
+from .resume import Begun
 from .tenants import Tenant
 
 
 def generation_of(
     context: ApiContext,
     served: ServedModel,
-    prompts: Sequence[Sequence[EngineRequest]],
+    begun: Begun,
     metrics: RequestMetrics,
     request: GenerationRequest,
     tenant: Tenant,
@@ -32,10 +33,18 @@ def generation_of(
     marks: frozenset[int] = frozenset(),
 ) -> Generation:
     """What answers a request: sampling, or a search. Raises `InvalidRequestError`."""
+    prompts = begun.prompts
     params = request.beam_search_params(prompts[0][0].sampling_params)
     if params is None:
         return Generation(
-            context.backend, served, prompts, metrics, tenant, include_report=request.include_report, marks=marks
+            context.backend,
+            served,
+            prompts,
+            metrics,
+            tenant,
+            include_report=request.include_report,
+            marks=marks,
+            event_ids=begun.event_ids,
         )
     return BeamGeneration(context.backend, served, prompts, metrics, tenant, params, marks)
 

@@ -35,6 +35,7 @@ from .responses import (
     CompletionTokensDetails,
     Usage,
 )
+from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
 from .tenants import tenant_of
 
@@ -57,10 +58,13 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     grammar = await off_the_loop(body, lambda: answer_grammar(reading, options.grammar))
     options = msgspec.structs.replace(options, grammar=grammar)
     requests = served.input_processor.process(engine_id, token_ids, params, param="messages", options=options)
-    generation = generation_of(context, served, [requests], metrics, request, tenant, marks=reading.mark_ids)
-    answer = _ChatAnswer(answer_id, served, generation, request, token_ids, reading)
+    begun = Begun([requests], answer_id, int(time.time()))
     if request.stream:
-        return await stream_response(http, answer.events())
+        begun = await may_resume(begun, http, body, context.backend)
+    generation = generation_of(context, served, begun, metrics, request, tenant, marks=reading.mark_ids)
+    answer = _ChatAnswer(begun, served, generation, request, token_ids, reading)
+    if request.stream:
+        return await stream_response(http, answer.events(), begun.event_ids)
     await unless_client_leaves(http.receive, generation.run())
     return json_response(answer.whole())
 
@@ -70,15 +74,15 @@ class _ChatAnswer:
 
     def __init__(
         self,
-        answer_id: str,
+        begun: Begun,
         served: ServedModel,
         generation: Generation,
         request: ChatCompletionRequest,
         prompt_token_ids: list[int],
         reading: Reading,
     ) -> None:
-        self._id = answer_id
-        self._created = int(time.time())
+        self._id = begun.answer_id
+        self._created = begun.created
         self._model = served.name
         self._decoder = served.token_decoder
         self._generation = generation

@@ -21,6 +21,7 @@ from .logprobs import completion_logprobs
 from .parsing import parse_request
 from .protocol import CompletionRequest
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
+from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
 from .tenants import tenant_of
 
@@ -42,12 +43,15 @@ async def completions(http: Request, context: ApiContext) -> Response:
     for i, prompt_token_ids in enumerate(token_ids):
         request_id = engine_id if len(prompts) == 1 else f"{engine_id}-p{i}"
         engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params, options=options))
-    generation = generation_of(context, served, engine_requests, metrics, request, tenant)
+    begun = Begun(engine_requests, answer_id, int(time.time()))
+    if request.stream:
+        begun = await may_resume(begun, http, body, context.backend)
+    generation = generation_of(context, served, begun, metrics, request, tenant)
     shown = prompts if request.truncate_prompt_tokens is None else token_ids
     echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params.n)) if request.echo else []
-    answer = _CompletionAnswer(answer_id, served, generation, request, token_ids, echoed)
+    answer = _CompletionAnswer(begun, served, generation, request, token_ids, echoed)
     if request.stream:
-        return await stream_response(http, answer.events())
+        return await stream_response(http, answer.events(), begun.event_ids)
     await unless_client_leaves(http.receive, generation.run())
     return json_response(answer.whole())
 
@@ -81,15 +85,15 @@ class _CompletionAnswer:
 
     def __init__(
         self,
-        answer_id: str,
+        begun: Begun,
         served: ServedModel,
         generation: Generation,
         request: CompletionRequest,
         prompts: Sequence[list[int]],
         echoed: list[str],
     ) -> None:
-        self._id = answer_id
-        self._created = int(time.time())
+        self._id = begun.answer_id
+        self._created = begun.created
         self._model = served.name
         self._decoder = served.token_decoder
         self._generation = generation

@@ -18,6 +18,7 @@ from ..metrics import GatewayMetrics
 from .backend import Backend
 from .errors import BodyTooLargeError
 from .limits import ApiLimits
+from .resume import EventIds
 from .sse import EventStream, unless_client_leaves
 from .template_sandbox import TemplateSandbox
 
@@ -75,6 +76,10 @@ def json_response(payload: msgspec.Struct) -> Response:
     return Response(msgspec.json.encode(payload), media_type="application/json")
 
 
-async def stream_response(http: Request, events: AsyncGenerator[bytes, None]) -> Response:
+async def stream_response(
+    http: Request, events: AsyncGenerator[bytes, None], event_ids: EventIds | None = None
+) -> Response:
     """Events as a response that begins with the first of them. What is raised until then gets an HTTP status."""
+    if event_ids is not None:
+        events = event_ids.number(events)
     return EventStream(await unless_client_leaves(http.receive, anext(events)), events)

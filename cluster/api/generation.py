@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Literal
 
@@ -17,6 +17,7 @@ from .backend import Backend, ServedModel
 from .errors import DeadlineError
 from .protocol.generation import GenerationRequest
 from .responses import PromptTokensDetails, Usage
+from .resume import EventIds
 from .tenants import NOBODY, Tenant
 
 
@@ -61,11 +62,13 @@ class Generation:
         *,
         include_report: bool = False,
         marks: frozenset[int] = frozenset(),
+        event_ids: EventIds | None = None,
     ) -> None:
         self._backend = backend
         self._model = served.name
         self._requests = [request for choices in prompts for request in choices]
         self._metrics = metrics
+        self._event_ids = event_ids
         self._tenant = tenant
         self._num_choices = len(prompts[0])
         self.states = [
@@ -84,8 +87,24 @@ class Generation:
 
         Raises what the backend raises, and `EngineError` when an answer ends with an error.
         """
+        async with aclosing(self._batches()) as batches:
+            async for deltas in batches:
+                if self._event_ids is None:
+                    yield deltas
+                    continue
+                for delta in deltas:
+                    self._event_ids.advance(delta)
+                    yield [delta]
+
+    async def _batches(self) -> AsyncGenerator[list[CompletionOutput], None]:
         try:
-            async with aclosing(self._backend.generate(self._model, self._requests)) as batches:
+            resumed = self._resume()
+            if resumed:
+                yield resumed
+            running = [r for r, state in zip(self._requests, self.states, strict=True) if not state.finished]
+            if not running:
+                return
+            async with aclosing(self._backend.generate(self._model, running)) as batches:
                 async for outputs in batches:
                     deltas = self._take(outputs)
                     if deltas:
@@ -127,9 +146,29 @@ class Generation:
             return self.usage()
         return None if request.include_usage else UNSET
 
+    def _resume(self) -> list[CompletionOutput]:
+        """Take the tokens that requests resume with. Only a stop string can end an answer among them."""
+        deltas = []
+        for request, state in zip(self._requests, self.states, strict=True):
+            if request.resume_token_ids:
+                delta = state.push(EngineOutput(request.request_id, 0, request.resume_token_ids))
+                if delta is not None:
+                    deltas.append(delta)
+                self._num_unfinished -= state.finished
+        return deltas
+
+    def _parts(self, outputs: list[EngineOutput]) -> Iterator[EngineOutput]:
+        """The outputs, cut where one event must not show all of it."""
+        for output in outputs:
+            state = self._state_of.get(output.request_id)
+            if self._event_ids is None or state is None:
+                yield output
+            else:
+                yield from self._event_ids.cut(state.index, len(state.token_ids), output)
+
     def _take(self, outputs: list[EngineOutput]) -> list[CompletionOutput]:
         deltas, stopped = [], []
-        for output in outputs:
+        for output in self._parts(outputs):
             state = self._state_of.get(output.request_id)
             if state is None:
                 continue

@@ -22,11 +22,9 @@ T = TypeVar("T", bound=BaseModel)
 # Accepted with any value: labels for the service's own bookkeeping, which Quire does not keep.
 HARMLESS = frozenset(
     [
-        "user",
         "metadata",
         "safety_identifier",
         "service_tier",
-        "prompt_cache_key",
         "prompt_cache_retention",
         "prompt_cache_options",
     ]

@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from quire.cluster.api.backend import ServedModel
 from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
 from quire.cluster.api.responses import ModelCard
+from quire.cluster.messages import ResumePoint
 from quire.cluster.metrics import EngineStats
 from quire.engine.outputs import EngineOutput, EngineRequest, Refusal, RequestReport, SchedulerStats, TokenLogprobs
 
@@ -42,6 +43,7 @@ class FakeBackend:
         self.gate.set()
         self.requests: list[EngineRequest] = []
         self.aborted: list[str] = []  # by `abort`
+        self.remembered: dict[bytes, list[ResumePoint]] = {}
         self.running: dict[str, EngineRequest] = {}
         self.started = asyncio.Event()
         self.closed_early = asyncio.Event()
@@ -61,7 +63,7 @@ class FakeBackend:
         mine = {request.request_id: request for request in requests}
         self.running |= mine
         self.started.set()
-        num_sent = dict.fromkeys(mine, 0)
+        num_sent = {request.request_id: len(request.resume_token_ids) for request in requests}
         if self.answers_nothing is not None:
             await self.answers_nothing.wait()
         try:
@@ -127,6 +129,9 @@ class FakeBackend:
             if self.running.pop(request_id, None) is not None and report and self.reports_aborts:
                 last = EngineOutput(request_id, 0, [], "abort", report=self.report)
                 self.last_words.setdefault(request_id, last)
+
+    async def recall(self, key: bytes) -> Sequence[ResumePoint]:
+        return self.remembered.pop(key, [])
 
     def health(self) -> ServiceHealth:
         engine = EngineHealth("engine-0", self.unhealthy, num_running=len(self.running), num_waiting=2)

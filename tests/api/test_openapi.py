@@ -208,4 +208,4 @@ def test_no_generated_request_makes_the_service_fail(live_server: LiveServer, mo
         operation = found.ok()
         if operation.method == "post" or mode is GenerationMode.POSITIVE:
             bounded(given(operation.as_strategy(generation_mode=mode))(check))()
-    assert statuses[200 if mode is GenerationMode.POSITIVE else 400] > 2 * EXAMPLES_PER_OPERATION, statuses
+    assert statuses[200 if mode is GenerationMode.POSITIVE else 400] > EXAMPLES_PER_OPERATION, statuses

@@ -14,7 +14,7 @@ import pytest
 from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine, until
 
 from quire.cluster import directory as directory_module
-from quire.cluster import engine_links, transport
+from quire.cluster import engine_links, recalls, transport
 from quire.cluster.directory import Directory, EngineRecord, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
@@ -23,7 +23,7 @@ from quire.cluster.router import LeastLoaded
 from quire.cluster.served_models import ServedModels
 from quire.engine.config import ModelConfig, ParallelConfig
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, TenantShareError
-from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, SchedulerOutput
+from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, ResumeTag, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 
 
@@ -652,3 +652,67 @@ async def test_handing_over_crosses_choices_and_full_engines(directory: Director
     assert await late == {"late": expected(30)}
     await until(lambda: is_idle(second))
     await second.close()
+
+
+def tagged(request_id: str, max_tokens: int, key: bytes = b"k") -> EngineRequest:
+    return msgspec.structs.replace(request(request_id, max_tokens), resume_tag=ResumeTag(key, 0, request_id, 1))
+
+
+async def test_engines_remember_the_streams_of_a_gateway_that_died(directory: Directory, client: EngineClient) -> None:
+    """Their work is freed at once, and another gateway goes on with their tokens; also after they had ended."""
+    engines = [await start_engine(directory, f"e{i}", fake_core(step_s=0.005)) for i in range(3)]
+    dying = EngineClient(directory, "dying", LeastLoaded())
+    await dying.start()
+    await until(lambda: len(dying.links()) == len(client.links()) == 3)
+    stream = dying.generate(MODEL, [tagged("r", 300, b"1")])
+    seen = [token for _ in range(5) for output in await anext(stream) for token in output.new_token_ids]
+    assert await collect(dying, tagged("ended", 10, b"2")) == {"ended": expected(10)}
+    await dying.close()
+    await until(lambda: all(is_idle(engine) for engine in engines))
+    (point,) = await client.recall(b"1")
+    assert (point.tag.answer_id, point.seed) == ("r", 3)
+    assert seen == point.token_ids[: len(seen)] == expected(300)[: len(seen)]
+    rest = msgspec.structs.replace(tagged("r2", 300, b"1"), resume_token_ids=seen)
+    assert seen + [t async for outputs in client.generate(MODEL, [rest]) for o in outputs for t in o.new_token_ids] == (
+        expected(300)
+    )
+    assert [point.token_ids for point in await client.recall(b"2")] == [expected(10)]
+    assert await client.recall(b"2") == await client.recall(b"never") == []
+    for engine in engines:
+        await engine.close()
+
+
+async def test_a_stream_that_still_runs_is_taken_from_its_gateway(directory: Directory, client: EngineClient) -> None:
+    """Its client has lost the connection, which the gateway does not know yet."""
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.005))
+    other = EngineClient(directory, "other", LeastLoaded())
+    await other.start()
+    await until(lambda: other.links() != [] and client.links() != [])
+    stream = other.generate(MODEL, [tagged("r", 500)])
+    await anext(stream)
+    (point,) = await client.recall(b"k")
+    assert len(point.token_ids) > 0
+    last = [output async for outputs in stream for output in outputs][-1]
+    assert last.finish_reason == "abort"
+    await until(lambda: is_idle(engine))
+    await other.close()
+    await engine.close()
+
+
+async def test_an_engine_that_does_not_answer_is_not_waited_for(
+    directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recalls, "RECALL_S", 0.1)
+    engine, silent = [await start_engine(directory, f"e{i}") for i in range(2)]
+    await until(lambda: len(client.links()) == 2)
+    assert await collect(client, tagged("r", 10)) == {"r": expected(10)}
+    monkeypatch.setattr(silent, "_recall", lambda gateway, key: None)
+    monkeypatch.setattr(engine, "_recall", lambda gateway, key: None)
+    assert await client.recall(b"k") == []
+    monkeypatch.undo()
+    asked = asyncio.create_task(client.recall(b"k"))
+    assert [point.token_ids for point in await asked] == [expected(10)]
+    assert client._recalls._open == {}
+    assert await EngineClient(directory, "alone", LeastLoaded()).recall(b"k") == []
+    await engine.close()
+    await silent.close()

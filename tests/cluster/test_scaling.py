@@ -63,7 +63,7 @@ def deploy(root: str, model: Path) -> Iterator[Callable[..., str]]:
 
     from quire.cluster.app import bind
 
-    def run(engine: dict[str, Any], max_num_seqs: int = 32) -> str:
+    def run(engine: dict[str, Any], max_num_seqs: int = 32, num_gateways: int = 1) -> str:
         config = QuireConfig.model_validate(
             {
                 "model": {"model": str(model), "served_model_name": MODEL, "device": "cpu", "num_threads": 1},
@@ -71,7 +71,7 @@ def deploy(root: str, model: Path) -> Iterator[Callable[..., str]]:
                 "scheduler": {"max_num_seqs": max_num_seqs},
             }
         )
-        options = {ENGINE: {"health_check_period_s": 1.0, **engine}, GATEWAY: {"num_replicas": 1}}
+        options = {ENGINE: {"health_check_period_s": 1.0, **engine}, GATEWAY: {"num_replicas": num_gateways}}
         serve.run(bind(config, options), name=APPLICATION, route_prefix=f"/{APPLICATION}")
         return f"{root}/{APPLICATION}"
 
@@ -232,3 +232,47 @@ def test_scale_to_zero_and_wake(deploy: Callable[..., str]) -> None:
         wait_for(lambda: not processes(ENGINES), 60, lambda: processes("ray::"))
         assert list(pool.map(lambda index: answer(url, index), range(NUM_STREAMS))) == first
     assert woken_s < 60, woken_s
+
+
+def test_a_stream_goes_on_when_its_gateway_has_died(deploy: Callable[..., str]) -> None:
+    """kill -9 of every gateway there is: the client asks again until one is back, and gets the rest. The engine has
+    not worked for nobody meanwhile.
+    """
+    url = deploy({"num_replicas": 1}, num_gateways=2)
+    request = {**body(0, max_tokens=1500, stream=True), "seed": None}  # nobody but the engine knows the seed
+    headers = {"x-request-id": "a-stream-of-mine"}
+    text, last, ended = "", "", False
+    gateways = processes(GATEWAYS)
+    assert len(gateways) == 2
+    deadline = time.monotonic() + 60
+    while not ended:
+        assert time.monotonic() < deadline, text
+        resume = {"Last-Event-ID": last} if last else {}
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=request, headers=headers | resume) as response:
+                if response.status_code != 200:
+                    time.sleep(0.2)
+                    continue
+                for line in response.iter_lines():
+                    if line.startswith("id: "):
+                        last = line.removeprefix("id: ")
+                    elif line == "data: [DONE]":
+                        ended = True
+                    elif line.startswith("data: "):
+                        event = json.loads(line.removeprefix("data: "))
+                        assert "error" not in event, event
+                        text += event["choices"][0]["text"]
+                    if last == "20" and gateways:
+                        while gateways:
+                            gateways.pop().kill()
+                        engine = processes(ENGINES)[0]
+                        wait_for(lambda engine=engine: engine.cpu_percent(0.5) < 20, 30)
+        except httpx.TransportError:
+            time.sleep(0.2)
+    assert last == "1500e"
+    # The same from the beginning, with the seed that the engine had drawn: it is remembered once more.
+    again = {**headers, "Last-Event-ID": "1"}
+    response = httpx.post(f"{url}/v1/completions", json=request, headers=again, timeout=60)
+    rest = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
+    assert text.endswith("".join(event["choices"][0]["text"] for event in rest))
+    assert len(rest) > 100

@@ -245,9 +245,24 @@ def test_refused_by_name_in_chat(fields: dict[str, Any], param: str, message: st
 
 
 @pytest.mark.parametrize(
+    ("fields", "session_id"),
+    [
+        ({"user": "me"}, "me"),
+        ({"user": "me", "prompt_cache_key": "key"}, "key"),
+        ({"user": "me", "prompt_cache_key": "key", "session_id": "s"}, "s"),
+        ({"user": {"a": 1}, "prompt_cache_key": ""}, None),
+        ({"user": "x" * 10_000}, None),
+        ({}, None),
+    ],
+)
+def test_what_requests_have_in_common_is_their_session(fields: dict[str, Any], session_id: str | None) -> None:
+    assert completion(**fields).options().session_id == chat(**fields).options().session_id == session_id
+
+
+@pytest.mark.parametrize(
     "fields",
     [
-        {"user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
+        {"metadata": {"a": "b"}, "service_tier": "auto", "safety_identifier": "x"},
         {"tools": None, "tool_choice": "none", "store": False},
         {"parallel_tool_calls": True, "modalities": ["text"], "verbosity": "medium", "suffix": None},
     ],

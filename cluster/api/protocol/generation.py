@@ -97,6 +97,11 @@ def _bias_by_token_id(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
+def _session(label: object) -> str | None:
+    """A label as what requests may have in common; None for one that cannot be meant so."""
+    return label if isinstance(label, str) and 1 <= len(label) <= MAX_SESSION_CHARS else None
+
+
 class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # the usage so far in every chunk
@@ -136,6 +141,8 @@ class GenerationRequest(StrictModel):
     return_tokens_as_token_ids: bool = False
     request_id: str | None = None
     session_id: str | None = None
+    prompt_cache_key: object | None = None  # OpenAI's names for what may serve as a session; any value is accepted
+    user: object | None = None
     priority: int | None = None
     deadline_ms: int | None = None
     cache_salt: str | None = None
@@ -210,7 +217,7 @@ class GenerationRequest(StrictModel):
             priority=priority,
             deadline_ms=self.deadline_ms,
             cache_salt=self.cache_salt,
-            session_id=self.session_id,
+            session_id=self.session_id or _session(self.prompt_cache_key) or _session(self.user),
             grammar=grammar_of(self.response_format, self.structured_outputs),
         )
 

@@ -1,0 +1,182 @@
+"""Streams that go on where they were interrupted: `x-request-id` and `Last-Event-ID`.
+
+Every event of a stream has an id: how many tokens of each answer the client has seen with it, and whether the answer
+has ended.
+
+    id: 17            17 tokens of the only answer
+    id: 12e.9         of two answers: the first is complete with 12 tokens, the second has shown 9
+
+A client whose connection was lost sends the same request again, with the `x-request-id` that it had sent and with the
+last id as `Last-Event-ID`. Engines remember the tokens and the seed for a minute (`cluster/resume_journal.py`). The
+whole answer is then shaped once more from its first token, and the events that the client has seen are left out: so
+what follows is what would have followed, whatever the answer is made of. Tokens that no engine remembers, or that come
+with logprobs, are computed again, and are the same, for sampling is a function of the seed and the position.
+
+Who may go on with a stream is who knows all of it: the id, the tenant's API key and every byte of the request.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from hashlib import sha256
+
+import msgspec
+from starlette.requests import Request
+
+from quire.engine.errors import InvalidRequestError
+from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, ResumeTag
+
+from .backend import Backend
+from .sse import DONE
+from .tenants import tenant_of
+
+_EVENT_ID = re.compile(r"\d{1,9}e?(?:\.\d{1,9}e?)*")
+_MAX_ID_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Position:
+    """How far an answer has come: tokens shown, and whether its end was."""
+
+    num_tokens: int = 0
+    ended: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.num_tokens}e" if self.ended else f"{self.num_tokens}"
+
+
+class EventIds:
+    """Numbers the events of one stream, and leaves out those that its client has seen.
+
+    `Generation` tells it of each delta before the delta becomes an event (`advance`); `number` is what the events of a
+    stream pass through on their way out.
+    """
+
+    def __init__(self, num_answers: int, seen: Sequence[Position] | None = None) -> None:
+        self._positions = [Position()] * num_answers
+        self._seen = seen
+        self._is_seen = False
+
+    def advance(self, delta: CompletionOutput) -> None:
+        """The next event is that of `delta`."""
+        index = delta.index
+        position = Position(self._positions[index].num_tokens + len(delta.token_ids), delta.finish_reason is not None)
+        self._positions[index] = position
+        self._is_seen = self._seen is not None and position <= self._seen[index]
+
+    def cut(self, index: int, num_known: int, output: EngineOutput) -> list[EngineOutput]:
+        """Tokens that are computed again, in two parts where the client has seen only the first of them."""
+        seen = self._seen[index].num_tokens if self._seen is not None else 0
+        at = seen - max(output.first_index, num_known)
+        start = max(num_known - output.first_index, 0)
+        if at <= 0 or start + at >= len(output.new_token_ids):
+            return [output]
+        at += start
+        first = msgspec.structs.replace(
+            output,
+            new_token_ids=output.new_token_ids[:at],
+            logprobs=None if output.logprobs is None else output.logprobs[:at],
+            finish_reason=None,
+            stop_reason=None,
+            error=None,
+            report=None,
+        )
+        return [first, output]  # tokens that are known already are ignored
+
+    async def number(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+        """The events that the client has not seen, with their ids. One item is what one delta has become."""
+        async with aclosing(events):
+            async for data in events:
+                if data.endswith(DONE):
+                    yield data
+                elif data and not self._is_seen:
+                    last = data.rfind(b"\n\ndata: ", 0, -2) + 2 if b"\n\ndata: " in data else 0
+                    yield b"%bid: %b\n%b" % (data[:last], str(self).encode(), data[last:])
+
+    def __str__(self) -> str:
+        return ".".join(map(str, self._positions))
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An answer that begins, or goes on: what the engines get, and what it is called."""
+
+    prompts: list[list[EngineRequest]]  # per prompt, one for each choice
+    answer_id: str
+    created: int
+    event_ids: EventIds | None = None  # of a stream that can go on elsewhere
+
+
+async def may_resume(begun: Begun, http: Request, body: bytes, backend: Backend) -> Begun:
+    """A stream as it can be resumed later, or resumed now, by what the headers say. Raises `InvalidRequestError`."""
+    name, last = http.headers.get("x-request-id"), http.headers.get("last-event-id")
+    if not name or len(name) > _MAX_ID_CHARS:
+        if last:
+            raise InvalidRequestError(
+                f"Last-Event-ID: needs the x-request-id (1 to {_MAX_ID_CHARS} characters) of the request that is to "
+                "go on.",
+                "Last-Event-ID",
+            )
+        return begun
+    key = _key(name, tenant_of(http.scope).name, http.url.path, body)
+    if last:
+        return await _resume(begun, key, last, backend)
+    return _tagged(begun, key, [request for choices in begun.prompts for request in choices], None)
+
+
+async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend) -> Begun:
+    requests = [request for choices in begun.prompts for request in choices]
+    seen = _positions(last_event_id, len(requests))
+    points = {point.tag.index: point for point in sorted(await backend.recall(key), key=lambda p: len(p.token_ids))}
+    if not points and not all(map(_is_repeatable, requests)):
+        raise InvalidRequestError(
+            "Last-Event-ID: no engine remembers this request: they do so for a minute, and only for the same "
+            "x-request-id and the same body. Send it without Last-Event-ID to begin anew.",
+            "Last-Event-ID",
+            "not_resumable",
+        )
+    if points:
+        origin = next(iter(points.values()))
+        begun = replace(begun, answer_id=origin.tag.answer_id, created=origin.tag.created)
+        requests = [msgspec.structs.replace(request, seed=origin.seed) for request in requests]
+    resumed = []
+    for index, request in enumerate(requests):
+        if index in points and request.sampling_params.logprobs is None:
+            known = points[index].token_ids[: seen[index].num_tokens]
+            request = msgspec.structs.replace(request, resume_token_ids=known)
+        resumed.append(request)
+    return _tagged(begun, key, resumed, seen)
+
+
+def _tagged(begun: Begun, key: bytes, requests: list[EngineRequest], seen: list[Position] | None) -> Begun:
+    """With these requests in place of its own, for engines to remember."""
+    tagged = iter(
+        msgspec.structs.replace(request, resume_tag=ResumeTag(key, index, begun.answer_id, begun.created))
+        for index, request in enumerate(requests)
+    )
+    prompts = [[next(tagged) for _ in choices] for choices in begun.prompts]
+    return replace(begun, prompts=prompts, event_ids=EventIds(len(requests), seen))
+
+
+def _key(name: str, tenant: str, path: str, body: bytes) -> bytes:
+    digest = sha256()
+    for part in (name.encode(), tenant.encode(), path.encode(), body):
+        digest.update(len(part).to_bytes(8, "little") + part)
+    return digest.digest()
+
+
+def _positions(text: str, num_answers: int) -> list[Position]:
+    parts = text.split(".") if _EVENT_ID.fullmatch(text) else []
+    if len(parts) != num_answers:
+        raise InvalidRequestError(
+            f"Last-Event-ID: must be the id of an event of this stream, got {text[:100]!r}.", "Last-Event-ID"
+        )
+    return [Position(int(part.removesuffix("e")), part.endswith("e")) for part in parts]
+
+
+def _is_repeatable(request: EngineRequest) -> bool:
+    """Whether the answer is the same without anybody's memory: it is greedy, or its seed is in the body."""
+    return request.sampling_params.temperature == 0 or request.sampling_params.seed is not None
