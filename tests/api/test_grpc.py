@@ -253,6 +253,7 @@ async def test_keys(backend: FakeBackend, tmp_path: Path) -> None:
 ONLY_OVER_HTTP = {
     "stream_options",  # the usage is always in the last message
     "max_completion_tokens",  # max_tokens
+    "prompt_cache_key",  # session_id
     "top_logprobs",  # logprobs
     "messages",  # conversation
     "documents",
