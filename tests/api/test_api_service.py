@@ -223,7 +223,7 @@ def test_every_name_is_known_in_one_place() -> None:
     request.reported(RequestReport(wall_s=1.0, compute_s=0.5, wait_s={"kv_blocks": 0.5}))
     request.ended(0, "stop")
     metrics.answered("/v1/completions", "POST", 200)
-    stats = SchedulerStats(num_waiting=1, num_waiting_by_cause={"kv_blocks": 1})
+    stats = SchedulerStats(num_waiting=1, num_waiting_by_cause={"KV_BLOCKS": 1}, num_recoveries={"died": 1})
     shown = {
         sample.name
         for family in text_string_to_metric_families(metrics.render([EngineStats("e", "m", stats)]).decode())
