@@ -66,7 +66,7 @@ def _answer(lark: Lark, wanted: GrammarSpec) -> str:
     """A rule for what a grammar of its own describes."""
     match wanted.kind:
         case "json_schema":
-            return lark.json("answer", json.loads(wanted.source))
+            return lark.json("answer", json.loads(wanted.source), wanted.param)
         case "json_object":
             return lark.json("answer", None)
         case "regex":

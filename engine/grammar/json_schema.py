@@ -7,7 +7,6 @@ keywords that it does not know for annotations, and so would take a misspelt one
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -112,11 +111,6 @@ def prepare_schema(schema: dict[str, Any], param: str, max_depth: int = 64) -> d
         return _Preparation(schema, param, max_depth).prepared()
     except _RefusedError as error:
         raise InvalidRequestError(f"{param}: {error.pointer or '/'}: {error.why}.", param, "unsupported") from error
-
-
-def embedded_schema(schema: dict[str, Any], param: str, max_depth: int = 64) -> str:
-    """The schema as it stands after `%json` in a Lark grammar. Raises `InvalidRequestError` as `prepare_schema`."""
-    return json.dumps({**prepare_schema(schema, param, max_depth), "x-guidance": JSON_OPTIONS}, ensure_ascii=False)
 
 
 def sub_schemas(schema: dict[str, Any]) -> Iterator[SubSchema]:

@@ -9,10 +9,11 @@ import pytest
 from grammar_helpers import compiler, schema_spec, shared_compiler
 from json_schemas import SCHEMAS
 
+from quire.cluster.api.tools.lark import Lark
 from quire.engine.errors import InvalidRequestError
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.examples import example
-from quire.engine.grammar.json_schema import embedded_schema, prepare_schema, sub_schemas
+from quire.engine.grammar.json_schema import prepare_schema, sub_schemas
 
 
 def inside(schema: Any) -> dict[str, Any]:
@@ -154,15 +155,17 @@ def test_names_cannot_be_disguised() -> None:
 
 
 def test_a_schema_in_a_lark_grammar_is_held_to_the_same() -> None:
-    schema = embedded_schema(SCHEMAS["known_and_other_names"], "tools")
-    spec = GrammarSpec(kind="lark", source=f'start: "<tool>" body "</tool>"\nbody: %json {schema}')
+    lark = Lark({})
+    body = lark.json("body", SCHEMAS["known_and_other_names"])
+    lark.rule("start", f'"<tool>" {body} "</tool>"')
+    spec = GrammarSpec(kind="lark", source=lark.source())
     grammar = shared_compiler().compile(spec)
     text = bytes(grammar.shortest.symbols).decode()
     assert json.loads(text.removeprefix("<tool>").removesuffix("</tool>")) == {"id": 0}
     state = grammar.symbols.deep_copy()
     assert not state.consume_tokens(list(b'<tool>{"id": 1, "\\u0069d": true}'))
     with pytest.raises(InvalidRequestError, match=r"tools\.f: /not: "):
-        embedded_schema({"not": {}}, "tools.f")
+        lark.json("f", {"not": {}}, "tools.f")
 
 
 def test_inner_schemas_come_first() -> None:

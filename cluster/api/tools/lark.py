@@ -7,10 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.grammar.json_schema import JSON_OPTIONS, prepare_schema
+
 from .tool_set import Function
 
 # White space is as models write it, and not for a model to lose itself in.
-_JSON_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_OPTIONS = {
+    **{name: value for name, value in JSON_OPTIONS.items() if name != "whitespace_pattern"},
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -41,9 +48,12 @@ class Lark:
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
-    def json(self, name: str, schema: Mapping[str, Any] | None) -> str:
-        """A rule for JSON that follows a schema; any object where there is none."""
-        schema = _ANY_OBJECT if schema is None else schema
+    def json(self, name: str, schema: Mapping[str, Any] | None, param: str = "tools") -> str:
+        """A rule for JSON that follows a schema; any object where there is none.
+
+        Raises `InvalidRequestError`, about the user's field `param`, for what of a schema is not enforced.
+        """
+        schema = _ANY_OBJECT if schema is None else prepare_schema(dict(schema), param)
         text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
         return self.rule(name, f"%json {_without_ids(text)}")
 
