@@ -66,9 +66,9 @@ def _answer(lark: Lark, wanted: GrammarSpec) -> str:
     """A rule for what a grammar of its own describes."""
     match wanted.kind:
         case "json_schema":
-            return lark.json("answer", json.loads(wanted.source), wanted.param)
+            return lark.answer(json.loads(wanted.source), wanted.param)
         case "json_object":
-            return lark.json("answer", None)
+            return lark.answer({"type": "object"}, wanted.param)
         case "regex":
             return lark.rule("ANSWER", f"/{_in_slashes(wanted.source)}/")
         case "choice":

@@ -254,15 +254,28 @@ def test_required_calls_after_a_thought(tokens: Tokens) -> None:
 
 def test_what_a_format_has_no_words_for(tokens: Tokens) -> None:
     odd = Function("f", {"type": "object", "properties": {"my-key": {"type": "string"}}})
-    with pytest.raises(InvalidRequestError, match="tools: f: the argument 'my-key' cannot be written by this model"):
+    with pytest.raises(InvalidRequestError, match="tools: the argument 'my-key' cannot be written by this model"):
         grammar(tokens, "pythonic", choice="required", functions=[odd])
     held = Function("f", {"type": "object", "properties": {"k": {"type": "string", "pattern": "a"}}}, strict=True)
-    with pytest.raises(InvalidRequestError, match="tools: f: pattern of 'k' cannot be held to"):
+    with pytest.raises(InvalidRequestError, match="tools: pattern of 'k' cannot be held to"):
         grammar(tokens, "qwen3_coder", functions=[held])
     with pytest.raises(InvalidRequestError, match="names a token by number"):
         answer_grammar(
             Reading(None, marks=THINK, token_ids=tokens.ids), GrammarSpec(kind="ebnf", source="start: <[5]>")
         )
+
+
+def test_schemas_are_followed_refused_or_advice(tokens: Tokens) -> None:
+    odd = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    for name in FORMATS:
+        strict = Function("f", odd, strict=True, param="tools[3].function.parameters")
+        with pytest.raises(InvalidRequestError, match="/uniqueItems: 'uniqueItems' is not supported") as caught:
+            grammar(tokens, name, functions=[strict])
+        assert caught.value.param == "tools[3].function.parameters"
+        assert grammar(tokens, name, choice="required", functions=[Function("f", odd)])
+    wanted = GrammarSpec(kind="json_schema", source=json.dumps(odd), param="response_format")
+    with pytest.raises(InvalidRequestError, match="response_format: /properties/x/uniqueItems"):
+        grammar(tokens, "hermes", wanted)
 
 
 def test_functions_without_a_schema_take_any_object(tokens: Tokens) -> None:

@@ -105,7 +105,8 @@ def tool_set(tools: Sequence[Tool], choice: str | NamedChoice | None, *, paralle
         if name in functions:
             param = f"tools[{i}].function.name"
             raise InvalidRequestError(f"{param}: {name!r} was given before; names must differ.", param)
-        functions[name] = Function(name, tool.function.parameters, bool(tool.function.strict))
+        param = f"tools[{i}].function.parameters"
+        functions[name] = Function(name, tool.function.parameters, bool(tool.function.strict), param)
     if isinstance(choice, NamedChoice) and choice.name not in functions:
         known = ", ".join(functions) or "none"
         raise InvalidRequestError(

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.engine.grammar.json_schema import JSON_OPTIONS, prepare_schema
+from quire.engine.errors import InvalidRequestError
+from quire.engine.grammar.json_schema import JSON_OPTIONS, embedded_schema, prepare_schema
 
 from .tool_set import Function
 
 # White space is as models write it, and not for a model to lose itself in.
-_JSON_OPTIONS = {
-    **{name: value for name, value in JSON_OPTIONS.items() if name != "whitespace_pattern"},
+_OPTIONS = {
+    **{key: value for key, value in JSON_OPTIONS.items() if key != "whitespace_pattern"},
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -48,13 +49,22 @@ class Lark:
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
-    def json(self, name: str, schema: Mapping[str, Any] | None, param: str = "tools") -> str:
-        """A rule for JSON that follows a schema; any object where there is none.
+    def answer(self, schema: dict[str, Any], param: str) -> str:
+        """A rule for an answer in JSON. Raises `InvalidRequestError`."""
+        return self.rule("answer", f"%json {_without_ids(embedded_schema(schema, param))}")
 
-        Raises `InvalidRequestError`, about the user's field `param`, for what of a schema is not enforced.
+    def argument(self, name: str, schema: dict[str, Any] | None, function: Function) -> str:
+        """A rule for JSON that follows a schema of a function; any object where there is none.
+
+        Raises `InvalidRequestError` where it has to be followed and cannot be.
         """
-        schema = _ANY_OBJECT if schema is None else prepare_schema(dict(schema), param)
-        text = json.dumps({**schema, "x-guidance": _JSON_OPTIONS})
+        try:
+            prepared = _ANY_OBJECT if schema is None else prepare_schema(schema, function.param)
+        except InvalidRequestError:
+            if function.strict:
+                raise
+            prepared = {} if schema is not function.parameters else _ANY_OBJECT
+        text = json.dumps({**prepared, "x-guidance": _OPTIONS}, ensure_ascii=False)
         return self.rule(name, f"%json {_without_ids(text)}")
 
     def is_token(self, mark: str) -> bool:
@@ -89,7 +99,7 @@ def _without_ids(text: str) -> str:
 
 def object_rule(lark: Lark, index: int, function: Function, key: str) -> str:
     """A rule for `{"name": "f", "arguments": {...}}`, where `key` is the word for the arguments."""
-    arguments = lark.json(f"arguments_{index}", function.parameters)
+    arguments = lark.argument(f"arguments_{index}", function.parameters, function)
     head = quoted(f'{{"name": {quoted(function.name)}, "{key}": ')
     return lark.rule(f"object_{index}", f'{head} {arguments} "}}"')
 

@@ -30,7 +30,7 @@ class Mistral:
             return CallGrammar(CALLS, lark.rule("calls", f'"[" ({objects}){more} "]"'))
         calls = []
         for i, each in enumerate(functions):
-            arguments = lark.json(f"arguments_{i}", each.parameters)
+            arguments = lark.argument(f"arguments_{i}", each.parameters, each)
             calls.append(lark.rule(f"call_{i}", f"{quoted(each.name)} {lark.mark(ARGS)} {arguments}"))
         return CallGrammar(CALLS, lark.rule("call", " | ".join(calls)), separator="")
 

@@ -42,11 +42,11 @@ def _call_rule(lark: Lark, index: int, function: Function) -> str:
     for name, schema, needed in parameters_of(function):
         if not name.isidentifier() or keyword.iskeyword(name):
             raise InvalidRequestError(
-                f"tools: {function.name}: the argument {name[:80]!r} cannot be written by this model, whose calls are "
+                f"{function.param}: the argument {name[:80]!r} cannot be written by this model, whose calls are "
                 "Python's.",
-                "tools",
+                function.param,
             )
-        value = lark.json(f"value_{index}_{len(arguments)}", schema)
+        value = lark.argument(f"value_{index}_{len(arguments)}", schema, function)
         arguments.append((f"{quoted(f'{name}=')} {value}", needed))
     inner = joined(lark, f"arguments_{index}", arguments, ", ")
     return lark.rule(f"call_{index}", f'{quoted(f"{function.name}(")} {inner} ")"')

@@ -53,7 +53,7 @@ def _call_rule(lark: Lark, index: int, function: Function) -> str:
 def _value_rule(lark: Lark, index: int, i: int, function: Function, name: str, schema: dict[str, Any]) -> str:
     """One value and its end. Strings are bare: of what a schema may say of them, only `enum` can be held to."""
     if kinds_of(schema) != {"string"}:
-        value = lark.json(f"value_{index}_{i}", schema)
+        value = lark.argument(f"value_{index}_{i}", schema, function)
         return lark.rule(f"ended_{index}_{i}", f"{value} {quoted(_END_VALUE)}")
     if isinstance(schema.get("enum"), list):
         choices = " | ".join(quoted(value + _END_VALUE) for value in schema["enum"] if isinstance(value, str))
@@ -61,9 +61,9 @@ def _value_rule(lark: Lark, index: int, i: int, function: Function, name: str, s
     unheld = [key for key in ("pattern", "format", "minLength", "maxLength", "const") if key in schema]
     if unheld and function.strict:
         raise InvalidRequestError(
-            f"tools: {function.name}: {unheld[0]} of {name[:80]!r} cannot be held to: this model writes strings "
+            f"{function.param}: {unheld[0]} of {name[:80]!r} cannot be held to: this model writes strings "
             "without quotes.",
-            "tools",
+            function.param,
         )
     return _text_rule(lark, index, str(i))
 

@@ -9,11 +9,15 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """One function. `parameters` is the JSON schema of its arguments; None: any object."""
+    """One function. `parameters` is the JSON schema of its arguments; None: any object. `param` is where it was given.
+
+    `strict`: the schema must be followed. Otherwise it is advice, which grammars follow where they can.
+    """
 
     name: str
     parameters: dict[str, Any] | None = None
-    strict: bool = False  # the user wants the schema followed, not merely known
+    strict: bool = False
+    param: str = "tools"
 
 
 def parameters_of(function: Function) -> list[tuple[str, dict[str, Any], bool]]:
