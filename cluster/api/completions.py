@@ -64,7 +64,7 @@ def _tokenize_all(
     max_tokens = request.max_tokens or request.default_max_tokens
     cut = request.truncate_prompt_tokens is not None
     token_ids = [
-        tokenize(served, prompt, param="prompt", add_special_tokens=True, will_be_cut=cut)
+        tokenize(served, prompt, param="prompt", add_special_tokens=request.add_special_tokens, will_be_cut=cut)
         if isinstance(prompt, str)
         else prompt
         for prompt in prompts

@@ -62,7 +62,6 @@ REFUSED: dict[str, _Refused] = {
     "web_search_options": _Refused("is not supported: this service searches nothing"),
     # vLLM
     "add_generation_prompt": _Refused(_CHAT_ONLY, (True,)),
-    "add_special_tokens": _Refused(_NOT_YET),
     "chat_template": _Refused(_CHAT_ONLY),
     "chat_template_kwargs": _Refused(_CHAT_ONLY, ({},)),
     "continue_final_message": _Refused(_CHAT_ONLY, (False,)),

@@ -147,6 +147,9 @@ async def test_special_tokens_where_they_are_asked_for() -> None:
     async with httpx.AsyncClient(transport=transport, base_url="http://api") as client:
         assert await prompt(client, backend, chat_template=PLAIN) == "user=hi;"
         assert await prompt(client, backend, chat_template=PLAIN, add_special_tokens=True) == "<|endoftext|>user=hi;"
+        for fields, text in (({}, "<|endoftext|>a"), ({"add_special_tokens": False}, "a")):
+            await client.post("/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 1, **fields})
+            assert prompt_of(backend) == text
 
 
 @pytest.mark.parametrize(

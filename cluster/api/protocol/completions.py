@@ -22,6 +22,7 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
+    add_special_tokens: bool = True
 
     def sampling_params(self, defaults: dict[str, float], room: int) -> SamplingParams:
         """`room`: tokens that the context leaves after the longest prompt. Raises `InvalidRequestError`.
