@@ -10,6 +10,7 @@ from grammar_helpers import compiler, schema_spec, shared_compiler
 from json_schemas import SCHEMAS
 
 from quire.cluster.api.tools.lark import Lark
+from quire.cluster.api.tools.tool_set import Function
 from quire.engine.errors import InvalidRequestError
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.examples import example
@@ -156,7 +157,8 @@ def test_names_cannot_be_disguised() -> None:
 
 def test_a_schema_in_a_lark_grammar_is_held_to_the_same() -> None:
     lark = Lark({})
-    body = lark.json("body", SCHEMAS["known_and_other_names"])
+    schema = SCHEMAS["known_and_other_names"]
+    body = lark.argument("body", schema, Function("f", schema, strict=True))
     lark.rule("start", f'"<tool>" {body} "</tool>"')
     spec = GrammarSpec(kind="lark", source=lark.source())
     grammar = shared_compiler().compile(spec)
@@ -165,7 +167,9 @@ def test_a_schema_in_a_lark_grammar_is_held_to_the_same() -> None:
     state = grammar.symbols.deep_copy()
     assert not state.consume_tokens(list(b'<tool>{"id": 1, "\\u0069d": true}'))
     with pytest.raises(InvalidRequestError, match=r"tools\.f: /not: "):
-        lark.json("f", {"not": {}}, "tools.f")
+        lark.argument("f", {"not": {}}, Function("f", {"not": {}}, strict=True, param="tools.f"))
+    with pytest.raises(InvalidRequestError, match=r"response_format: /not: "):
+        lark.answer({"not": {}}, "response_format")
 
 
 def test_inner_schemas_come_first() -> None:

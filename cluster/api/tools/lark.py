@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.engine.errors import InvalidRequestError
-from quire.engine.grammar.json_schema import JSON_OPTIONS, embedded_schema, prepare_schema
+from quire.engine.grammar.json_schema import JSON_OPTIONS, prepare_schema
 
 from .tool_set import Function
 
@@ -51,7 +51,7 @@ class Lark:
 
     def answer(self, schema: dict[str, Any], param: str) -> str:
         """A rule for an answer in JSON. Raises `InvalidRequestError`."""
-        return self.rule("answer", f"%json {_without_ids(embedded_schema(schema, param))}")
+        return self._json("answer", prepare_schema(schema, param), JSON_OPTIONS)
 
     def argument(self, name: str, schema: dict[str, Any] | None, function: Function) -> str:
         """A rule for JSON that follows a schema of a function; any object where there is none.
@@ -64,7 +64,10 @@ class Lark:
             if function.strict:
                 raise
             prepared = {} if schema is not function.parameters else _ANY_OBJECT
-        text = json.dumps({**prepared, "x-guidance": _OPTIONS}, ensure_ascii=False)
+        return self._json(name, prepared, _OPTIONS)
+
+    def _json(self, name: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+        text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
         return self.rule(name, f"%json {_without_ids(text)}")
 
     def is_token(self, mark: str) -> bool:
