@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -92,6 +93,9 @@ class RayExecutor:
     def signal_rank(self, rank: int, number: int) -> None:
         """Faults on purpose (`chaos.py`): send a signal to a rank's process, wherever it runs."""
         facts = self._ranks.facts[rank]
+        if facts.node_id == ray.get_runtime_context().get_node_id():
+            os.kill(facts.pid, number)
+            return
         on_its_node = NodeAffinitySchedulingStrategy(facts.node_id, soft=False)
         send: Any = ray.remote(os.kill)
         ray.get(send.options(num_cpus=0, scheduling_strategy=on_its_node).remote(facts.pid, number))
@@ -216,9 +220,21 @@ class Gang:
         """End all ranks at once; steps that are not done fail. Harmless when called twice."""
         self._fail(ExecutorError(f"The ranks were stopped: {reason}"))
         self._wake.put(False)
+        self._kill_hung_ranks()
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
+
+    def _kill_hung_ranks(self) -> None:
+        """Ray waits some seconds for a process that hangs before it kills it; those on this node can be killed at once."""
+        assert self._error is not None
+        if self._error.cause != "hung":
+            return
+        node_id = ray.get_runtime_context().get_node_id()
+        for facts in self.facts:
+            if facts.node_id == node_id:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(facts.pid, signal.SIGKILL)
 
     def _load(self) -> list[RankFacts]:
         (store,) = self._wait([self._actors[0].host_store.remote()], "open the store of the ranks")

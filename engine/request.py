@@ -100,7 +100,9 @@ class Request:
         self.num_cached_tokens: int | None = None  # prompt tokens found in the cache at the first admission
         self.first_miss: PrefixMiss | None = None
         self.num_charged_tokens = len(self.output_token_ids)  # those that its tenant was charged with
-        self.num_computed_before = 0  # when it last lost its row
+        # When it last lost its row; another engine had computed all but the last token of what it resumes from.
+        resumed = len(source.resume_token_ids)
+        self.num_computed_before = len(source.prompt_token_ids) + resumed - 1 if resumed else 0
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
         self.preempted_by: list[str] = []
