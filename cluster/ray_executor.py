@@ -226,7 +226,7 @@ class Gang:
                 ray.kill(actor)
 
     def _kill_hung_ranks(self) -> None:
-        """Ray waits some seconds for a process that hangs before it kills it; those on this node can be killed at once."""
+        """Ray waits some seconds before it kills a process that hangs; those on this node can be killed at once."""
         assert self._error is not None
         if self._error.cause != "hung":
             return
