@@ -28,6 +28,7 @@ class ApiConfig(Section):
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of one HTTP request.")
     max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
+    max_inputs: int = Field(2048, ge=1, description="Most inputs of one request for embeddings.")
     max_messages: int = Field(4096, ge=1, le=32768, description="Most messages of one conversation.")
     max_stop_strings: int = Field(16, ge=1, le=16, description="Most stop strings of one request.")
     max_logit_bias: int = Field(300, ge=1, le=300, description="Most entries of a request's logit_bias.")

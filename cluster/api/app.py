@@ -20,6 +20,7 @@ from .backend import Backend
 from .chat import chat_completions
 from .completions import completions
 from .context import ApiContext, json_response
+from .embeddings import embeddings
 from .errors import install_error_handlers
 from .health import health_response
 from .keys import KeyMiddleware, KeyRing
@@ -71,6 +72,10 @@ def _add_generation_routes(app: FastAPI, context: ApiContext) -> None:
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         return await chat_completions(request, context)
+
+    @app.post("/v1/embeddings")
+    async def create_embeddings(request: Request) -> Response:
+        return await embeddings(request, context)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:

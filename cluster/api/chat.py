@@ -21,7 +21,7 @@ from .chat_prompt import chat_prompt
 from .chat_reading import MessageWriter, Reading, reading_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
 from .generation import Generation, find_model
-from .logprobs import chat_logprobs
+from .logprobs import chat_logprobs, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import ChatCompletionRequest
 from .responses import (
@@ -66,7 +66,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     if request.stream:
         return await stream_response(http, answer.events(), begun.event_ids)
     await unless_client_leaves(http.receive, generation.run())
-    return json_response(answer.whole())
+    return await off_the_loop(body, lambda: json_response(answer.whole()))
 
 
 class _ChatAnswer:
@@ -97,9 +97,13 @@ class _ChatAnswer:
 
     def whole(self) -> ChatCompletion:
         choices = [self._choice(state) for state in self._generation.states]
-        return ChatCompletion(
+        answer = ChatCompletion(
             self._id, self._created, self._model, choices, self._usage(), prompt_token_ids=self._prompt_token_ids
         )
+        num_top, told = self._request.prompt_logprobs, self._generation.prompt_logprobs(0)
+        if num_top is not None:
+            answer.prompt_logprobs = prompt_logprobs_by_token(told, self._decoder, num_top)
+        return answer
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Role first, deltas, the end of each choice in its last delta, usage when asked for, [DONE]."""

@@ -17,7 +17,7 @@ from .backend import ServedModel
 from .beam_search import generation_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
 from .generation import Generation, find_model, tokenize
-from .logprobs import completion_logprobs
+from .logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import CompletionRequest
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
@@ -53,7 +53,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     if request.stream:
         return await stream_response(http, answer.events(), begun.event_ids)
     await unless_client_leaves(http.receive, generation.run())
-    return json_response(answer.whole())
+    return await off_the_loop(body, lambda: json_response(answer.whole()))
 
 
 def _tokenize_all(
@@ -61,7 +61,7 @@ def _tokenize_all(
 ) -> tuple[list[list[int]], int]:
     """Token ids of each prompt, and what the context leaves after the longest. Raises `InvalidRequestError`."""
     max_model_len = served.input_processor.max_model_len
-    max_tokens = request.max_tokens or request.default_max_tokens
+    max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
     cut = request.truncate_prompt_tokens is not None
     token_ids = [
         tokenize(served, prompt, param="prompt", add_special_tokens=request.add_special_tokens, will_be_cut=cut)
@@ -102,6 +102,9 @@ class _CompletionAnswer:
         self._echoed = echoed
         self._begun: set[int] = set()  # choices of which something was sent
         self._offsets = [0] * len(generation.states)  # characters of each choice's tokens so far, for logprobs
+        self._scores_prompt = request.echo and request.logprobs is not None
+        self._unscored = set(range(len(generation.states))) if self._scores_prompt else set()  # no echo sent yet
+        self._waiting: list[CompletionOutput] = []  # deltas of choices that came before their prompt's logprobs
 
     def whole(self) -> Completion:
         choices = [self._choice(state.completion()) for state in self._best()]
@@ -115,8 +118,17 @@ class _CompletionAnswer:
         async with aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
                 usage = self._generation.usage_of_chunk(self._request)
-                yield b"".join([self._event([self._choice(delta)], usage) for delta in deltas])
+                yield b"".join([self._event([self._choice(delta)], usage) for delta in self._complete(deltas)])
         yield (self._event([], self._generation.usage()) if include_usage else b"") + DONE
+
+    def _complete(self, deltas: list[CompletionOutput]) -> list[CompletionOutput]:
+        """The deltas that can be sent now: a prompt's first choice brings its logprobs, and others may be faster."""
+        if not self._scores_prompt:
+            return deltas
+        told = [self._generation.prompt_logprobs(index) is not None for index in range(len(self._offsets))]
+        waiting = self._waiting + deltas
+        self._waiting = [delta for delta in waiting if not told[delta.index]]
+        return [delta for delta in waiting if told[delta.index]]
 
     def _best(self) -> list[RequestState]:
         """The `n` of each prompt that are returned: with `best_of`, those with the highest logprob per token."""
@@ -128,27 +140,35 @@ class _CompletionAnswer:
 
     def _choice(self, output: CompletionOutput) -> CompletionChoice:
         text, index = output.text, output.index
+        logprobs, report = self._logprobs(output), self._generation.report_of(output)
         if self._echoed:
             text, self._echoed[index] = self._echoed[index] + text, ""
-        logprobs, report = self._logprobs(output), self._generation.report_of(output)
         choice = CompletionChoice(index, text, logprobs, output.finish_reason, output.stop_reason, report)
         if self._request.return_token_ids:
             choice.token_ids = output.token_ids
             if index not in self._begun:
                 self._begun.add(index)
                 choice.prompt_token_ids = self._prompts[index // self._request.num_choices]
+        if self._request.prompt_logprobs is not None:
+            told = self._generation.prompt_logprobs(index)
+            num_top = self._request.prompt_logprobs
+            choice.prompt_logprobs = prompt_logprobs_by_token(told, self._decoder, num_top)
         return choice
 
     def _logprobs(self, output: CompletionOutput) -> CompletionLogprobs | None:
         if output.logprobs is None or self._request.logprobs is None:
             return None
-        logprobs, self._offsets[output.index] = completion_logprobs(
-            output.logprobs,
-            self._decoder,
-            self._offsets[output.index],
-            as_ids=self._request.return_tokens_as_token_ids,
+        index, as_ids, echoed = output.index, self._request.return_tokens_as_token_ids, None
+        told = self._generation.prompt_logprobs(index)
+        if told is not None and index in self._unscored:
+            self._unscored.remove(index)
+            prompt = self._prompts[index // self._request.num_choices]
+            echoed = echoed_logprobs(prompt, told, self._decoder, self._request.logprobs, as_ids=as_ids)
+            self._offsets[index] = len(self._echoed[index])
+        logprobs, self._offsets[index] = completion_logprobs(
+            output.logprobs, self._decoder, self._offsets[index], as_ids=as_ids
         )
-        return logprobs
+        return logprobs if echoed is None else joined(echoed, logprobs)
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:
         return event(Completion(self._id, self._created, self._model, choices, usage))

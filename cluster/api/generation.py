@@ -10,7 +10,14 @@ from msgspec import UNSET, UnsetType
 
 from quire.engine.errors import EngineError, InvalidRequestError, ModelNotFoundError, QuireError
 from quire.engine.output_processor import RequestState
-from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, RequestReport
+from quire.engine.outputs import (
+    CompletionOutput,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    PromptLogprobs,
+    RequestReport,
+)
 
 from ..request_metrics import RequestMetrics
 from .backend import Backend, ServedModel
@@ -42,6 +49,21 @@ def tokenize(
     (encoding,) = served.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     token_ids: list[int] = encoding.ids
     return token_ids
+
+
+def raise_unless_answered(reason: FinishReason, output: EngineOutput) -> None:
+    """Raises `DeadlineError`, `InvalidRequestError` or `EngineError` where a request ended without its answer.
+
+    `output` is its last one.
+    """
+    if reason == "error" and output.refusal is not None:
+        raise InvalidRequestError(output.error or "", output.refusal.param, output.refusal.code)
+    if reason == "error":
+        raise EngineError(output.error or "The engine failed while it worked on this request.")
+    if reason == "deadline":
+        raise DeadlineError
+    if reason == "abort":
+        raise EngineError("The service stopped working on this request.")
 
 
 class Generation:
@@ -120,6 +142,10 @@ class Generation:
         finally:
             self._end_unfinished("abort")
 
+    def prompt_logprobs(self, index: int) -> PromptLogprobs | None:
+        """Of the prompt of answer `index`, if they were asked for and have come."""
+        return self.states[index - index % self._num_choices].prompt_logprobs
+
     async def run(self) -> None:
         """Wait until every answer is complete."""
         async with aclosing(self.deltas()) as batches:
@@ -187,9 +213,10 @@ class Generation:
             if num_new:
                 self._metrics.tokens(state.index, num_new)
                 self._tenant.used(num_new)
-                if num_known == 0 and state.index % self._num_choices == 0:
-                    self._tenant.used(state.num_prompt_tokens)
-                    self._metrics.prompt(state.num_prompt_tokens)
+            is_computed = num_new > 0 or output.finish_reason in ("stop", "length")
+            if num_known == 0 and is_computed and state.index % self._num_choices == 0:
+                self._tenant.used(state.num_prompt_tokens)
+                self._metrics.prompt(state.num_prompt_tokens)
             if delta is not None:
                 deltas.append(delta)
             if state.finish_reason is not None:
@@ -208,14 +235,7 @@ class Generation:
         """Raises `DeadlineError`, `InvalidRequestError` or `EngineError` unless the answer is one."""
         assert state.finish_reason is not None
         self._metrics.ended(state.index, state.finish_reason)
-        if state.finish_reason == "error" and output.refusal is not None:
-            raise InvalidRequestError(output.error or "", output.refusal.param, output.refusal.code)
-        if state.finish_reason == "error":
-            raise EngineError(state.error or "The engine failed while it worked on this request.")
-        if state.finish_reason == "deadline":
-            raise DeadlineError
-        if state.finish_reason == "abort":
-            raise EngineError("The service stopped working on this request.")
+        raise_unless_answered(state.finish_reason, output)
 
     def _end_unfinished(self, reason: Literal["abort", "error"]) -> None:
         for state in self.states:

@@ -11,6 +11,7 @@ class ApiLimits:
 
     max_body_bytes: int = 8 << 20
     max_choices: int = 256  # prompts x n
+    max_inputs: int = 2048  # of /v1/embeddings
     max_messages: int = 4096
     max_stop_strings: int = 16
     max_logit_bias: int = 300

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quire.engine.detokenizer import TokenDecoder
-from quire.engine.outputs import TokenLogprobs
+from quire.engine.outputs import PromptLogprobs, TokenLogprobs
+from quire.engine.prompt_logprobs import by_token
 
-from .responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
+from .responses import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobsByToken,
+    TokenLogprob,
+    TopLogprob,
+)
 
 _LOWEST = -9999.0  # OpenAI's value for what is all but impossible; JSON has no infinity
 
@@ -44,7 +52,9 @@ def completion_logprobs(
 
     `top_logprobs` holds the likeliest tokens and the sampled one. Of tokens with one text the likeliest is kept.
     """
-    offsets, tops, names = [], [], []
+    offsets: list[int] = []
+    tops: list[dict[str, float] | None] = []
+    names = []
     for entry in entries:
         top: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
@@ -53,5 +63,55 @@ def completion_logprobs(
         names.append(token_name(decoder, entry.token_id, as_ids=as_ids))
         tops.append(top)
         offset += len(token_text(decoder, entry.token_id))
-    logprobs = [max(entry.logprob, _LOWEST) for entry in entries]
+    logprobs: list[float | None] = [max(entry.logprob, _LOWEST) for entry in entries]
     return CompletionLogprobs(offsets, logprobs, names, tops), offset
+
+
+def echoed_logprobs(
+    prompt_token_ids: Sequence[int],
+    told: PromptLogprobs,
+    decoder: TokenDecoder,
+    num_top: int,
+    *,
+    as_ids: bool = False,
+) -> CompletionLogprobs:
+    """The four lists of a prompt that is echoed. Its first token has no logprobs: nothing precedes it."""
+    first = prompt_token_ids[0]
+    entries = [
+        TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[:num_top])
+        for entry in by_token(told)
+        if entry is not None
+    ]
+    rest, _ = completion_logprobs(entries, decoder, len(token_text(decoder, first)), as_ids=as_ids)
+    return joined(CompletionLogprobs([0], [None], [token_name(decoder, first, as_ids=as_ids)], [None]), rest)
+
+
+def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
+    return CompletionLogprobs(
+        first.text_offset + then.text_offset,
+        first.token_logprobs + then.token_logprobs,
+        first.tokens + then.tokens,
+        first.top_logprobs + then.top_logprobs,
+    )
+
+
+def prompt_logprobs_by_token(
+    told: PromptLogprobs | None, decoder: TokenDecoder, num_top: int
+) -> PromptLogprobsByToken | None:
+    """vLLM's shape: at every position the prompt's own token, then the likeliest. None where nothing was told."""
+    if told is None:
+        return None
+    positions: PromptLogprobsByToken = []
+    for entry in by_token(told):
+        if entry is None:
+            positions.append(None)
+            continue
+        ranked = [(entry.token_id, entry.logprob, entry.rank)]
+        ranked += [(token_id, logprob, i + 1) for i, (token_id, logprob) in enumerate(entry.top[:num_top])]
+        positions.append(
+            {
+                str(token_id): PromptLogprob(max(logprob, _LOWEST), rank, token_text(decoder, token_id))
+                for token_id, logprob, rank in ranked
+            }
+        )
+    return positions

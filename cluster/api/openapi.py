@@ -18,8 +18,7 @@ from quire.engine import sampling_params as bounds
 
 from .health import EngineHealth, ModelHealth
 from .parsing import HARMLESS, REFUSED
-from .protocol import ChatCompletionRequest, CompletionRequest
-from .protocol import generation as generation_bounds
+from .protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, scheduling
 from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
 from .readiness import Ready
 from .responses import (
@@ -27,6 +26,7 @@ from .responses import (
     ChatCompletion,
     Completion,
     Detokenized,
+    Embeddings,
     ErrorBody,
     ModelCard,
     ModelList,
@@ -92,6 +92,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         ChatChunk,
         (*_BODY_ERRORS, 408, 503),
     ),
+    Endpoint(
+        "/v1/embeddings",
+        "post",
+        "Turn texts into vectors.",
+        Embeddings,
+        (EmbeddingRequest,),
+        errors=(*_BODY_ERRORS, 408, 503),
+    ),
     Endpoint("/v1/models", "get", "The models served here.", ModelList, errors=(401,)),
     Endpoint("/v1/models/{model}", "get", "One of the models.", ModelCard, errors=(401, 404)),
     Endpoint(
@@ -125,26 +133,30 @@ _RANGES: dict[str, Schema] = {
     "repetition_penalty": {"minimum": bounds.MIN_REPETITION_PENALTY, "maximum": bounds.MAX_REPETITION_PENALTY},
     "seed": {"minimum": -(2**63), "maximum": bounds.MAX_SEED},
     "logprobs": {"minimum": 0, "maximum": bounds.MAX_LOGPROBS},
+    "prompt_logprobs": {"minimum": 0, "maximum": bounds.MAX_LOGPROBS},
+    "dimensions": {"minimum": 1},
     "messages": {"minItems": 1},
     "top_logprobs": {"minimum": 0, "maximum": bounds.MAX_LOGPROBS},
     "truncate_prompt_tokens": {"minimum": -1},
-    "priority": {"minimum": -generation_bounds.MAX_PRIORITY, "maximum": generation_bounds.MAX_PRIORITY},
-    "deadline_ms": {"minimum": 1, "maximum": generation_bounds.MAX_DEADLINE_MS},
-    "cache_salt": {"minLength": 1, "maxLength": generation_bounds.MAX_SALT_CHARS},
-    "session_id": {"minLength": 1, "maxLength": generation_bounds.MAX_SESSION_CHARS},
+    "priority": {"minimum": -scheduling.MAX_PRIORITY, "maximum": scheduling.MAX_PRIORITY},
+    "deadline_ms": {"minimum": 1, "maximum": scheduling.MAX_DEADLINE_MS},
+    "cache_salt": {"minLength": 1, "maxLength": scheduling.MAX_SALT_CHARS},
+    "session_id": {"minLength": 1, "maxLength": scheduling.MAX_SESSION_CHARS},
     "request_id": {"pattern": "^[!-~]{1,128}$"},
 }
 _STOP = {"type": "string", "minLength": 1, "maxLength": bounds.MAX_STOP_CHARS}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_PROMPTS: Schema = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1}, _TOKEN_IDS]}, "minItems": 1},
+    ]
+}
 # Fields that are read by code of their own.
 _WHOLE: dict[str, Schema] = {
-    "prompt": {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            _TOKEN_IDS,
-            {"type": "array", "items": {"anyOf": [{"type": "string", "minLength": 1}, _TOKEN_IDS]}, "minItems": 1},
-        ]
-    },
+    "prompt": _PROMPTS,
+    "input": _PROMPTS,
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": bounds.MAX_STOP_STRINGS}]},
     "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
     "logit_bias": {

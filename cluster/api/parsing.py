@@ -74,7 +74,6 @@ REFUSED: dict[str, _Refused] = {
     "kv_transfer_params": _Refused(_NOT_YET),
     "mm_processor_kwargs": _Refused("is not supported: prompts are text"),
     "prompt_embeds": _Refused("is not supported: prompts are text or token ids"),
-    "prompt_logprobs": _Refused(_NOT_YET),
     "vllm_xargs": _Refused("is not supported: there are no plugins that could read it", ({},)),
 }
 

@@ -19,7 +19,7 @@ from quire.engine.sampling_params import SamplingParams
 
 from .backend import Backend
 from .context import new_id
-from .protocol.generation import MAX_PRIORITY
+from .protocol.scheduling import MAX_PRIORITY
 from .tokenization import model_or_default
 
 logger = logging.getLogger(__name__)

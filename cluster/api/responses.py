@@ -1,7 +1,7 @@
 """Answers of the OpenAI API, in its exact shapes. Encoded by msgspec; a chunk of a stream costs a microsecond.
 
-`UNSET` leaves a field out. `stop_reason`, `token_ids`, `prompt_token_ids` and `max_model_len` are vLLM's
-additions, `report` is ours.
+`UNSET` leaves a field out. `stop_reason`, `token_ids`, `prompt_token_ids`, `prompt_logprobs` and `max_model_len` are
+vLLM's additions, `report` is ours.
 """
 
 from __future__ import annotations
@@ -39,9 +39,21 @@ class CompletionLogprobs(msgspec.Struct):
     """Four lists with one entry per token. Offsets count characters of `text`."""
 
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]  # None for the first token of a prompt, which nothing precedes
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(msgspec.Struct):
+    """Of one token at a position of a prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# By token id, for every position; None for the first, which nothing precedes.
+PromptLogprobsByToken = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct):
@@ -53,6 +65,7 @@ class CompletionChoice(msgspec.Struct):
     report: RequestReport | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsByToken | UnsetType | None = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -126,6 +139,7 @@ class ChatCompletion(msgspec.Struct):
     usage: Usage
     object: Literal["chat.completion"] = "chat.completion"
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobsByToken | UnsetType | None = UNSET
 
 
 class CalledFunctionDelta(msgspec.Struct):
@@ -181,6 +195,27 @@ class Tokenized(msgspec.Struct):
 
 class Detokenized(msgspec.Struct):
     prompt: str
+
+
+# Embeddings
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str  # base64 of little-endian float32
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct):
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
 
 
 # Models

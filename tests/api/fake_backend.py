@@ -5,12 +5,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+import numpy as np
+
 from quire.cluster.api.backend import ServedModel
 from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
 from quire.cluster.api.responses import ModelCard
 from quire.cluster.messages import ResumePoint
 from quire.cluster.metrics import EngineStats
-from quire.engine.outputs import EngineOutput, EngineRequest, Refusal, RequestReport, SchedulerStats, TokenLogprobs
+from quire.engine.outputs import (
+    EngineOutput,
+    EngineRequest,
+    PromptLogprobs,
+    Refusal,
+    RequestReport,
+    SchedulerStats,
+    TokenLogprobs,
+)
 
 DEFAULT_ANSWER = " The year 2024: 你好 🎉 and more."
 
@@ -82,8 +92,9 @@ class FakeBackend:
     def _step(self, request: EngineRequest, num_sent: dict[str, int]) -> list[EngineOutput]:
         request_id, params = request.request_id, request.sampling_params
         first = num_sent[request_id]
-        answer = [*self.answer_ids[request.choice_index :], request.eos_token_ids[0]]
-        end = min(first + self.tokens_per_step, len(answer), params.max_tokens or len(answer))
+        answer = [*self.answer_ids[request.choice_index :], *request.eos_token_ids[:1]]
+        most = len(answer) if params.max_tokens is None else params.max_tokens
+        end = min(first + self.tokens_per_step, len(answer), most)
         num_sent[request_id] = end
         reason, error = None, None
         if self.failure is not None and end >= self.failure_after:
@@ -96,6 +107,8 @@ class FakeBackend:
             reason = "stop"
         elif end == params.max_tokens:
             reason = "length"
+        if request.pooling is not None:
+            reason, end = "stop" if error is None and reason != "deadline" else reason, 0
         if reason is not None:
             del self.running[request_id]
         begin = max(0, first - 1) if self.repeat else first
@@ -114,6 +127,8 @@ class FakeBackend:
                 error=error,
                 refusal=self.late_refusal if error is not None else None,
                 report=None if reason is None else self.report,
+                prompt_logprobs=None if params.prompt_logprobs is None else self.prompt_logprobs_of(request),
+                embedding=self.embedding_of(request) if request.pooling is not None and reason == "stop" else None,
             )
         ]
 
@@ -122,6 +137,26 @@ class FakeBackend:
         """The sampled token first, then the ids after it."""
         top = [(token_id + i, float("-inf") if i == 3 else -0.5 - i) for i in range(num_top)]
         return TokenLogprobs(token_id, -0.5, 1, top)
+
+    @staticmethod
+    def prompt_logprobs_of(request: EngineRequest) -> PromptLogprobs:
+        """Position p has logprob -p / 4 and rank p; the likeliest are tokens 0, 1, ... with -1, -2, ..."""
+        num_top, own = request.sampling_params.prompt_logprobs or 0, request.prompt_token_ids[1:]
+        positions = np.arange(1, len(own) + 1)
+        top = np.tile(np.arange(num_top), (len(own), 1))
+        return PromptLogprobs(
+            1,
+            np.hstack([np.array(own, np.int32)[:, None], top]).astype(np.int32),
+            np.hstack([-positions[:, None] / 4, -1.0 - top]).astype(np.float32),
+            positions.astype(np.int32),
+        )
+
+    @staticmethod
+    def embedding_of(request: EngineRequest) -> np.ndarray:
+        """Every component is the sum of the prompt's token ids, and a fraction that float16 could not hold."""
+        assert request.pooling is not None
+        size = request.pooling.dimensions or 576
+        return np.full(size, sum(request.prompt_token_ids) + 1 / 1024, np.float32)
 
     def abort(self, request_ids: Sequence[str], *, report: bool = False) -> None:
         self.aborted += request_ids

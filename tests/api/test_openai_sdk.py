@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -127,6 +128,38 @@ async def test_async_client(server: LiveServer) -> None:
         stream = await client.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == DEFAULT_ANSWER
         assert [model.id async for model in client.models.list()] == [MODEL]
+
+
+def test_embeddings(sdk: openai.OpenAI) -> None:
+    """The SDK asks for base64 unless told otherwise, and decodes it."""
+    texts = ["first", "second one"]
+    answer = sdk.embeddings.create(model=MODEL, input=texts, dimensions=4)
+    plain = sdk.embeddings.create(model=MODEL, input=texts, dimensions=4, encoding_format="float")
+    assert [each.embedding for each in answer.data] == [each.embedding for each in plain.data]
+    assert [(each.index, len(each.embedding), each.object) for each in answer.data] == [
+        (0, 4, "embedding"),
+        (1, 4, "embedding"),
+    ]
+    assert (answer.model, answer.usage.prompt_tokens, answer.usage.total_tokens) == (MODEL, 3, 3)
+    with pytest.raises(openai.BadRequestError) as bad:
+        sdk.embeddings.create(model=MODEL, input="a", dimensions=1000)
+    assert bad.value.param == "dimensions"
+
+
+async def test_embeddings_with_the_async_client(server: LiveServer) -> None:
+    async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+        answers = await asyncio.gather(*[client.embeddings.create(model=MODEL, input=[[i, 2], [i]]) for i in range(9)])
+    for i, answer in enumerate(answers):
+        assert [each.embedding[0] for each in answer.data] == [i + 2 + 1 / 1024, i + 1 / 1024]
+
+
+def test_an_echo_with_logprobs(sdk: openai.OpenAI) -> None:
+    answer = sdk.completions.create(model=MODEL, prompt="a b", echo=True, logprobs=1, max_tokens=0)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.token_logprobs == [None, -0.25]
+    assert logprobs.tokens == ["a", " b"]
+    assert answer.choices[0].text == "a b"
 
 
 def test_models(sdk: openai.OpenAI) -> None:

@@ -73,6 +73,9 @@ EXTRAS: dict[str, Any] = {"return_token_ids": True, "include_report": True, "n":
     [
         ("/v1/completions", {**COMPLETION, **EXTRAS, "logprobs": 3}),
         ("/v1/chat/completions", {**CHAT, **EXTRAS, "logprobs": True, "top_logprobs": 2}),
+        ("/v1/completions", {**COMPLETION, **EXTRAS, "echo": True, "logprobs": 3, "max_tokens": 0}),
+        ("/v1/embeddings", {"model": COMPLETION["model"], "input": ["a", [5]]}),
+        ("/v1/embeddings", {"model": COMPLETION["model"], "input": "a", "encoding_format": "base64"}),
         ("/tokenize", {"prompt": "a", "return_token_strs": True}),
         ("/detokenize", {"tokens": [5]}),
     ],
@@ -86,7 +89,7 @@ async def test_answers_and_errors_are_as_described(
     jsonschema.validate(answer.json(), answer_schema(path))
     refused = await client.post(path, json={**body, "nonsense": 1})
     jsonschema.validate(refused.json(), answer_schema(path, status="400"))
-    if "/v1" in path:
+    if "completions" in path:
         streamed = await client.post(path, json={**body, "stream": True})
         name = "ChatChunk" if "chat" in path else "Completion"
         for event in streamed.text.split("\n\n")[:-2]:

@@ -12,10 +12,12 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from quire import LLM
 from quire.cluster.api.chat_style import TEMPLATES
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
@@ -268,3 +270,75 @@ def test_constraints_on_tokens(sdk: openai.OpenAI) -> None:
     text = sdk.completions.create(**asked, extra_body={"allowed_token_ids": allowed}).choices[0].text
     assert text.startswith(" Paris")
     assert text.replace(" London", "").replace(" Paris", "").replace(".", "") == ""
+
+
+def test_embeddings_are_those_of_the_engine_alone(sdk: openai.OpenAI) -> None:
+    texts = ["A cat sat on the mat.", "Stock markets fell on Monday."]
+    answer = sdk.embeddings.create(model=MODEL, input=texts)
+    vectors = np.array([each.embedding for each in answer.data], np.float32)
+    plain = sdk.embeddings.create(model=MODEL, input=texts, encoding_format="float")
+    np.testing.assert_allclose(vectors, [each.embedding for each in plain.data], atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
+    with LLM(max_model_len=256, num_kv_blocks=20) as llm:
+        expected = np.array([output.embedding for output in llm.embed(texts, use_tqdm=False)])
+        num_tokens = sum(len(output.prompt_token_ids) for output in llm.embed(texts, use_tqdm=False))
+    np.testing.assert_allclose(vectors, expected, atol=1e-4)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens == num_tokens
+    short = np.array(sdk.embeddings.create(model=MODEL, input=texts[0], dimensions=64).data[0].embedding)
+    np.testing.assert_allclose(short, vectors[0, :64] / np.linalg.norm(vectors[0, :64]), atol=1e-5)
+    with pytest.raises(openai.BadRequestError) as bad:
+        sdk.embeddings.create(model=MODEL, input="a", dimensions=577)
+    assert bad.value.param == "dimensions"
+
+
+async def test_embeddings_next_to_streams(async_sdk: openai.AsyncOpenAI, service_url: str) -> None:
+    async def embed(i: int) -> list[float]:
+        return (await async_sdk.embeddings.create(model=MODEL, input=f"Item {i} of a long list")).data[0].embedding
+
+    async def generate(i: int) -> str:
+        answer = await async_sdk.completions.create(model=MODEL, prompt=f"Item {i} is", temperature=0, max_tokens=8)
+        return answer.choices[0].text
+
+    vectors, texts = await asyncio.gather(
+        asyncio.gather(*[embed(i) for i in range(12)]), asyncio.gather(*[generate(i) for i in range(6)])
+    )
+    for i in (0, 7):
+        np.testing.assert_allclose(vectors[i], await embed(i), atol=1e-4)
+    assert texts[2] == await generate(2)
+    values = await asyncio.to_thread(wait_until_idle, service_url)
+    assert values["num_used_kv_blocks"] == 0
+
+
+def test_an_echo_scores_what_was_generated_as_it_was(sdk: openai.OpenAI) -> None:
+    answer = sdk.completions.create(
+        model=MODEL, prompt=PROMPT, temperature=0, max_tokens=8, logprobs=2, extra_body={"return_token_ids": True}
+    )
+    generated = answer.choices[0].logprobs
+    assert generated is not None
+    extra = answer.choices[0].model_extra
+    assert extra is not None
+    whole = [*extra["prompt_token_ids"], *extra["token_ids"]]
+    scored = sdk.completions.create(
+        model=MODEL,
+        prompt=whole,
+        echo=True,
+        logprobs=2,
+        max_tokens=0,
+        extra_body={"prompt_logprobs": 2},
+    )
+    logprobs, told = scored.choices[0].logprobs, (scored.choices[0].model_extra or {})["prompt_logprobs"]
+    assert logprobs is not None
+    assert logprobs.tokens is not None
+    assert logprobs.token_logprobs is not None
+    assert generated.token_logprobs is not None
+    assert scored.choices[0].text == PROMPT + answer.choices[0].text
+    assert logprobs.tokens[-8:] == generated.tokens
+    np.testing.assert_allclose(logprobs.token_logprobs[-8:], generated.token_logprobs, atol=1e-4)
+    assert logprobs.token_logprobs[0] is None
+    assert told[0] is None
+    for token_id, value, position in zip(whole[1:], logprobs.token_logprobs[1:], told[1:], strict=True):
+        assert position[str(token_id)]["logprob"] == pytest.approx(value)
+    last = zip(whole[-8:], told[-8:], strict=True)
+    assert [position[str(token_id)]["rank"] for token_id, position in last] == [1] * 8
+    assert scored.usage is not None
+    assert (scored.usage.completion_tokens, scored.usage.prompt_tokens) == (0, len(whole))

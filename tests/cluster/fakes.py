@@ -12,7 +12,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "unit"))
 
 from engine_helpers import make_core
-from fake_executor import FakeExecutor, expected_tokens
+from fake_executor import FakeExecutor, expected_tokens, pooled, prompt_logprobs_of, states_of
 
 from quire.cluster.directory import Directory, EngineRecord
 from quire.cluster.engine_server import EngineServer
@@ -20,7 +20,18 @@ from quire.engine.config import ParallelConfig
 from quire.engine.core import EngineCore
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
-__all__ = ["DictStore", "PacedExecutor", "expected_tokens", "fake_core", "make_core", "start_engine", "until"]
+__all__ = [
+    "DictStore",
+    "PacedExecutor",
+    "expected_tokens",
+    "fake_core",
+    "make_core",
+    "pooled",
+    "prompt_logprobs_of",
+    "start_engine",
+    "states_of",
+    "until",
+]
 
 MODEL = "fake"
 HOST = "127.0.0.1"

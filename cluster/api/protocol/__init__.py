@@ -6,5 +6,6 @@ the default of the model's authors, where they advise one, else OpenAI's.
 
 from .chat import ChatCompletionRequest
 from .completions import CompletionRequest
+from .embeddings import EmbeddingRequest
 
-__all__ = ["ChatCompletionRequest", "CompletionRequest"]
+__all__ = ["ChatCompletionRequest", "CompletionRequest", "EmbeddingRequest"]

@@ -10,6 +10,7 @@ from quire.engine.errors import InvalidRequestError
 from quire.engine.sampling_params import SamplingParams
 
 from .generation import GenerationRequest
+from .prompts import prompts_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BEST_OF = 128
@@ -29,11 +30,13 @@ class CompletionRequest(GenerationRequest):
 
         The default is not cut to the room here: shorter prompts have more.
         """
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("echo: together with logprobs is not supported yet.", "echo", "unsupported")
         self._check_best_of()
-        max_tokens = self._checked("max_tokens", room) or self.default_max_tokens
-        params = self._sampling_params(max_tokens, self.logprobs, defaults)
+        # Those who score a text ask for its echo with logprobs, and for no answer.
+        max_tokens = self._checked("max_tokens", room, least=0 if self.echo else 1)
+        if max_tokens is None:
+            max_tokens = self.default_max_tokens
+        of_prompt = self.logprobs if self.echo else None
+        params = self._sampling_params(max_tokens, self.logprobs, defaults, of_prompt)
         if self.num_choices == params.n:
             return params
         # The best are told by their logprobs.
@@ -63,17 +66,4 @@ class CompletionRequest(GenerationRequest):
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. Raises `InvalidRequestError`."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or _is_token_ids(prompt):
-            prompt = [prompt]
-        if not isinstance(prompt, list) or not all(isinstance(one, str) or _is_token_ids(one) for one in prompt):
-            raise InvalidRequestError(
-                "prompt: must be a string, a list of token ids, or a list of either, and none of them empty.", "prompt"
-            )
-        if not prompt or not all(prompt):
-            raise InvalidRequestError("prompt: must not be empty.", "prompt")
-        return prompt
-
-
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token_id) is int for token_id in value)
+        return prompts_of(self.prompt, "prompt")

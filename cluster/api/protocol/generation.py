@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-import uuid
 from typing import Annotated
 
+import msgspec
 from pydantic import BeforeValidator
 
 from quire.engine.beam_search import MAX_BEAMS, BeamSearchParams
@@ -14,17 +13,12 @@ from quire.engine.input_processor import RequestOptions
 from quire.engine.sampling_params import MAX_ALLOWED_TOKEN_IDS, MAX_BAD_WORDS, MAX_STOP_STRINGS, SamplingParams
 
 from .fields import StrictModel, at_most, check_length, wrong
+from .scheduling import ScheduledRequest
 from .structured import ResponseFormat, StructuredOutputs, grammar_of
 
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 300
-MAX_PRIORITY = 1_000_000
-MAX_DEADLINE_MS = 7 * 24 * 3600 * 1000
-MAX_SALT_CHARS = 256
-MAX_SESSION_CHARS = 256
 TO_THE_CONTEXT = -1  # as `truncate_prompt_tokens`: as many as the context holds besides the answer
-_REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_SHOWN_CHARS = 80
 
 # What beam search heeds besides the fields that make the prompt. Everything else that asks for something is refused.
 _WITH_BEAM_SEARCH = frozenset(
@@ -97,21 +91,15 @@ def _bias_by_token_id(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
-def _session(label: object) -> str | None:
-    """A label as what requests may have in common; None for one that cannot be meant so."""
-    return label if isinstance(label, str) and 1 <= len(label) <= MAX_SESSION_CHARS else None
-
-
 class StreamOptions(StrictModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False  # the usage so far in every chunk
     include_obfuscation: bool = False  # padding against traffic analysis: never sent
 
 
-class GenerationRequest(StrictModel):
+class GenerationRequest(ScheduledRequest):
     """What both endpoints share."""
 
-    model: str
     max_tokens: int | None = None
     min_tokens: int | None = None
     n: int | None = None
@@ -122,6 +110,7 @@ class GenerationRequest(StrictModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    prompt_logprobs: int | None = None
     logit_bias: Annotated[dict[int, float], BeforeValidator(_bias_by_token_id)] | None = None
     allowed_token_ids: Annotated[list[int], at_most(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
@@ -139,13 +128,6 @@ class GenerationRequest(StrictModel):
     length_penalty: float | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    request_id: str | None = None
-    session_id: str | None = None
-    prompt_cache_key: object | None = None  # OpenAI's names for what may serve as a session; any value is accepted
-    user: object | None = None
-    priority: int | None = None
-    deadline_ms: int | None = None
-    cache_salt: str | None = None
     include_report: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -162,20 +144,6 @@ class GenerationRequest(StrictModel):
     def num_choices(self) -> int:
         """Answers that are computed for each prompt."""
         return self.n or 1
-
-    def ids(self, prefix: str) -> tuple[str, str]:
-        """The id of the answer, and that of its first engine request, which must be unique while the user's own may
-        not be. Raises `InvalidRequestError`."""
-        drawn = uuid.uuid4().hex
-        if self.request_id is None:
-            return f"{prefix}-{drawn}", f"{prefix}-{drawn}"
-        if not _REQUEST_ID.fullmatch(self.request_id):
-            raise InvalidRequestError(
-                "request_id: must be 1 to 128 printable ASCII characters without spaces, got "
-                f"{self.request_id[:_SHOWN_CHARS]!r}.",
-                "request_id",
-            )
-        return f"{prefix}-{self.request_id}", f"{prefix}-{self.request_id}-{drawn}"
 
     def truncated(self, token_ids: list[int], max_model_len: int, max_tokens: int) -> list[int]:
         """A prompt's last `truncate_prompt_tokens` tokens. `max_tokens` is what -1 leaves for the answer.
@@ -195,31 +163,9 @@ class GenerationRequest(StrictModel):
         return token_ids[-most:]
 
     def options(self) -> RequestOptions:
-        """What the scheduler is told. Raises `InvalidRequestError`."""
-        priority = 0 if self.priority is None else self.priority
-        if abs(priority) > MAX_PRIORITY:
-            limits = f"from {-MAX_PRIORITY} to {MAX_PRIORITY}"
-            raise InvalidRequestError(f"priority: must be an integer {limits}, got {priority}.", "priority")
-        if self.deadline_ms is not None and not 1 <= self.deadline_ms <= MAX_DEADLINE_MS:
-            limits = f"from 1 to {MAX_DEADLINE_MS}"
-            raise InvalidRequestError(
-                f"deadline_ms: must be an integer {limits}, got {self.deadline_ms}.", "deadline_ms"
-            )
-        if self.cache_salt is not None and not 1 <= len(self.cache_salt) <= MAX_SALT_CHARS:
-            raise InvalidRequestError(
-                f"cache_salt: must have 1 to {MAX_SALT_CHARS} characters, got {len(self.cache_salt)}.", "cache_salt"
-            )
-        if self.session_id is not None and not 1 <= len(self.session_id) <= MAX_SESSION_CHARS:
-            raise InvalidRequestError(
-                f"session_id: must have 1 to {MAX_SESSION_CHARS} characters, got {len(self.session_id)}.", "session_id"
-            )
-        return RequestOptions(
-            priority=priority,
-            deadline_ms=self.deadline_ms,
-            cache_salt=self.cache_salt,
-            session_id=self.session_id or _session(self.prompt_cache_key) or _session(self.user),
-            grammar=grammar_of(self.response_format, self.structured_outputs),
-        )
+        """What the scheduler is told, and what holds the answer. Raises `InvalidRequestError`."""
+        grammar = grammar_of(self.response_format, self.structured_outputs)
+        return msgspec.structs.replace(super().options(), grammar=grammar)
 
     def beam_search_params(self, params: SamplingParams) -> BeamSearchParams | None:
         """None unless beam search is asked for. Raises `InvalidRequestError` on what does not go with it."""
@@ -245,25 +191,40 @@ class GenerationRequest(StrictModel):
             length_penalty=1.0 if self.length_penalty is None else self.length_penalty,
         )
 
-    def _checked(self, field: str, room: int) -> int | None:
+    def _checked(self, field: str, room: int, least: int = 1) -> int | None:
         """The most tokens that the user allows, under the name that he gave it; None when he gave none."""
         value: int | None = getattr(self, field)
-        if value is not None and not 1 <= value <= room:
+        if value is not None and not least <= value <= room:
             code = "context_length_exceeded" if value > room else None
             raise InvalidRequestError(
-                f"{field}: must be an integer from 1 to {room}, what the context leaves after the prompt; got {value}.",
+                f"{field}: must be an integer from {least} to {room}, what the context leaves after the prompt; got "
+                f"{value}.",
                 field,
                 code,
             )
         return value
 
     def _sampling_params(
-        self, max_tokens: int | None, logprobs: int | None, defaults: dict[str, float]
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        defaults: dict[str, float],
+        prompt_logprobs: int | None = None,
     ) -> SamplingParams:
-        """Raises `InvalidRequestError` on a value out of range, or options of a stream without one."""
+        """`prompt_logprobs`: how many the endpoint needs itself. Raises `InvalidRequestError` on a value out of range,
+        on options of a stream without one, and on what a stream cannot hold."""
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequestError("prompt_logprobs: are not available when stream is true.", "prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options: is allowed only when stream is true.", "stream_options")
         given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None}
-        return SamplingParams(
-            **{**defaults, **given}, max_tokens=max_tokens, logprobs=logprobs, logit_bias=self.logit_bias or None
+        params = SamplingParams(
+            **{**defaults, **given},
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            logit_bias=self.logit_bias or None,
+            prompt_logprobs=self.prompt_logprobs,
         )
+        if prompt_logprobs is None or prompt_logprobs <= (params.prompt_logprobs or -1):
+            return params
+        return msgspec.structs.replace(params, prompt_logprobs=prompt_logprobs)

@@ -1,0 +1,136 @@
+"""POST /v1/embeddings."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from collections.abc import Sequence
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.engine.errors import EngineError, QuireError
+from quire.engine.outputs import EngineOutput, EngineRequest, FloatArray
+
+from ..request_metrics import RequestMetrics
+from .backend import Backend, ServedModel
+from .context import ApiContext, json_response, off_the_loop, read_body
+from .generation import find_model, raise_unless_answered, tokenize
+from .parsing import parse_request
+from .protocol.embeddings import EmbeddingRequest
+from .responses import Embedding, Embeddings, EmbeddingUsage
+from .sse import unless_client_leaves
+from .tenants import Tenant, tenant_of
+
+
+async def embeddings(http: Request, context: ApiContext) -> Response:
+    """The vectors of all inputs. Raises `InvalidRequestError` and what the backend raises."""
+    body = await read_body(http, context.limits)
+    request = await off_the_loop(body, lambda: parse_request(EmbeddingRequest, body, context.limits))
+    served = await find_model(context.backend, request.model)
+    inputs = await off_the_loop(body, lambda: request.inputs(context.limits.max_inputs))
+    metrics = context.metrics.start(served.name, len(inputs))
+    token_ids = await off_the_loop(body, lambda: [_token_ids(served, request, each) for each in inputs])
+    tenant = tenant_of(http.scope)
+    options = tenant.options(request.options())
+    pooling = request.pooling(served.info.pooling)
+    _, engine_id = request.ids("embd")
+    requests = [
+        served.input_processor.process_embedding(f"{engine_id}-{i}", ids, pooling, param="input", options=options)
+        for i, ids in enumerate(token_ids)
+    ]
+    run = EmbeddingRun(context.backend, served.name, requests, metrics, tenant)
+    vectors = await unless_client_leaves(http.receive, run.vectors())
+    # A number takes some 20 characters: that is most of the work for many vectors.
+    return await asyncio.to_thread(lambda: json_response(_answer(served, request, token_ids, vectors)))
+
+
+def _token_ids(served: ServedModel, request: EmbeddingRequest, content: str | list[int]) -> list[int]:
+    """The tokens of an input. One that is cut keeps the special tokens at its end: they may be what is pooled."""
+    longest = request.longest(served.input_processor.max_model_len)
+    if isinstance(content, list):
+        return content if longest is None else content[:longest]
+    special = request.add_special_tokens
+    token_ids = tokenize(served, content, param="input", add_special_tokens=special, will_be_cut=longest is not None)
+    if longest is None or len(token_ids) <= longest:
+        return token_ids
+    ending = tokenize(served, "", param="input", add_special_tokens=True) if special else []
+    while ending and token_ids[-len(ending) :] != ending:  # what begins a text is no part of its end
+        ending = ending[1:]
+    kept = max(longest - len(ending), 0)
+    return token_ids[:kept] + ending[len(ending) - (longest - kept) :]
+
+
+class EmbeddingRun:
+    """The requests of one HTTP request at work; each counts as an answer in the metrics."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        model: str,
+        requests: Sequence[EngineRequest],
+        metrics: RequestMetrics,
+        tenant: Tenant,
+    ) -> None:
+        self._backend = backend
+        self._model = model
+        self._requests = requests
+        self._metrics = metrics
+        self._tenant = tenant
+        self._unfinished = {request.request_id: index for index, request in enumerate(requests)}
+        self._vectors: list[FloatArray | None] = [None] * len(requests)
+
+    async def vectors(self) -> list[FloatArray]:
+        """In the order of the requests. Raises what the backend raises, and `EngineError` when one has no vector."""
+        try:
+            async with aclosing(self._backend.generate(self._model, self._requests)) as batches:
+                async for outputs in batches:
+                    for output in outputs:
+                        self._take(output)
+                    if not self._unfinished:
+                        break
+            vectors = [vector for vector in self._vectors if vector is not None]
+            if len(vectors) < len(self._vectors):
+                raise EngineError("The engine ended its work on this request without an embedding.")
+            return vectors
+        except QuireError:
+            self._end_unfinished("error")
+            raise
+        finally:
+            self._end_unfinished("abort")
+
+    def _take(self, output: EngineOutput) -> None:
+        if output.finish_reason is None or output.request_id not in self._unfinished:
+            return
+        index = self._unfinished.pop(output.request_id)
+        if output.report is not None:
+            self._metrics.reported(output.report)
+        self._metrics.ended(index, output.finish_reason)
+        raise_unless_answered(output.finish_reason, output)
+        num_tokens = len(self._requests[index].prompt_token_ids)
+        self._metrics.prompt(num_tokens)
+        self._tenant.used(num_tokens)
+        self._vectors[index] = output.embedding
+
+    def _end_unfinished(self, reason: str) -> None:
+        for index in self._unfinished.values():
+            self._metrics.ended(index, "error" if reason == "error" else "abort")
+        self._unfinished = {}
+
+
+def _answer(
+    served: ServedModel, request: EmbeddingRequest, token_ids: Sequence[list[int]], vectors: Sequence[FloatArray]
+) -> msgspec.Struct:
+    data = [Embedding(index, _encoded(vector, request)) for index, vector in enumerate(vectors)]
+    num_tokens = sum(map(len, token_ids))
+    return Embeddings(data, served.name, EmbeddingUsage(num_tokens, num_tokens))
+
+
+def _encoded(vector: FloatArray, request: EmbeddingRequest) -> list[float] | str:
+    """base64 is of little-endian float32, as OpenAI's."""
+    if request.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers
