@@ -7,9 +7,9 @@ directory and talk to its `EngineServer`.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import logging
 import os
+import threading
 import uuid
 from functools import partial
 
@@ -65,8 +65,10 @@ class Engine:
         )
         self._registration = Registration(directory, record)
         await self._registration.start()
+        self._is_leaving = False
         self._event_loop = asyncio.get_running_loop()
-        atexit.register(self._on_exit)
+        # Not `atexit`, which comes after Python has closed all thread pools, and the engine computes in one.
+        threading._register_atexit(self._on_exit)  # type: ignore[attr-defined]
         self._exporter = asyncio.create_task(RayExporter(self._families).run())
         logger.info("Engine %s serves %s at %s:%d.", self._engine_id, info.name, host, port)
 
@@ -94,7 +96,6 @@ class Engine:
 
     async def __del__(self) -> None:
         """Called by Serve when it stops the replica, for whatever reason: hand over what runs here, and end."""
-        atexit.unregister(self._on_exit)
         if hasattr(self, "_exporter"):
             self._exporter.cancel()
         if hasattr(self, "_registration"):
@@ -102,12 +103,15 @@ class Engine:
 
     async def _leave(self, grace_s: float) -> None:
         """The entry in the directory goes last: a gateway that starts meanwhile may need this engine still."""
+        self._is_leaving = True
         await self._server.leave(grace_s)
         await self._registration.end()
         await self._server.close()
 
     def _on_exit(self) -> None:
         """SIGTERM ends the process by way of its main thread (Ray sees to that). The others still run meanwhile."""
+        if self._is_leaving:
+            return
         logger.info("Engine %s is told to end.", self._engine_id)
         asyncio.run_coroutine_threadsafe(self._leave(SIGTERM_GRACE_S), self._event_loop).result()
 
