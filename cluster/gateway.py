@@ -91,7 +91,10 @@ class Gateway:
         self._metrics = GatewayMetrics(self._gateway_id)
         self._allow_faults = config.allow_faults
         self._world_sizes = {each.model.name: each.parallel.world_size for each in config.engines().values()}
-        self._models = ServedModels([engine.model for engine in config.engines().values()])
+        self._models = ServedModels(
+            [engine.model for engine in config.engines().values()],
+            [engine.model.name for engine in config.engines().values() if engine.scheduler.policy == "priority"],
+        )
         await self._models.start()
         self._waker = EngineWaker(
             {engine.model.name: handle for engine, handle in zip(config.engines().values(), engines, strict=True)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 from quire.engine.config import ModelConfig
 from quire.engine.errors import ConfigError, EngineError, ModelNotFoundError
@@ -24,9 +24,12 @@ class ServedModels:
     A model whose tokenizer cannot be loaded concerns nobody who asks for another; it is tried again for each request.
     """
 
-    def __init__(self, configs: Sequence[ModelConfig]) -> None:
+    def __init__(self, configs: Sequence[ModelConfig], with_priorities: Container[str] = ()) -> None:
+        """`with_priorities`: names of the models whose engines heed a request's priority."""
         self._created = int(time.time())
-        self._models = {config.name: _Model(config, self._created) for config in configs}
+        self._models = {
+            config.name: _Model(config, self._created, config.name in with_priorities) for config in configs
+        }
 
     async def start(self) -> None:
         """Load the first model that can be. Raises `ConfigError`, of the default model, when none can."""
@@ -69,11 +72,12 @@ class ServedModels:
 class _Model:
     """One model, loaded or not."""
 
-    def __init__(self, config: ModelConfig, created: int) -> None:
+    def __init__(self, config: ModelConfig, created: int, has_priorities: bool) -> None:
         self.config = config
         self.served: ServedModel | None = None
         self.fault: str | None = None
         self._created = created
+        self._has_priorities = has_priorities
         self._max_model_len = config.max_model_len
         self._loading = asyncio.Lock()
 
@@ -100,4 +104,10 @@ class _Model:
 
     def _read(self) -> ServedModel:
         info = load_model_info(self.config)
-        return ServedModel.create(info, load_tokenizer(info), created=self._created, config=self.config)
+        return ServedModel.create(
+            info,
+            load_tokenizer(info),
+            created=self._created,
+            config=self.config,
+            has_priorities=self._has_priorities,
+        )

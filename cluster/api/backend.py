@@ -33,15 +33,24 @@ class ServedModel:
     token_decoder: TokenDecoder
     created: int  # seconds since the epoch, for /v1/models
     chat: ChatStyle
+    has_priorities: bool = False  # its engines heed `priority` (scheduler policy "priority")
 
     @classmethod
     def create(
-        cls, info: ModelInfo, tokenizer: Any, *, created: int | None = None, config: ModelConfig | None = None
+        cls,
+        info: ModelInfo,
+        tokenizer: Any,
+        *,
+        created: int | None = None,
+        config: ModelConfig | None = None,
+        has_priorities: bool = False,
     ) -> ServedModel:
         """A model served from now on, or from `created`. Raises `ConfigError` when its chat template is not there."""
         when = int(time.time()) if created is None else created
         chat = ChatStyle.of(tokenizer, config)
-        return cls(info, tokenizer, InputProcessor(info, tokenizer), TokenDecoder(tokenizer), when, chat)
+        return cls(
+            info, tokenizer, InputProcessor(info, tokenizer), TokenDecoder(tokenizer), when, chat, has_priorities
+        )
 
     @property
     def name(self) -> str:

@@ -20,7 +20,7 @@ from .beam_search import generation_of
 from .chat_prompt import chat_prompt
 from .chat_reading import MessageWriter, Reading, reading_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
-from .generation import Generation, find_model
+from .generation import Generation, find_model, options_of
 from .logprobs import chat_logprobs, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import ChatCompletionRequest
@@ -54,7 +54,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     params = request.sampling_params(served.info.generation_defaults, room)
     answer_id, engine_id = request.ids("chatcmpl")
     tenant = tenant_of(http.scope)
-    options = tenant.options(request.options())
+    options = options_of(request, served, tenant)
     grammar = await off_the_loop(body, lambda: answer_grammar(reading, options.grammar))
     options = msgspec.structs.replace(options, grammar=grammar)
     requests = served.input_processor.process(engine_id, token_ids, params, param="messages", options=options)

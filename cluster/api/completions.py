@@ -16,7 +16,7 @@ from quire.engine.outputs import CompletionOutput
 from .backend import ServedModel
 from .beam_search import generation_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
-from .generation import Generation, find_model, tokenize
+from .generation import Generation, find_model, options_of, tokenize
 from .logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import CompletionRequest
@@ -37,7 +37,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     token_ids, room = await off_the_loop(body, lambda: _tokenize_all(served, request, prompts))
     params = request.sampling_params(served.info.generation_defaults, room)
     tenant = tenant_of(http.scope)
-    options = tenant.options(request.options())
+    options = options_of(request, served, tenant)
     answer_id, engine_id = request.ids("cmpl")
     engine_requests = []
     for i, prompt_token_ids in enumerate(token_ids):

@@ -17,7 +17,7 @@ from quire.engine.outputs import EngineOutput, EngineRequest, FloatArray
 from ..request_metrics import RequestMetrics
 from .backend import Backend, ServedModel
 from .context import ApiContext, json_response, off_the_loop, read_body
-from .generation import find_model, raise_unless_answered, tokenize
+from .generation import find_model, options_of, raise_unless_answered, tokenize
 from .parsing import parse_request
 from .protocol.embeddings import EmbeddingRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage
@@ -34,7 +34,7 @@ async def embeddings(http: Request, context: ApiContext) -> Response:
     metrics = context.metrics.start(served.name, len(inputs))
     token_ids = await off_the_loop(body, lambda: [_token_ids(served, request, each) for each in inputs])
     tenant = tenant_of(http.scope)
-    options = tenant.options(request.options())
+    options = options_of(request, served, tenant)
     pooling = request.pooling(served.info.pooling)
     _, engine_id = request.ids("embd")
     requests = [

@@ -6,9 +6,11 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Literal
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from quire.engine.errors import EngineError, InvalidRequestError, ModelNotFoundError, QuireError
+from quire.engine.input_processor import RequestOptions
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import (
     CompletionOutput,
@@ -23,6 +25,7 @@ from ..request_metrics import RequestMetrics
 from .backend import Backend, ServedModel
 from .errors import DeadlineError
 from .protocol.generation import GenerationRequest
+from .protocol.scheduling import ScheduledRequest
 from .responses import PromptTokensDetails, Usage
 from .resume import EventIds
 from .tenants import NOBODY, Tenant
@@ -64,6 +67,22 @@ def raise_unless_answered(reason: FinishReason, output: EngineOutput) -> None:
         raise DeadlineError
     if reason == "abort":
         raise EngineError("The service stopped working on this request.")
+
+
+def options_of(request: ScheduledRequest, served: ServedModel, tenant: Tenant) -> RequestOptions:
+    """What the scheduler is told of a request. Raises `InvalidRequestError`, also where this model or tenant may not
+    have what it asks for."""
+    options = request.options()
+    if options.priority and not served.has_priorities:
+        raise InvalidRequestError(
+            f"priority: {served.name} serves requests by arrival (scheduler policy fcfs), so that only 0 is allowed, "
+            f"got {options.priority}.",
+            "priority",
+            "unsupported",
+        )
+    if request.priority is None:
+        options = msgspec.structs.replace(options, priority=tenant.default_priority)
+    return tenant.options(options)
 
 
 class Generation:

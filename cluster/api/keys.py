@@ -6,6 +6,7 @@
         weight: 2                      # of the engines' time, where tenants compete; 1 when left out
         requests_per_minute: 600       # no limit when left out
         tokens_per_minute: 200000
+        min_priority: -10              # 0 when left out
       - name: team-b
         key: [sk-old, sk-new]          # several, while one replaces the other
 
@@ -34,7 +35,8 @@ from quire.engine.config import Section
 from quire.engine.errors import ConfigError, QuireError
 
 from .errors import AuthenticationError, error_response
-from .tenants import Tenant, set_tenant
+from .protocol.scheduling import MAX_PRIORITY
+from .tenants import Tenant, Terms, set_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +64,16 @@ class TenantEntry(Section):
     weight: float = Field(1.0, gt=0, le=1e6)
     requests_per_minute: float | None = Field(None, ge=1)
     tokens_per_minute: float | None = Field(None, ge=1)
+    min_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
 
     @model_validator(mode="after")
     def _has_a_key(self) -> TenantEntry:
         if not self.key and not self.key_sha256:
             raise ValueError("needs a key or a key_sha256")
         return self
+
+    def terms(self) -> Terms:
+        return Terms(self.weight, self.requests_per_minute, self.tokens_per_minute, self.min_priority)
 
     def digests(self) -> list[bytes]:
         """SHA-256 of each of its keys."""
@@ -143,14 +149,15 @@ class KeyRing:
         return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
     def _take(self, file: KeyFile) -> None:
-        """Tenants whose terms are the same keep what they have used so far."""
+        """Tenants that were there keep what they have used so far, whatever their terms are now."""
         tenants: dict[str, Tenant] = {}
         by_key: dict[bytes, tuple[bytes, Tenant]] = {}
         for entry in file.tenants:
             tenant = self._tenants.get(entry.name)
-            terms = (entry.weight, entry.requests_per_minute, entry.tokens_per_minute)
-            if tenant is None or tenant.changed(*terms):
-                tenant = Tenant(entry.name, *terms, num_gateways=self._num_gateways)
+            if tenant is None:
+                tenant = Tenant(entry.name, entry.terms(), num_gateways=self._num_gateways)
+            else:
+                tenant.agree(entry.terms())
             tenants[entry.name] = tenant
             by_key |= {self._place(digest): (digest, tenant) for digest in entry.digests()}
         self._tenants, self._by_key = tenants, by_key

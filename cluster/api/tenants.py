@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from quire.engine.errors import InvalidRequestError
 from quire.engine.input_processor import RequestOptions
 
 from .errors import RateLimitError
 from .rate_limits import Bucket
 
 _STATE_KEY = "quire.tenant"  # of an ASGI scope
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a tenant may have: None is no limit."""
+
+    weight: float = 1.0  # of the engines' time, where tenants compete
+    requests_per_minute: float | None = None
+    tokens_per_minute: float | None = None
+    min_priority: int | None = None  # smaller numbers go first
 
 
 class Tenant:
@@ -25,25 +37,31 @@ class Tenant:
     def __init__(
         self,
         name: str = "",
-        weight: float = 1.0,
-        requests_per_minute: float | None = None,
-        tokens_per_minute: float | None = None,
+        terms: Terms = Terms(),
         *,
         num_gateways: Callable[[], int] = lambda: 1,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
-        self.weight = weight
-        self._limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
         self._num_gateways = num_gateways
+        self._clock = clock
+        self._buckets: dict[str, Bucket] = {}
+        self.agree(terms)
+
+    def agree(self, terms: Terms) -> None:
+        """Other terms from now on. What the tenant has used under the old ones stays used, and what it owes, owed."""
+        self.terms = terms
+        self._limits = {"requests": terms.requests_per_minute, "tokens": terms.tokens_per_minute}
         self._buckets = {
-            what: Bucket(self._share(limit), clock) for what, limit in self._limits.items() if limit is not None
+            what: self._buckets.get(what) or Bucket(self._share(limit), self._clock)
+            for what, limit in self._limits.items()
+            if limit is not None
         }
 
-    def changed(self, weight: float, requests_per_minute: float | None, tokens_per_minute: float | None) -> bool:
-        """Whether these are other terms than the tenant's."""
-        limits = {"requests": requests_per_minute, "tokens": tokens_per_minute}
-        return (weight, limits) != (self.weight, self._limits)
+    @property
+    def default_priority(self) -> int:
+        """Of requests that do not say."""
+        return max(0, self.terms.min_priority or 0)
 
     def admit(self) -> None:
         """One more request. Raises `RateLimitError`, and then it is not counted."""
@@ -64,10 +82,17 @@ class Tenant:
             bucket.take(num_tokens)
 
     def options(self, options: RequestOptions) -> RequestOptions:
-        """The options of a request, with whose it is."""
+        """The options of a request, with whose it is. Raises `InvalidRequestError` on those it may not have."""
         if not self.name:
             return options
-        return msgspec.structs.replace(options, tenant=self.name, tenant_weight=self.weight)
+        least = self.terms.min_priority
+        if least is not None and options.priority < least:
+            raise InvalidRequestError(
+                f"priority: must be at least {least} with this API key (smaller numbers go first), "
+                f"got {options.priority}.",
+                "priority",
+            )
+        return msgspec.structs.replace(options, tenant=self.name, tenant_weight=self.terms.weight)
 
     def _share(self, limit: float | None) -> float:
         return max(1.0, (limit or 0.0) / max(1, self._num_gateways()))

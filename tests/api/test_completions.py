@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -282,9 +283,27 @@ async def test_what_the_scheduler_is_told(
     client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]
 ) -> None:
     await post(client, path, body)
+    backend.served = dataclasses.replace(backend.served, has_priorities=True)
     await post(client, path, body, priority=-3, deadline_ms=60_000, cache_salt="team-7")
     told = [(request.priority, request.deadline_ms, request.cache_salt) for request in backend.requests]
     assert told == [(0, None, None), (-3, 60_000, "team-7")]
+
+
+@pytest.mark.parametrize(("path", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
+async def test_a_priority_that_nobody_heeds(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any]
+) -> None:
+    assert (await client.post(f"/v1/{path}", json={**body, "priority": 0})).status_code == 200
+    num_asked = len(backend.requests)
+    for priority in (1, -1):
+        response = await client.post(f"/v1/{path}", json={**body, "priority": priority})
+        told = response.json()["error"]
+        assert (response.status_code, told["param"], told["code"]) == (400, "priority", "unsupported")
+        assert told["message"] == (
+            "priority: smollm2-135m-instruct serves requests by arrival (scheduler policy fcfs), so that only 0 is "
+            f"allowed, got {priority}."
+        )
+    assert len(backend.requests) == num_asked
 
 
 async def test_words_become_tokens_before_they_reach_an_engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from typing import Any
 
 import httpx
@@ -67,6 +68,7 @@ async def test_base64_is_of_the_same_numbers(client: httpx.AsyncClient) -> None:
 
 async def test_what_the_engine_is_told(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     await embed(client)
+    backend.served = dataclasses.replace(backend.served, has_priorities=True)
     await embed(client, dimensions=8, normalize=False, priority=3, deadline_ms=500, cache_salt="s", session_id="x")
     first, second = backend.requests
     assert first.pooling == PoolingParams(type="last", normalize=True)

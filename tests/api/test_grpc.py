@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import subprocess
 import sys
@@ -119,6 +120,7 @@ async def test_a_stream_and_a_whole_answer(stub: InferenceStub, backend: FakeBac
 
 async def test_every_field_arrives(stub: InferenceStub, backend: FakeBackend) -> None:
     backend.report = REPORT
+    backend.served = dataclasses.replace(backend.served, has_priorities=True)
     request = pb.GenerateRequest(
         model=MODEL,
         prompt="a",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -15,9 +16,10 @@ from fake_backend import DEFAULT_ANSWER, FakeBackend
 from test_errors import COMPLETION, ENDPOINTS, error
 
 from quire.cluster.api.app import create_app
+from quire.cluster.api.errors import RateLimitError
 from quire.cluster.api.keys import KeyRing, read_key_file
 from quire.cluster.api.rate_limits import Bucket
-from quire.cluster.api.tenants import Tenant
+from quire.cluster.api.tenants import Tenant, Terms
 from quire.engine.errors import ConfigError
 
 ANN, BOB, LIMITED = "sk-ann-12345", "sk-bob-12345", "sk-limited-1"
@@ -189,7 +191,60 @@ async def test_the_file_is_read_again_when_it_changes(keys: KeyRing, path: Path)
     assert keys.find(LIMITED) is limited
     bob = keys.find(BOB)
     assert bob is not None
-    assert bob.weight == 3
+    assert bob.terms.weight == 3
+
+
+async def test_an_edit_of_terms_forgives_nothing(keys: KeyRing, path: Path) -> None:
+    """Who has used up its tokens waits as long as before, under a smaller limit and under a larger one."""
+    bob, clock = keys.find(BOB), Clock()
+    assert bob is not None
+    bob._buckets["tokens"]._clock = clock
+    bob._buckets["tokens"]._seen = 0.0
+    bob.used(90)  # 30 more than there were
+    for per_minute, wait_s in ((120, "16 s"), (30, "62 s")):
+        changed = json.loads(json.dumps(FILE))
+        changed["tenants"][1] |= {"tokens_per_minute": per_minute, "weight": per_minute}
+        path.write_text(json.dumps(changed))
+        await keys.refresh()
+        assert keys.find(BOB) is bob
+        assert bob.terms.weight == per_minute
+        with pytest.raises(RateLimitError, match=rf"'bob' may use {per_minute} tokens per minute\. .* {wait_s}\."):
+            bob.admit()
+    del changed["tenants"][1]["tokens_per_minute"]
+    path.write_text(json.dumps(changed))
+    await keys.refresh()
+    bob.admit()
+
+
+async def test_nobody_overtakes_beyond_its_terms(backend: FakeBackend, path: Path) -> None:
+    """A tenant may go back as far as it likes, ahead only as far as the file says; without a file, everywhere."""
+    backend.served = dataclasses.replace(backend.served, has_priorities=True)
+    changed = json.loads(json.dumps(FILE))
+    changed["tenants"][0]["min_priority"] = -10
+    changed["tenants"][1]["min_priority"] = 5
+    path.write_text(json.dumps(changed))
+
+    async def asks(keys: KeyRing | None, key: str, fields: dict[str, int]) -> tuple[int, Any]:
+        transport = httpx.ASGITransport(create_app(backend, keys=keys))
+        async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+            for url, body in ENDPOINTS:
+                body = {**body, "max_tokens": 1, **fields}
+                response = await http.post(url, json=body, headers=bearer(key))
+        if response.status_code == 200:
+            return 200, backend.requests[-1].priority
+        return response.status_code, response.json()["error"]
+
+    keys = KeyRing(path)
+    message = "priority: must be at least {} with this API key (smaller numbers go first), got {}."
+    for ring, key, priority, expected in (
+        (keys, ANN, -10, (200, -10)),
+        (keys, ANN, -11, (400, error(message.format(-10, -11), "priority")["error"])),
+        (keys, BOB, None, (200, 5)),
+        (keys, BOB, 0, (400, error(message.format(5, 0), "priority")["error"])),
+        (keys, LIMITED, -1, (400, error(message.format(0, -1), "priority")["error"])),
+        (None, "", -1_000_000, (200, -1_000_000)),
+    ):
+        assert await asks(ring, key, {} if priority is None else {"priority": priority}) == expected
 
 
 @pytest.mark.parametrize("broken", ["tenants: [", "tenants: []", None])
@@ -263,7 +318,7 @@ def test_a_bucket() -> None:
 
 def test_limits_are_divided_among_the_gateways() -> None:
     num_gateways, clock = 1, Clock()
-    tenant = Tenant("a", 1.0, 4, None, num_gateways=lambda: num_gateways, clock=clock)
+    tenant = Tenant("a", Terms(requests_per_minute=4), num_gateways=lambda: num_gateways, clock=clock)
     tenant.admit()
     num_gateways = 2
     tenant.admit()

@@ -79,3 +79,8 @@ async def test_with_no_model_at_all_there_is_no_gateway(tmp_path: Path) -> None:
     models = ServedModels([ModelConfig(model=str(tmp_path / name)) for name in ("a", "b")])
     with pytest.raises(ConfigError, match="/a' does not exist"):
         await models.start()
+
+
+async def test_only_engines_with_priorities_heed_them() -> None:
+    models = ServedModels([FIRST, SECOND], ["second"])
+    assert [(await models.load(name)).has_priorities for name in ("first", "second")] == [False, True]
