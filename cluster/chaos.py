@@ -90,6 +90,6 @@ def add_chaos_route(app: FastAPI, links: Callable[[], Sequence[EngineLink]], wor
             raise InvalidRequestError(f"engine: there is no {engine_id!r}; there are {', '.join(engines)}.", "engine")
         link = engines[engine_id]
         inject = Inject(request.fault, request.rank)
-        check_fault(inject, world_sizes[link.record.model])
+        check_fault(inject, world_sizes.get(link.record.model, 1))
         link.send(inject)
         return JSONResponse({"engine": engine_id, "fault": inject.fault, "rank": inject.rank}, status_code=202)

@@ -159,7 +159,14 @@ class EngineServer:
         elif self._on_fault is None:
             logger.error("Gateway %s asks for a fault, which the configuration does not allow.", gateway.peer)
         else:
-            self._event_loop.run_in_executor(None, self._on_fault, message)
+            self._event_loop.run_in_executor(None, self._try_fault, self._on_fault, message)
+
+    @staticmethod
+    def _try_fault(on_fault: Callable[[Inject], None], message: Inject) -> None:
+        try:
+            on_fault(message)
+        except Exception:
+            logger.exception("The fault %s failed.", message)
 
     def _on_close(self, gateway: transport.Connection, reason: str) -> None:
         self._gateways.discard(gateway)

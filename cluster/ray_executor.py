@@ -31,7 +31,7 @@ from .rank_links import RankLink, RankServer, broadcast, gather
 from .ray_local import LocalRay
 from .step_deadline import StepDeadline
 from .transport import TransportError, new_secret
-from .worker_actor import RankFacts, start_worker
+from .worker_actor import RankFacts, WorkerActor, start_worker
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +133,7 @@ def _with_device(config: EngineConfig) -> EngineConfig:
 
 class _SentStep(NamedTuple):
     future: Future[ModelRunnerOutput]
+    step_id: int
     num_tokens: int
 
 
@@ -156,20 +157,7 @@ class Gang:
         self._runs: list[ray.ObjectRef[Any]] = []
         self._error: ExecutorError | None = None
         self._failed = threading.Event()
-        resources = placement.rank_resources(on_gpu=config.model.device == "cuda")
-        self._actors = [
-            start_worker(
-                config,
-                info,
-                rank,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    group, placement_group_bundle_index=rank // config.parallel.tensor_parallel_size
-                ),
-                num_cpus=resources["CPU"],
-                num_gpus=resources.get("GPU", 0),
-            )
-            for rank in range(self._world_size)
-        ]
+        self._actors = self._start_actors(config, info, group)
         try:
             self.facts = self._load()
         except BaseException as error:
@@ -204,7 +192,7 @@ class Gang:
             if self._error is not None:
                 future.set_exception(self._error)
                 return future
-            self._pending.append(_SentStep(future, step.total_num_scheduled_tokens))
+            self._pending.append(_SentStep(future, step.step_id, step.total_num_scheduled_tokens))
         self._wake.put(True)
         dropped, self._dropped_rank = self._dropped_rank, None
         # A broken link is met by the gathering thread as well, which says why it broke.
@@ -224,6 +212,24 @@ class Gang:
         if ray.is_initialized():
             for actor in self._actors:
                 ray.kill(actor)
+
+    def _start_actors(
+        self, config: EngineConfig, info: ModelInfo, group: PlacementGroup
+    ) -> list[ray.actor.ActorHandle[WorkerActor]]:
+        resources = placement.rank_resources(on_gpu=config.model.device == "cuda")
+        return [
+            start_worker(
+                config,
+                info,
+                rank,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(
+                    group, placement_group_bundle_index=rank // config.parallel.tensor_parallel_size
+                ),
+                num_cpus=resources["CPU"],
+                num_gpus=resources.get("GPU", 0),
+            )
+            for rank in range(self._world_size)
+        ]
 
     def _kill_hung_ranks(self) -> None:
         """Ray waits some seconds before it kills a process that hangs; those on this node can be killed at once."""
@@ -265,17 +271,24 @@ class Gang:
         """
         while self._wake.get():
             with self._lock:
-                num_tokens = self._pending[0].num_tokens if self._pending else 0
+                expected = self._pending[0] if self._pending else None
+            if expected is None:
+                return  # the ranks were given up meanwhile
             started = time.monotonic()
             try:
-                answers = gather(self._links, self._deadline.allowed_s(num_tokens))
+                answers = gather(self._links, self._deadline.allowed_s(expected.num_tokens))
             except TransportError as error:
                 self._fail(ExecutorError(f"A rank was lost ({error.message}). {self._cause_of_death()}", "lost"))
                 return
             except TimeoutError as error:
                 self._fail(ExecutorError(f"A step hangs: {error}.", "hung"))
                 return
-            self._deadline.observe(num_tokens, time.monotonic() - started)
+            self._deadline.observe(expected.num_tokens, time.monotonic() - started)
+            skipped = [answer.step_id for answer in answers if answer.step_id != expected.step_id]
+            if skipped:
+                message = f"A rank answered step {skipped[0]} instead of step {expected.step_id}."
+                self._fail(ExecutorError(message, "hung"))
+                return
             failures = [answer.error for answer in answers if answer.error]
             if failures:
                 self._fail(ExecutorError(f"A step failed on {'; '.join(failures)}"))

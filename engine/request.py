@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from .outputs import EngineRequest, FinishReason, FloatArray, TokenLogprobs
 
 
+_MAX_TOKEN_ID = 2**31 - 1  # workers hold them as int32
+_MAX_DEADLINE_MS = 365 * 24 * 3600 * 1000
+
+
 class RequestStatus(enum.Enum):
     """WAITING → RUNNING ⇄ PREEMPTED → FINISHED; from any state to FINISHED by an abort."""
 
@@ -243,9 +247,25 @@ def check_source(source: EngineRequest, max_model_len: int) -> None:
             "prompt",
             "context_length_exceeded",
         )
+    for field, token_ids in (("prompt", source.prompt_token_ids), ("resume_token_ids", source.resume_token_ids)):
+        if token_ids and not (min(token_ids) >= 0 and max(token_ids) <= _MAX_TOKEN_ID):
+            raise InvalidRequestError(f"{field}: token ids must be from 0 to {_MAX_TOKEN_ID}.", field)
+    if source.cache_salt is not None and not _is_text(source.cache_salt):
+        raise InvalidRequestError("cache_salt: must be text that can be encoded.", "cache_salt")
     if source.grammar is not None and source.sampling_params.max_tokens == 0:
         raise InvalidRequestError("max_tokens: 0 leaves no room for an answer that a grammar asks for.", "max_tokens")
-    if source.deadline_ms is not None and source.deadline_ms <= 0:
-        raise InvalidRequestError(f"deadline_ms: must be > 0, got {source.deadline_ms}.", "deadline_ms")
+    if source.deadline_ms is not None and not 0 < source.deadline_ms <= _MAX_DEADLINE_MS:
+        raise InvalidRequestError(
+            f"deadline_ms: must be > 0 and at most {_MAX_DEADLINE_MS}, got {source.deadline_ms}.", "deadline_ms"
+        )
     if not 0 < source.tenant_weight < float("inf"):
         raise InvalidRequestError(f"tenant_weight: must be > 0, got {source.tenant_weight}.", "tenant_weight")
+
+
+def _is_text(text: str) -> bool:
+    """Half of a surrogate pair is none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

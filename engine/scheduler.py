@@ -17,12 +17,12 @@ the rows that reach a block boundary, and over the new tokens.
 
 from __future__ import annotations
 
-import heapq
 from typing import cast
 
 import numpy as np
 
 from .config import SchedulerConfig
+from .deadlines import Deadlines
 from .errors import EngineError, InvalidRequestError, QuireError
 from .gates import Gate
 from .grammar.steps import Verdicts, gather_masks, hold_to_grammars
@@ -72,7 +72,7 @@ class Scheduler:
         self._share = share or WholeShare()
         self._quarantine = Quarantine()
         self._ended: list[EngineOutput] = []  # ends that no step brought
-        self._deadlines: list[tuple[float, int, Request]] = []  # heap; finished requests are skipped at its top
+        self._deadlines = Deadlines(self.requests)
         self._released_rows: list[int] = []
         self._num_arrivals = 0
         self._counts = Counts()
@@ -96,8 +96,7 @@ class Scheduler:
         self.requests[request.request_id] = request
         self.waiting.tenants.arrive(request.tenant, source.tenant_weight, now)
         self.waiting.push(request, now)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.arrival_index, request))
+        self._deadlines.add(request)
         self._counts.num_prompt_tokens += request.num_prompt_tokens
         self._counts.num_resumed_requests += bool(source.resume_token_ids)
 
@@ -138,6 +137,8 @@ class Scheduler:
     def _serve_alone(self, suspect: Request, now: float) -> StepPlan | None:
         """A plan for one request. None if it cannot get a row: then the others go on, for they hold what it lacks."""
         if suspect.status is not RequestStatus.RUNNING:
+            if not self.running.has_free_row:
+                return None
             plan = self._serve_running(now, np.empty(0, dtype=np.int32))
             self._admit(suspect, plan)
             return plan if plan.new_rows else None
@@ -407,13 +408,10 @@ class Scheduler:
 
     def _expire(self, now: float) -> None:
         """End what is past its deadline."""
-        while self._deadlines and (self._deadlines[0][0] <= now or not self._is_here(self._deadlines[0][2])):
-            request = heapq.heappop(self._deadlines)[2]
-            if self._is_here(request):
-                deadline_ms = request.source.deadline_ms
-                error = QuireError(f"deadline_ms: {deadline_ms} ms have passed.")
-                self._ended.append(self._end(request, now, "deadline", error))
-                self._counts.num_deadlines_missed += 1
+        for request in self._deadlines.passed(now):
+            error = QuireError(f"deadline_ms: {request.source.deadline_ms} ms have passed.")
+            self._ended.append(self._end(request, now, "deadline", error))
+            self._counts.num_deadlines_missed += 1
 
     def _is_here(self, request: Request) -> bool:
         return self.requests.get(request.request_id) is request

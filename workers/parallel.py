@@ -139,7 +139,12 @@ def host_store(address: str, world_size: int) -> TCPStore:
 
     It lives as long as the returned object, over all generations.
     """
-    return TCPStore(address, 0, world_size, is_master=True, wait_for_workers=False)
+    # The store would listen on every interface of the node; a socket that is there already keeps it to one.
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, world_size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
 
 
 def join(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
-from ..errors import InvalidRequestError, QuireError
+from ..errors import EngineError, InvalidRequestError, QuireError
 from ..outputs import EngineRequest
 from ..request import Request
 from ..wait_ledger import WaitCause
@@ -66,7 +66,7 @@ class GrammarGate:
         grammar = future.result()  # a grammar that cannot be compiled ends the request
         if request.output_token_ids:
             return self._resume(grammar, request)
-        request.constraint = grammar.open(request.source, request.num_tokens_left)
+        request.constraint = _opened(lambda: grammar.open(request.source, request.num_tokens_left))
         return True
 
     def leave(self, request: Request) -> None:
@@ -82,7 +82,7 @@ class GrammarGate:
             request.opening = self._submit(lambda: grammar.open(source, num_left))
         if not request.opening.done():
             return False
-        request.constraint = request.opening.result()
+        request.constraint = _opened(request.opening.result)
         return True
 
     def _make_room(self) -> None:
@@ -107,3 +107,13 @@ class GrammarGate:
     def _announce(self) -> None:
         self.version = next(self._versions)
         self._on_ready()
+
+
+def _opened(open_it: Callable[[], Any]) -> Any:
+    """What a matcher raises belongs to the request that it was opened for, and to nobody else."""
+    try:
+        return open_it()
+    except QuireError:
+        raise
+    except Exception as error:
+        raise EngineError(f"The grammar failed when it was opened ({type(error).__name__}: {error}).") from error
