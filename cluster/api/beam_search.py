@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 import msgspec
@@ -19,7 +19,7 @@ from .errors import DeadlineError
 from .generation import Generation
 from .protocol.generation import GenerationRequest
 from .resume import Begun
-from .tenants import Tenant
+from .tenants import NOBODY, PromptBill, Tenant
 
 
 def generation_of(
@@ -50,7 +50,10 @@ def generation_of(
 
 
 class BeamGeneration(Generation):
-    """The choices of a prompt are its beams, the best first. They are known only when the search is over: `run` it."""
+    """The choices of a prompt are its beams, the best first. They are known only when the search is over: `run` it.
+
+    The tenant is charged for each step: every token that an engine makes, beam or not, and those it has to read for it.
+    """
 
     def __init__(
         self,
@@ -62,7 +65,8 @@ class BeamGeneration(Generation):
         params: BeamSearchParams,
         marks: frozenset[int],
     ) -> None:
-        super().__init__(backend, served, prompts, metrics, tenant, marks=marks)
+        super().__init__(backend, served, prompts, metrics, NOBODY, marks=marks)  # the steps are charged, not the beams
+        self._payer = tenant
         self._firsts = [choices[0] for choices in prompts]
         processor = served.input_processor
         self._search = BeamSearch(
@@ -95,18 +99,29 @@ class BeamGeneration(Generation):
         requests = [self._request(i, token_ids) for i, token_ids in enumerate(wanted)]
         position = {request.request_id: i for i, request in enumerate(requests)}
         tops: list[list[tuple[int, float]]] = [[] for _ in wanted]
-        async with aclosing(self._backend.generate(self._model, requests)) as batches:
-            async for outputs in batches:
-                for output in outputs:
+        bill = PromptBill(self._payer, self._num_new_tokens(wanted))
+        with bill:
+            async with aclosing(self._backend.generate(self._model, requests)) as batches:
+                async for output in _each(batches):
                     self._check(output)
                     i = position[output.request_id]
-                    if output.logprobs:
+                    if output.logprobs and not tops[i]:
                         tops[i] = output.logprobs[0].top
+                        bill.pay(i)
+                        self._payer.used(1 + self._num_repeated(wanted[i], output.num_cached_tokens))
                     if self._num_steps == 0:
                         self._num_cached[i] = output.num_cached_tokens
         if not all(tops):
             raise EngineError("The engine ended its work on this request without an answer.")
         return tops
+
+    def _num_new_tokens(self, wanted: list[list[int]]) -> dict[int, int]:
+        """Tokens of each prompt that the step before has not sent."""
+        return {i: len(token_ids) if self._num_steps == 0 else 1 for i, token_ids in enumerate(wanted)}
+
+    def _num_repeated(self, token_ids: list[int], num_cached: int) -> int:
+        """Tokens that an earlier step has sent, and that an engine computes again as its cache lacks them."""
+        return 0 if self._num_steps == 0 else max(0, len(token_ids) - 1 - num_cached)
 
     def _request(self, i: int, token_ids: list[int]) -> EngineRequest:
         first = self._firsts[0]
@@ -135,3 +150,9 @@ class BeamGeneration(Generation):
         reason: FinishReason = "stop" if beam.finished else "length"
         token_ids = beam.token_ids
         self._take([EngineOutput(state.request_id, 0, token_ids, reason, num_cached_tokens=num_cached)])
+
+
+async def _each(batches: AsyncGenerator[list[EngineOutput], None]) -> AsyncGenerator[EngineOutput, None]:
+    async for outputs in batches:
+        for output in outputs:
+            yield output

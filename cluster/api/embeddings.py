@@ -22,7 +22,7 @@ from .parsing import parse_request
 from .protocol.embeddings import EmbeddingRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage
 from .sse import unless_client_leaves
-from .tenants import Tenant, tenant_of
+from .tenants import PromptBill, Tenant, tenant_of
 
 
 async def embeddings(http: Request, context: ApiContext) -> Response:
@@ -78,19 +78,15 @@ class EmbeddingRun:
         self._model = model
         self._requests = requests
         self._metrics = metrics
-        self._tenant = tenant
+        self._bill = PromptBill(tenant, {each.request_id: len(each.prompt_token_ids) for each in requests})
         self._unfinished = {request.request_id: index for index, request in enumerate(requests)}
         self._vectors: list[FloatArray | None] = [None] * len(requests)
 
     async def vectors(self) -> list[FloatArray]:
         """In the order of the requests. Raises what the backend raises, and `EngineError` when one has no vector."""
         try:
-            async with aclosing(self._backend.generate(self._model, self._requests)) as batches:
-                async for outputs in batches:
-                    for output in outputs:
-                        self._take(output)
-                    if not self._unfinished:
-                        break
+            with self._bill:
+                await self._run()
             vectors = [vector for vector in self._vectors if vector is not None]
             if len(vectors) < len(self._vectors):
                 raise EngineError("The engine ended its work on this request without an embedding.")
@@ -100,6 +96,14 @@ class EmbeddingRun:
             raise
         finally:
             self._end_unfinished("abort")
+
+    async def _run(self) -> None:
+        async with aclosing(self._backend.generate(self._model, self._requests)) as batches:
+            async for outputs in batches:
+                for output in outputs:
+                    self._take(output)
+                if not self._unfinished:
+                    break
 
     def _take(self, output: EngineOutput) -> None:
         if output.finish_reason is None or output.request_id not in self._unfinished:
@@ -111,7 +115,7 @@ class EmbeddingRun:
         raise_unless_answered(output.finish_reason, output)
         num_tokens = len(self._requests[index].prompt_token_ids)
         self._metrics.prompt(num_tokens)
-        self._tenant.used(num_tokens)
+        self._bill.pay(output.request_id)
         self._vectors[index] = output.embedding
 
     def _end_unfinished(self, reason: str) -> None:

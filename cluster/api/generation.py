@@ -28,7 +28,7 @@ from .protocol.generation import GenerationRequest
 from .protocol.scheduling import ScheduledRequest
 from .responses import PromptTokensDetails, Usage
 from .resume import EventIds
-from .tenants import NOBODY, Tenant
+from .tenants import NOBODY, PromptBill, Tenant
 
 
 async def find_model(backend: Backend, name: str) -> ServedModel:
@@ -89,8 +89,8 @@ class Generation:
     """Runs the choices of all prompts of one HTTP request; `states[i]` is the answer with index i.
 
     `prompts` has the engine requests of each prompt, one per choice. `tenant` is charged with the tokens as they come,
-    a prompt with the first token of its first choice. `include_report`: the user wants to know where the time went.
-    `marks`: special tokens that stay in the text.
+    a prompt with the first token of its first choice, or when it is given up before. `include_report`: the user wants
+    to know where the time went. `marks`: special tokens that stay in the text.
     """
 
     def __init__(
@@ -116,6 +116,9 @@ class Generation:
             RequestState(request, served.token_decoder, index=i, marks=marks)
             for i, request in enumerate(self._requests)
         ]
+        firsts = enumerate(choices[0] for choices in prompts)
+        owed = {i: len(first.prompt_token_ids) for i, first in firsts if not first.resume_token_ids}
+        self._bill = PromptBill(tenant, owed)
         self._state_of = {state.request_id: state for state in self.states}
         self._num_unfinished = len(self.states)
         self._include_report = include_report
@@ -145,13 +148,14 @@ class Generation:
             running = [r for r, state in zip(self._requests, self.states, strict=True) if not state.finished]
             if not running:
                 return
-            async with aclosing(self._backend.generate(self._model, running)) as batches:
-                async for outputs in batches:
-                    deltas = self._take(outputs)
-                    if deltas:
-                        yield deltas
-                    if not self._num_unfinished:
-                        return
+            with self._bill:
+                async with aclosing(self._backend.generate(self._model, running)) as batches:
+                    async for outputs in batches:
+                        deltas = self._take(outputs)
+                        if deltas:
+                            yield deltas
+                        if not self._num_unfinished:
+                            return
             if len(self._last_words) < self._num_unfinished:
                 raise EngineError("The engine ended its work on this request without an answer.")
             yield list(self._last_words.values())  # their engine was lost before it had reported
@@ -234,7 +238,7 @@ class Generation:
                 self._tenant.used(num_new)
             is_computed = num_new > 0 or output.finish_reason in ("stop", "length")
             if num_known == 0 and is_computed and state.index % self._num_choices == 0:
-                self._tenant.used(state.num_prompt_tokens)
+                self._bill.pay(state.index // self._num_choices)
                 self._metrics.prompt(state.num_prompt_tokens)
             if delta is not None:
                 deltas.append(delta)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 from quire.engine.errors import InvalidRequestError
 from quire.engine.input_processor import RequestOptions
 
-from .errors import RateLimitError
+from .errors import DeadlineError, RateLimitError
 from .rate_limits import Bucket
 
 _STATE_KEY = "quire.tenant"  # of an ASGI scope
@@ -96,6 +97,26 @@ class Tenant:
 
     def _share(self, limit: float | None) -> float:
         return max(1.0, (limit or 0.0) / max(1, self._num_gateways()))
+
+
+class PromptBill:
+    """Prompts that engines work on, each charged once: by `pay` when something came of it, or at the end of the `with`
+    when the user gave it up before, by leaving or by a deadline. Those of requests that are refused or fail are free.
+    """
+
+    def __init__(self, tenant: Tenant, num_tokens: Mapping[Any, int]) -> None:
+        self._tenant = tenant
+        self._owed = dict(num_tokens)
+
+    def pay(self, prompt: Hashable) -> None:
+        self._tenant.used(self._owed.pop(prompt, 0))
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, asyncio.CancelledError | GeneratorExit | DeadlineError):
+            self._tenant.used(sum(self._owed.values()))
 
 
 NOBODY = Tenant()

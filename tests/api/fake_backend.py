@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
+import msgspec
 import numpy as np
 
 from quire.cluster.api.backend import ServedModel
@@ -45,6 +46,7 @@ class FakeBackend:
         self.late_refusal: Refusal | None = None  # that `failure` is the request's own fault
         self.deadline_after: int | None = None  # tokens after which the deadline of every request passes
         self.report: RequestReport | None = None
+        self.says_at_once: EngineOutput | None = None  # of every request, before any token
         self.answers_nothing: asyncio.Event | None = None  # until it is set
         self.reports_aborts = True  # False: as if the engine were lost before
         self.last_words: dict[str, EngineOutput] = {}
@@ -74,6 +76,11 @@ class FakeBackend:
         self.running |= mine
         self.started.set()
         num_sent = {request.request_id: len(request.resume_token_ids) for request in requests}
+        if self.says_at_once is not None:
+            for request_id in mine:
+                del self.running[request_id]
+            yield [msgspec.structs.replace(self.says_at_once, request_id=request_id) for request_id in mine]
+            return
         if self.answers_nothing is not None:
             await self.answers_nothing.wait()
         try:

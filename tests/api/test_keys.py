@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from quire.cluster.api.errors import RateLimitError
 from quire.cluster.api.keys import KeyRing, read_key_file
 from quire.cluster.api.rate_limits import Bucket
 from quire.cluster.api.tenants import Tenant, Terms
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, OverloadedError
+from quire.engine.outputs import EngineOutput, EngineRequest
 
 ANN, BOB, LIMITED = "sk-ann-12345", "sk-bob-12345", "sk-limited-1"
 FILE: Any = {
@@ -174,6 +177,97 @@ async def test_a_stream_is_charged_as_it_goes(guarded: httpx.AsyncClient, keys: 
     body = {**COMPLETION, "stream": True}
     await guarded.post("/v1/completions", json=body, headers=bearer(BOB))
     assert bucket._level == 60 - 4 - 3
+
+
+@pytest.fixture
+def level(keys: KeyRing) -> Callable[[], float]:
+    """Of Bob's 60 tokens, those that are left; no time passes."""
+    bob = keys.find(BOB)
+    assert bob is not None
+    bucket = bob._buckets["tokens"]
+    bucket._clock = Clock()
+    bucket._seen = 0.0
+    return lambda: bucket._level
+
+
+BEAMS = {**COMPLETION, "use_beam_search": True, "n": 2, "temperature": 0}
+
+
+@pytest.mark.parametrize(("num_cached", "num_repeated"), [(100, 0), (0, 2 * 4 + 2 * 5), (3, 2 * 1 + 2 * 2)])
+async def test_every_step_of_a_search_is_charged(
+    guarded: httpx.AsyncClient,
+    backend: FakeBackend,
+    level: Callable[[], float],
+    num_cached: int,
+    num_repeated: int,
+) -> None:
+    """A prompt of 4, then 2 beams twice: 5 tokens are made, each after one that is new; the rest is in the cache or not."""
+    backend.num_cached_tokens = num_cached
+    answer = await guarded.post("/v1/completions", json={**BEAMS, "max_tokens": 3}, headers=bearer(BOB))
+    assert answer.status_code == 200
+    assert level() == 60 - 4 - 5 - 4 - num_repeated
+
+
+async def test_a_search_that_is_given_up_is_charged_as_far_as_it_went(
+    guarded: httpx.AsyncClient, backend: FakeBackend, level: Callable[[], float]
+) -> None:
+    backend.num_cached_tokens = 100
+
+    generate, num_steps = backend.generate, 0
+
+    async def third_step_waits(
+        model: str, requests: Sequence[EngineRequest]
+    ) -> AsyncGenerator[list[EngineOutput], None]:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 3:
+            backend.answers_nothing = asyncio.Event()
+        async with aclosing(generate(model, requests)) as batches:
+            async for batch in batches:
+                yield batch
+
+    backend.generate = third_step_waits  # type: ignore[method-assign]
+    asking = asyncio.create_task(guarded.post("/v1/completions", json={**BEAMS, "max_tokens": 5}, headers=bearer(BOB)))
+    while backend.answers_nothing is None or len(backend.requests) < 5:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert level() == 60 - (4 + 1) - 2 * (1 + 1) - 2 * 1
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("how", ["leaves", "deadline", "fails", "refused"])
+async def test_a_prompt_that_is_given_up_is_charged(
+    guarded: httpx.AsyncClient, backend: FakeBackend, level: Callable[[], float], how: str, streamed: bool
+) -> None:
+    """By who leaves and by a deadline, before any token; not one that the service fails."""
+    body = {**COMPLETION, "prompt": [[1, 2, 3], [4, 5]], "n": 2, "stream": streamed}
+    if how == "refused":
+        backend.refusal = OverloadedError("Full.")
+    elif how == "leaves":
+        backend.answers_nothing = asyncio.Event()
+    else:
+        backend.says_at_once = EngineOutput("", 0, [], "deadline" if how == "deadline" else "error", error="It failed.")
+    asking = asyncio.create_task(guarded.post("/v1/completions", json=body, headers=bearer(BOB)))
+    if how == "leaves":
+        await backend.started.wait()
+        asking.cancel()
+    [answer] = await asyncio.gather(asking, return_exceptions=True)
+    if isinstance(answer, httpx.Response):
+        assert answer.status_code == {"deadline": 408, "fails": 500, "refused": 503}[how]
+    assert level() == 60 - (5 if how in ("leaves", "deadline") else 0)
+
+
+async def test_inputs_that_are_given_up_are_charged(
+    guarded: httpx.AsyncClient, backend: FakeBackend, level: Callable[[], float]
+) -> None:
+    backend.answers_nothing = asyncio.Event()
+    body = {"model": COMPLETION["model"], "input": [[1, 2, 3], [4, 5]]}
+    asking = asyncio.create_task(guarded.post("/v1/embeddings", json=body, headers=bearer(BOB)))
+    await backend.started.wait()
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert level() == 60 - 5
 
 
 async def test_the_file_is_read_again_when_it_changes(keys: KeyRing, path: Path) -> None:
