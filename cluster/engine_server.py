@@ -16,7 +16,7 @@ import msgspec
 from quire.engine.cache_history import KVEvent
 from quire.engine.config import ParallelConfig
 from quire.engine.core import EngineCore
-from quire.engine.errors import QuireError
+from quire.engine.errors import EngineEndedError, QuireError
 from quire.engine.loop import EngineLoop
 from quire.engine.outputs import EngineOutput
 
@@ -189,6 +189,8 @@ class EngineServer:
 
     def _on_accepted(self, gateway: transport.Connection, request_id: str, future: Future[None]) -> None:
         error = future.exception()
+        if isinstance(error, EngineEndedError):
+            return  # the connection closes with the engine, and its gateway sends the request to another one
         if isinstance(error, QuireError):
             if self._owners.get(request_id) is gateway:
                 del self._owners[request_id]

@@ -54,6 +54,10 @@ class EngineError(QuireError):
     """The engine failed while it worked on a request: the request could not be completed."""
 
 
+class EngineEndedError(EngineError):
+    """The engine takes nothing in any more. That says nothing about the request: another engine can have it."""
+
+
 class ExecutorError(QuireError):
     """A step could not be executed. The engine's requests can be run again.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from .cache_history import KVEvent
 from .core import EngineCore
-from .errors import EngineError, QuireError
+from .errors import EngineEndedError, QuireError
 from .outputs import EngineOutput, EngineRequest, SchedulerStats
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ class EngineLoop:
             if not self._has_ended:
                 self._inbox.put(job)
             elif job is not None and job.future is not None:
-                job.future.set_exception(EngineError("The engine has ended."))
+                job.future.set_exception(EngineEndedError("The engine has ended."))
         self._core.wake()  # it may be waiting for a gate
 
     def _end(self) -> None:
@@ -114,7 +114,7 @@ class EngineLoop:
             while not self._inbox.empty():
                 job = self._inbox.get()
                 if job is not None and job.future is not None:
-                    job.future.set_exception(EngineError("The engine has ended."))
+                    job.future.set_exception(EngineEndedError("The engine has ended."))
 
     def _run(self) -> None:
         try:

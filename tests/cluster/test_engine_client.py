@@ -193,6 +193,32 @@ async def test_streams_survive_the_loss_of_their_engine(directory: Directory, cl
     await second.close()
 
 
+async def test_a_request_that_an_engine_meets_at_its_end_goes_elsewhere(
+    directory: Directory, client: EngineClient
+) -> None:
+    """It waits for the end of a step, and the step is the one in which the core fails."""
+    in_step, may_fail = threading.Event(), threading.Event()
+
+    class Failing(PacedExecutor):
+        def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+            in_step.set()
+            may_fail.wait()
+            raise AssertionError("a broken invariant")
+
+    first = await start_engine(directory, "e1", make_core(Failing(), max_num_seqs=4))
+    streams = [asyncio.create_task(collect(client, request("r0")))]
+    await asyncio.to_thread(in_step.wait)
+    streams.append(asyncio.create_task(collect(client, request("r1"))))
+    await until(lambda: "r1" in first._owners)
+    may_fail.set()
+    assert "invariant" in str(await first.failed)
+    await asyncio.sleep(0.1)  # whatever it says to its gateway now has arrived
+    second = await start_engine(directory, "e2")
+    await first.close()
+    assert await asyncio.gather(*streams) == [{"r0": expected()}, {"r1": expected()}]
+    await second.close()
+
+
 @pytest.mark.parametrize("problem", [transport.TransportError("no handshake in time"), TimeoutError()])
 async def test_an_engine_that_cannot_be_reached_stays_and_is_tried_again(
     directory: Directory, monkeypatch: pytest.MonkeyPatch, problem: Exception
