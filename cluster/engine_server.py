@@ -194,6 +194,7 @@ class EngineServer:
         if isinstance(error, QuireError):
             if self._owners.get(request_id) is gateway:
                 del self._owners[request_id]
+                self._journal.refused(request_id)
             self._send(gateway, Refused.from_error(request_id, error))
 
     def _recall(self, gateway: transport.Connection, key: bytes) -> None:

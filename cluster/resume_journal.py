@@ -71,6 +71,14 @@ class ResumeJournal:
                 self._num_ended_tokens += len(self._entries[request_id].token_ids)
         self._expire()
 
+    def refused(self, request_id: str) -> None:
+        """A request was not taken in. If it came with tokens, its client may still ask for them."""
+        entry = self._entries.get(request_id)
+        if entry is not None and entry.token_ids:
+            self.end([request_id])
+        else:
+            self._forget(request_id)
+
     def recall(self, key: bytes) -> dict[str, ResumePoint]:
         """What is known of a request's answers, by request id. It is forgotten here: the gateway that asks has it."""
         self._expire()

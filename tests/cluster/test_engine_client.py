@@ -708,6 +708,16 @@ async def test_engines_remember_the_streams_of_a_gateway_that_died(directory: Di
         await engine.close()
 
 
+async def test_engines_forget_requests_that_they_refuse(directory: Directory, client: EngineClient) -> None:
+    engine = await start_engine(directory, "e1")
+    await until(lambda: client.links() != [])
+    refused = msgspec.structs.replace(tagged("r", 20), prompt_token_ids=[1] * 5000)
+    with pytest.raises(InvalidRequestError):
+        await collect(client, refused)
+    assert engine._journal._entries == {}
+    await engine.close()
+
+
 async def test_a_stream_that_still_runs_is_taken_from_its_gateway(directory: Directory, client: EngineClient) -> None:
     """Its client has lost the connection, which the gateway does not know yet."""
     engine = await start_engine(directory, "e1", fake_core(step_s=0.005))

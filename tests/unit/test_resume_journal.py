@@ -74,6 +74,23 @@ def test_a_repeated_request_takes_the_place_of_the_older_one() -> None:
     assert tokens(journal) == {"second": [3]}
 
 
+def test_of_what_was_refused_only_the_tokens_are_kept_and_not_for_longer_than_others() -> None:
+    clock = Clock()
+    journal = ResumeJournal(clock)
+    journal.begin(tagged("new", b"new"))
+    journal.begin(tagged("resumed", b"resumed", resume_token_ids=[1, 2]))
+    for request_id in ("new", "resumed", "unknown"):
+        journal.refused(request_id)
+    assert list(journal._entries) == list(journal._ended) == ["resumed"]
+    clock.now = KEEP_S / 2
+    assert tokens(journal, b"resumed") == {"resumed": [1, 2]}
+    journal.begin(tagged("resumed", b"resumed", resume_token_ids=[1, 2]))
+    journal.refused("resumed")
+    clock.now += KEEP_S + 1
+    assert tokens(journal, b"resumed") == {}
+    assert (journal._entries, journal._ids, journal._ended, journal._num_ended_tokens) == ({}, {}, {}, 0)
+
+
 def test_memory_is_bounded() -> None:
     journal = ResumeJournal(max_tokens=100)
     for i in range(50):
