@@ -94,6 +94,7 @@ class Gateway:
         self._models = ServedModels(
             [engine.model for engine in config.engines().values()],
             [engine.model.name for engine in config.engines().values() if engine.scheduler.policy == "priority"],
+            {engine.model.name: engine.grammar for engine in config.engines().values()},
         )
         await self._models.start()
         self._waker = EngineWaker(

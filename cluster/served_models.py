@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Container, Mapping, Sequence
 
-from quire.engine.config import ModelConfig
+from quire.engine.config import GrammarConfig, ModelConfig
 from quire.engine.errors import ConfigError, EngineError, ModelNotFoundError
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
@@ -22,13 +22,23 @@ class ServedModels:
     """The models that a gateway serves, the default one first. Methods are called on one event loop.
 
     A model whose tokenizer cannot be loaded concerns nobody who asks for another; it is tried again for each request.
+    `grammar_limits` are those of each model's engines, by name.
     """
 
-    def __init__(self, configs: Sequence[ModelConfig], with_priorities: Container[str] = ()) -> None:
+    def __init__(
+        self,
+        configs: Sequence[ModelConfig],
+        with_priorities: Container[str] = (),
+        grammar_limits: Mapping[str, GrammarConfig] | None = None,
+    ) -> None:
         """`with_priorities`: names of the models whose engines heed a request's priority."""
         self._created = int(time.time())
+        limits = grammar_limits or {}
         self._models = {
-            config.name: _Model(config, self._created, config.name in with_priorities) for config in configs
+            config.name: _Model(
+                config, self._created, config.name in with_priorities, limits.get(config.name, GrammarConfig())
+            )
+            for config in configs
         }
 
     async def start(self) -> None:
@@ -72,8 +82,9 @@ class ServedModels:
 class _Model:
     """One model, loaded or not."""
 
-    def __init__(self, config: ModelConfig, created: int, has_priorities: bool) -> None:
+    def __init__(self, config: ModelConfig, created: int, has_priorities: bool, grammar_limits: GrammarConfig) -> None:
         self.config = config
+        self._grammar_limits = grammar_limits
         self.served: ServedModel | None = None
         self.fault: str | None = None
         self._created = created
@@ -110,4 +121,5 @@ class _Model:
             created=self._created,
             config=self.config,
             has_priorities=self._has_priorities,
+            grammar_limits=self._grammar_limits,
         )

@@ -6,8 +6,10 @@ import json
 
 from llguidance.gbnf_to_lark import any_to_lark
 
+from quire.engine.config import GrammarConfig
 from quire.engine.errors import InvalidRequestError
 from quire.engine.grammar import GrammarSpec
+from quire.engine.grammar.request_fields import check_size
 
 from .chat_reading import Reading
 from .reasoning import ReasoningMarks
@@ -15,12 +17,17 @@ from .tools.lark import Lark, possible_calls, quoted, required_calls
 from .tools.tool_set import ToolSet
 
 
-def answer_grammar(reading: Reading, wanted: GrammarSpec | None) -> GrammarSpec | None:
+def answer_grammar(
+    reading: Reading, wanted: GrammarSpec | None, limits: GrammarConfig | None = None
+) -> GrammarSpec | None:
     """The grammar of answers that call tools as they may, and otherwise are as `wanted`; None where all is allowed.
 
-    Raises `InvalidRequestError` for what does not go together.
+    Raises `InvalidRequestError` for what does not go together, or is over the `limits`.
     """
-    lark = Lark(reading.token_ids)
+    limits = limits or GrammarConfig()
+    if wanted is not None:
+        check_size(wanted, limits)
+    lark = Lark(reading.token_ids, limits)
     spec = wanted
     if reading.tools is not None and (wanted is not None or _needs_grammar(reading.tools)):
         start = _calls(reading, lark, wanted)

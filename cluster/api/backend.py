@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from quire.engine.config import ModelConfig
+from quire.engine.config import GrammarConfig, ModelConfig
 from quire.engine.detokenizer import TokenDecoder
 from quire.engine.input_processor import InputProcessor
 from quire.engine.model_source import ModelInfo
@@ -34,6 +34,7 @@ class ServedModel:
     created: int  # seconds since the epoch, for /v1/models
     chat: ChatStyle
     has_priorities: bool = False  # its engines heed `priority` (scheduler policy "priority")
+    grammar_limits: GrammarConfig = GrammarConfig()  # noqa: RUF009 - it is immutable
 
     @classmethod
     def create(
@@ -44,12 +45,20 @@ class ServedModel:
         created: int | None = None,
         config: ModelConfig | None = None,
         has_priorities: bool = False,
+        grammar_limits: GrammarConfig | None = None,
     ) -> ServedModel:
         """A model served from now on, or from `created`. Raises `ConfigError` when its chat template is not there."""
         when = int(time.time()) if created is None else created
         chat = ChatStyle.of(tokenizer, config)
         return cls(
-            info, tokenizer, InputProcessor(info, tokenizer), TokenDecoder(tokenizer), when, chat, has_priorities
+            info,
+            tokenizer,
+            InputProcessor(info, tokenizer),
+            TokenDecoder(tokenizer),
+            when,
+            chat,
+            has_priorities,
+            grammar_limits or GrammarConfig(),
         )
 
     @property

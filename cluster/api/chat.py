@@ -55,7 +55,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     answer_id, engine_id = request.ids("chatcmpl")
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
-    grammar = await off_the_loop(body, lambda: answer_grammar(reading, options.grammar))
+    grammar = await off_the_loop(body, lambda: answer_grammar(reading, options.grammar, served.grammar_limits))
     options = msgspec.structs.replace(options, grammar=grammar)
     requests = served.input_processor.process(engine_id, token_ids, params, param="messages", options=options)
     begun = Begun([requests], answer_id, int(time.time()))

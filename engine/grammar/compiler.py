@@ -18,6 +18,7 @@ from .completion import Completer, Completion
 from .constraint import Constraint
 from .examples import example
 from .json_schema import JSON_OPTIONS, prepare_schema, sub_schemas
+from .request_fields import check_size
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
 
@@ -71,10 +72,7 @@ class LlguidanceCompiler:
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Raises `InvalidRequestError`, naming the user's field and what is wrong with what he gave."""
-        if len(spec.source) > self._config.max_source_bytes:
-            raise _refusal(
-                spec, f"has {len(spec.source)} characters, at most {self._config.max_source_bytes} are allowed"
-            )
+        check_size(spec, self._config)
         source = self._llguidance_source(spec)
         vocabulary = self._load_vocabulary(spec)
         limits = LLParserLimits(
@@ -157,7 +155,7 @@ def _first_refused(spec: GrammarSpec, limits: LLParserLimits) -> str:
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
     for part in islice(sub_schemas(schema), _MAX_PARTS):
         if LLMatcher.validate_grammar(_json_grammar({**shared, **part.schema}), limits=limits):
-            return f"{part.pointer or '/'}: "
+            return f"{str(part.pointer) or '/'}: "
     return ""
 
 

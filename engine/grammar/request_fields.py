@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from ..config import GrammarConfig
 from ..errors import InvalidRequestError
 from .spec import GrammarSpec
 
@@ -89,3 +90,13 @@ def choice_spec(choices: Sequence[str], param: str) -> GrammarSpec:
             f"{param}: must be a list of 1 to {MAX_CHOICES} texts, none of them empty; got {choices!r:.80}.", param
         )
     return GrammarSpec(kind="choice", source=json.dumps(list(choices), ensure_ascii=False), param=param)
+
+
+def check_size(spec: GrammarSpec, limits: GrammarConfig) -> None:
+    """Refuse a source that is too large to be read. Raises `InvalidRequestError`."""
+    if len(spec.source) > limits.max_source_bytes:
+        raise InvalidRequestError(
+            f"{spec.param}: the {spec.kind.replace('_', ' ')} has {len(spec.source)} characters, at most "
+            f"{limits.max_source_bytes} are allowed.",
+            spec.param,
+        )

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
 from grammar_helpers import compiler, schema_spec, shared_compiler
 from json_schemas import SCHEMAS
 
+from quire.cluster.api.answer_grammar import answer_grammar
+from quire.cluster.api.chat_reading import Reading
 from quire.cluster.api.tools.lark import Lark
 from quire.cluster.api.tools.tool_set import Function
+from quire.engine.config import GrammarConfig
 from quire.engine.errors import InvalidRequestError
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.examples import example
@@ -42,6 +46,18 @@ def inside(schema: Any) -> dict[str, Any]:
         ({"properties": []}, "/properties", "must be an object of schemas"),
         ({"anyOf": {}}, "/anyOf", "must be a list of schemas"),
         ({"anyOf": [3]}, "/anyOf/0", "must be a schema, got 3"),
+        ({"type": "object", "required": 5}, "/required", "must be a list of texts, got 5"),
+        ({"required": ["a", 3]}, "/required", "must be a list of texts, got ['a', 3]"),
+        ({"enum": []}, "/enum", "must be a list that is not empty, got []"),
+        ({"minLength": True}, "/minLength", "must be a whole number that is not negative, got True"),
+        ({"maxItems": -1}, "/maxItems", "must be a whole number that is not negative, got -1"),
+        ({"minProperties": 10**60}, "/minProperties", "must be a whole number that is not negative, got a very large"),
+        ({"multipleOf": 0}, "/multipleOf", "must be a number above 0, got 0"),
+        ({"minimum": "1"}, "/minimum", "must be a number, got '1'"),
+        ({"pattern": None}, "/pattern", "must be a text, got None"),
+        ({"anyOf": [{}], "$ref": "#/anyOf/²"}, "/$ref", "refers to '#/anyOf/²', which does not exist"),
+        ({"anyOf": [{}], "$ref": f"#/anyOf/{'9' * 5000}"}, "/$ref", "refers to '#/anyOf/9999"),
+        ({"anyOf": [{}], "$ref": "#/anyOf/00"}, "/$ref", "refers to '#/anyOf/00', which does not exist"),
         ({"minProperties": 2}, "/minProperties", "2 is not enforced where only 0 are required"),
     ],
 )
@@ -172,10 +188,47 @@ def test_a_schema_in_a_lark_grammar_is_held_to_the_same() -> None:
         lark.answer({"not": {}}, "response_format")
 
 
+def test_long_names_of_many_children_cost_little() -> None:
+    """Once the length of a name was paid for every child of it."""
+    name = "n" * 100_000
+    schema = {"properties": {name: {"anyOf": [{"type": "null"}] * 3000}}}
+    tracemalloc.start()
+    prepare_schema(schema, "p")
+    assert len(list(sub_schemas(schema))) == 3002
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 * 2**20
+    for wrong in (
+        {"anyOf": [{"not": {}}]},
+        {"type": name},
+        {"$ref": name},
+        {name: 1},
+        {"format": name},
+    ):
+        with pytest.raises(InvalidRequestError) as caught:
+            prepare_schema({"properties": {name: wrong}}, "p")
+        assert caught.value.message.startswith("p: /properties/nnn")
+        assert len(caught.value.message) < 600
+
+
+def test_a_gateway_refuses_what_is_too_large_before_it_reads_it() -> None:
+    limits = GrammarConfig(max_source_bytes=1000)
+    large = {"type": "object", "properties": {"a": {"type": "string", "description": "d" * 900}}}
+    many = [GrammarSpec(kind=kind, source="a" * 1001) for kind in ("json_schema", "regex", "ebnf")]
+    for spec in many:
+        with pytest.raises(InvalidRequestError, match=r"has 1001 characters, at most 1000 are allowed"):
+            answer_grammar(Reading(None), spec, limits)
+    for strict in (False, True):  # advice that cannot be read is no advice
+        lark = Lark({}, limits)
+        lark.argument("a", large, Function("f", large, strict=strict))
+        with pytest.raises(InvalidRequestError, match=r"^tools\.f: the JSON schemas .* at most 1000 are allowed"):
+            lark.argument("b", large, Function("f", large, strict=strict, param="tools.f"))
+
+
 def test_inner_schemas_come_first() -> None:
     schema = {"anyOf": [{"items": {"type": "null"}}], "properties": {"x~y": {}}}
-    assert [part.pointer for part in sub_schemas(schema)][-1] == ""
-    assert {part.pointer for part in sub_schemas(schema)} == {"", "/anyOf/0", "/anyOf/0/items", "/properties/x~0y"}
+    assert [str(part.pointer) for part in sub_schemas(schema)][-1] == ""
+    assert {str(part.pointer) for part in sub_schemas(schema)} == {"", "/anyOf/0", "/anyOf/0/items", "/properties/x~0y"}
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from quire.engine.config import GrammarConfig
 from quire.engine.errors import InvalidRequestError
-from quire.engine.grammar.json_schema import JSON_OPTIONS, prepare_schema
+from quire.engine.grammar.json_schema import JSON_OPTIONS, num_chars_of, prepare_schema
 
 from .tool_set import Function
 
@@ -38,10 +39,15 @@ class CallGrammar:
 
 
 class Lark:
-    """Rules of a grammar under construction. `token_ids` are the marks that are tokens of their own."""
+    """Rules of a grammar under construction. `token_ids` are the marks that are tokens of their own.
 
-    def __init__(self, token_ids: Mapping[str, int]) -> None:
+    All schemas together may be as large as `limits` say, as they come into one grammar.
+    """
+
+    def __init__(self, token_ids: Mapping[str, int], limits: GrammarConfig | None = None) -> None:
         self._token_ids = token_ids
+        self._limits = limits or GrammarConfig()
+        self._num_schema_chars = 0
         self._rules: list[str] = []
 
     def rule(self, name: str, body: str) -> str:
@@ -51,20 +57,35 @@ class Lark:
 
     def answer(self, schema: dict[str, Any], param: str) -> str:
         """A rule for an answer in JSON. Raises `InvalidRequestError`."""
-        return self._json("answer", prepare_schema(schema, param), JSON_OPTIONS)
+        self._count(schema, param)
+        return self._json("answer", prepare_schema(schema, param, self._limits.max_schema_depth), JSON_OPTIONS)
 
     def argument(self, name: str, schema: dict[str, Any] | None, function: Function) -> str:
         """A rule for JSON that follows a schema of a function; any object where there is none.
 
-        Raises `InvalidRequestError` where it has to be followed and cannot be.
+        Raises `InvalidRequestError` where it has to be followed and cannot be, and where it is too large to be read.
         """
+        self._count(schema, function.param)
         try:
-            prepared = _ANY_OBJECT if schema is None else prepare_schema(schema, function.param)
+            prepared = _ANY_OBJECT
+            if schema is not None:
+                prepared = prepare_schema(schema, function.param, self._limits.max_schema_depth)
         except InvalidRequestError:
             if function.strict:
                 raise
             prepared = {} if schema is not function.parameters else _ANY_OBJECT
         return self._json(name, prepared, _OPTIONS)
+
+    def _count(self, schema: dict[str, Any] | None, param: str) -> None:
+        """Refuse what the engine would refuse too, before it costs anything here."""
+        self._num_schema_chars += num_chars_of(schema, param)
+        limit = self._limits.max_source_bytes
+        if self._num_schema_chars > limit:
+            raise InvalidRequestError(
+                f"{param}: the JSON schemas of the answer have {self._num_schema_chars} characters up to here, with "
+                f"what they share counted for each that is written by itself; at most {limit} are allowed.",
+                param,
+            )
 
     def _json(self, name: str, schema: Mapping[str, Any], options: Mapping[str, Any]) -> str:
         text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
