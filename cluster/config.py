@@ -27,6 +27,9 @@ class ApiConfig(Section):
         60.0, gt=0, description="Seconds that a request waits when no engine is there, before it is refused or fails."
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of one HTTP request.")
+    max_tokenize_chars: int = Field(
+        1 << 20, ge=1024, description="Longest text that /tokenize counts, whether or not it fits the context."
+    )
     max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
     max_inputs: int = Field(2048, ge=1, description="Most inputs of one request for embeddings.")
     max_messages: int = Field(4096, ge=1, le=32768, description="Most messages of one conversation.")

@@ -9,10 +9,12 @@ from quire.engine.errors import InvalidRequestError
 from .backend import ServedModel
 from .chat_template import render_chat
 from .context import ApiContext, off_the_loop
-from .generation import tokenize
+from .encoding import tokenize, tokenize_any, tokenize_end
 from .protocol import ChatCompletionRequest
+from .protocol.generation import num_kept
 
-_MOST_CHARS = 1 << 26  # of a prompt of which most is cut off
+_MOST_CHARS = 1 << 26  # that a model's own template may make of what a body holds
+_CHARS_PER_TOKEN = 32  # that a stranger's template may render for each token of the context: texts have three to five
 
 
 class ChatPrompt(NamedTuple):
@@ -26,6 +28,8 @@ async def chat_prompt(
 ) -> ChatPrompt:
     """Render the template and tokenize. Raises `InvalidRequestError`; unless `any_length`, for what cannot fit.
 
+    `any_length`: the prompt is only counted (/tokenize), up to a limit of its own.
+
     A template that came with the request is a stranger's program, and is rendered where it can do no harm.
     """
     chat = await off_the_loop(body, lambda: request.conversation(served.chat.special_tokens))
@@ -37,19 +41,24 @@ async def chat_prompt(
             f"messages: the model {served.name!r} has no chat template; use /v1/completions, or give a chat_template.",
             "messages",
         )
-    any_length = any_length or request.truncate_prompt_tokens is not None
     if request.chat_template is None:
-        text = await off_the_loop(body, lambda: render_chat(template, chat, _MOST_CHARS))
+        text = await context.heavy_work.run(body, lambda: render_chat(template, chat, _MOST_CHARS))
     else:
-        max_chars = _MOST_CHARS if any_length else served.input_processor.max_chars
+        processor = served.input_processor
+        max_chars = min(processor.max_chars, _CHARS_PER_TOKEN * processor.max_model_len)
         text = await context.templates.render(template, chat, max_chars)
-    token_ids = await off_the_loop(body, lambda: _token_ids(served, request, text, will_be_cut=any_length))
+    most_chars = context.limits.max_tokenize_chars if any_length else None
+    token_ids = await context.heavy_work.run(text, lambda: _token_ids(served, request, text, most_chars))
     return ChatPrompt(text, token_ids, template)
 
 
-def _token_ids(served: ServedModel, request: ChatCompletionRequest, text: str, *, will_be_cut: bool) -> list[int]:
-    token_ids = tokenize(
-        served, text, param="messages", add_special_tokens=request.add_special_tokens, will_be_cut=will_be_cut
-    )
+def _token_ids(served: ServedModel, request: ChatCompletionRequest, text: str, max_chars: int | None) -> list[int]:
+    """`max_chars`: where the prompt need not fit."""
     max_tokens = request.max_completion_tokens or request.max_tokens or 1
-    return request.truncated(token_ids, served.input_processor.max_model_len, max_tokens)
+    most = num_kept(request.truncate_prompt_tokens, served.input_processor.max_model_len, max_tokens)
+    special = request.add_special_tokens
+    if most is not None:
+        return tokenize_end(served, text, most, add_special_tokens=special)
+    if max_chars is not None:
+        return tokenize_any(served, text, param="messages", add_special_tokens=special, max_chars=max_chars)
+    return tokenize(served, text, param="messages", add_special_tokens=special)

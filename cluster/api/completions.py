@@ -16,10 +16,12 @@ from quire.engine.outputs import CompletionOutput
 from .backend import ServedModel
 from .beam_search import generation_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
-from .generation import Generation, find_model, options_of, tokenize
+from .encoding import tokenize, tokenize_end
+from .generation import Generation, find_model, options_of
 from .logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import CompletionRequest
+from .protocol.generation import num_kept
 from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
@@ -34,7 +36,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     prompts = await off_the_loop(body, request.prompts)
     check_choices(len(prompts), request.num_choices, context.limits)
     metrics = context.metrics.start(served.name, len(prompts) * request.num_choices)
-    token_ids, room = await off_the_loop(body, lambda: _tokenize_all(served, request, prompts))
+    token_ids, room = await context.heavy_work.run(body, lambda: _tokenize_all(served, request, prompts))
     params = request.sampling_params(served.info.generation_defaults, room)
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
@@ -62,15 +64,18 @@ def _tokenize_all(
     """Token ids of each prompt, and what the context leaves after the longest. Raises `InvalidRequestError`."""
     max_model_len = served.input_processor.max_model_len
     max_tokens = request.default_max_tokens if request.max_tokens is None else max(1, request.max_tokens)
-    cut = request.truncate_prompt_tokens is not None
-    token_ids = [
-        tokenize(served, prompt, param="prompt", add_special_tokens=request.add_special_tokens, will_be_cut=cut)
-        if isinstance(prompt, str)
-        else prompt
-        for prompt in prompts
-    ]
-    token_ids = [request.truncated(each, max_model_len, max_tokens) for each in token_ids]
+    most = num_kept(request.truncate_prompt_tokens, max_model_len, max_tokens)
+    token_ids = [_tokens_of(served, request, prompt, most) for prompt in prompts]
     return token_ids, min(served.input_processor.room_after(prompt) for prompt in token_ids)
+
+
+def _tokens_of(served: ServedModel, request: CompletionRequest, prompt: str | list[int], most: int | None) -> list[int]:
+    special = request.add_special_tokens
+    if not isinstance(prompt, str):
+        return prompt if most is None else prompt[-most:]
+    if most is None:
+        return tokenize(served, prompt, param="prompt", add_special_tokens=special)
+    return tokenize_end(served, prompt, most, add_special_tokens=special)
 
 
 def _echoed_texts(served: ServedModel, prompts: Sequence[str | list[int]], n: int) -> list[str]:

@@ -17,14 +17,13 @@ from quire.engine.errors import InvalidRequestError
 from ..metrics import GatewayMetrics
 from .backend import Backend
 from .errors import BodyTooLargeError
+from .heavy_work import LARGE, HeavyWork
 from .limits import ApiLimits
 from .resume import EventIds
 from .sse import EventStream, unless_client_leaves
 from .template_sandbox import TemplateSandbox
 
 T = TypeVar("T")
-
-_LARGE_BODY_BYTES = 16 << 10  # what takes some 20 ms to parse and tokenize, during which no stream would move
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,7 @@ class ApiContext:
     metrics: GatewayMetrics
     limits: ApiLimits
     templates: TemplateSandbox = field(default_factory=TemplateSandbox)  # for those that come with requests
+    heavy_work: HeavyWork = field(default_factory=HeavyWork)
 
 
 async def read_body(http: Request, limits: ApiLimits) -> bytes:
@@ -52,10 +52,10 @@ async def read_body(http: Request, limits: ApiLimits) -> bytes:
 async def off_the_loop(body: bytes, work: Callable[[], T]) -> T:
     """What `work` returns; from a thread where the body is large enough for others to feel it.
 
-    No text and no list in a request has more entries than its body has bytes, so one measure serves every part of the
-    work before the engines.
+    No text and no list in a request has more entries than its body has bytes. What a template makes of them may be
+    longer: texts are tokenized by `heavy_work`.
     """
-    return work() if len(body) < _LARGE_BODY_BYTES else await asyncio.to_thread(work)
+    return work() if len(body) < LARGE else await asyncio.to_thread(work)
 
 
 def new_id(prefix: str) -> str:

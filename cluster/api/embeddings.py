@@ -17,7 +17,8 @@ from quire.engine.outputs import EngineOutput, EngineRequest, FloatArray
 from ..request_metrics import RequestMetrics
 from .backend import Backend, ServedModel
 from .context import ApiContext, json_response, off_the_loop, read_body
-from .generation import find_model, options_of, raise_unless_answered, tokenize
+from .encoding import tokenize, tokenize_start
+from .generation import find_model, options_of, raise_unless_answered
 from .parsing import parse_request
 from .protocol.embeddings import EmbeddingRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage
@@ -32,7 +33,7 @@ async def embeddings(http: Request, context: ApiContext) -> Response:
     served = await find_model(context.backend, request.model)
     inputs = await off_the_loop(body, lambda: request.inputs(context.limits.max_inputs))
     metrics = context.metrics.start(served.name, len(inputs))
-    token_ids = await off_the_loop(body, lambda: [_token_ids(served, request, each) for each in inputs])
+    token_ids = await context.heavy_work.run(body, lambda: [_token_ids(served, request, each) for each in inputs])
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
     pooling = request.pooling(served.info.pooling)
@@ -53,8 +54,10 @@ def _token_ids(served: ServedModel, request: EmbeddingRequest, content: str | li
     if isinstance(content, list):
         return content if longest is None else content[:longest]
     special = request.add_special_tokens
-    token_ids = tokenize(served, content, param="input", add_special_tokens=special, will_be_cut=longest is not None)
-    if longest is None or len(token_ids) <= longest:
+    if longest is None:
+        return tokenize(served, content, param="input", add_special_tokens=special)
+    token_ids = tokenize_start(served, content, longest, add_special_tokens=special)
+    if len(token_ids) <= longest:
         return token_ids
     ending = tokenize(served, "", param="input", add_special_tokens=True) if special else []
     while ending and token_ids[-len(ending) :] != ending:  # what begins a text is no part of its end

@@ -39,21 +39,6 @@ async def find_model(backend: Backend, name: str) -> ServedModel:
     return await backend.load(name)
 
 
-def tokenize(
-    served: ServedModel, text: str, *, param: str, add_special_tokens: bool, will_be_cut: bool = False
-) -> list[int]:
-    """Token ids of a text. Raises `InvalidRequestError`, unless `will_be_cut`, for one that cannot fit.
-
-    Other threads run meanwhile.
-    """
-    if not will_be_cut:
-        served.input_processor.check_length(text, param)
-    # The batch form, for one text: `encode` would keep the interpreter's lock.
-    (encoding,) = served.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-    token_ids: list[int] = encoding.ids
-    return token_ids
-
-
 def raise_unless_answered(reason: FinishReason, output: EngineOutput) -> None:
     """Raises `DeadlineError`, `InvalidRequestError` or `EngineError` where a request ended without its answer.
 

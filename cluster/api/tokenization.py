@@ -10,8 +10,11 @@ from quire.engine.errors import InvalidRequestError
 from .backend import Backend, ServedModel
 from .chat_prompt import chat_prompt
 from .context import ApiContext, json_response, off_the_loop, read_body
-from .generation import find_model, tokenize
+from .encoding import tokenize_any, tokenize_end
+from .generation import find_model
+from .limits import ApiLimits
 from .parsing import decode_body, parse_request, validate_fields
+from .protocol.generation import num_kept
 from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
 from .responses import Detokenized, Tokenized
 
@@ -23,10 +26,12 @@ async def tokenize_endpoint(http: Request, context: ApiContext) -> Response:
     request = await off_the_loop(body, lambda: _parse(body, context))
     served = await model_or_default(context.backend, request.model)
     if isinstance(request, TokenizePromptRequest):
-        token_ids = await off_the_loop(body, lambda: _text_tokens(served, request))
+        token_ids = await context.heavy_work.run(body, lambda: _text_tokens(served, request, context.limits))
     else:
         token_ids = (await chat_prompt(context, served, request.as_chat(), body, any_length=True)).token_ids
-    names = served.tokenizer.convert_ids_to_tokens(token_ids) if request.return_token_strs else None
+    names = None
+    if request.return_token_strs:
+        names = await context.heavy_work.run(token_ids, lambda: served.tokenizer.convert_ids_to_tokens(token_ids))
     return json_response(Tokenized(len(token_ids), served.input_processor.max_model_len, token_ids, names))
 
 
@@ -49,11 +54,13 @@ async def model_or_default(backend: Backend, name: str | None) -> ServedModel:
     return await find_model(backend, backend.models()[0].id if name is None else name)
 
 
-def _text_tokens(served: ServedModel, request: TokenizePromptRequest) -> list[int]:
+def _text_tokens(served: ServedModel, request: TokenizePromptRequest, limits: ApiLimits) -> list[int]:
     """A text may be longer than the context: to know that is why one asks."""
-    return tokenize(
-        served, request.prompt, param="prompt", add_special_tokens=request.add_special_tokens, will_be_cut=True
-    )
+    most = num_kept(request.truncate_prompt_tokens, served.input_processor.max_model_len, 1)
+    text, special = request.prompt, request.add_special_tokens
+    if most is not None:
+        return tokenize_end(served, text, most, add_special_tokens=special)
+    return tokenize_any(served, text, param="prompt", add_special_tokens=special, max_chars=limits.max_tokenize_chars)
 
 
 def _parse(body: bytes, context: ApiContext) -> TokenizeRequest:

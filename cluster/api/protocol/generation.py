@@ -97,6 +97,20 @@ class StreamOptions(StrictModel):
     include_obfuscation: bool = False  # padding against traffic analysis: never sent
 
 
+def num_kept(truncate_prompt_tokens: int | None, max_model_len: int, max_tokens: int) -> int | None:
+    """How many of a prompt's last tokens are kept; None for all. `max_tokens` is what -1 leaves for the answer.
+
+    Raises `InvalidRequestError`.
+    """
+    most = truncate_prompt_tokens
+    if most == TO_THE_CONTEXT:
+        return max(1, max_model_len - max_tokens)
+    if most is not None and not 1 <= most < max_model_len:
+        limits = f"an integer from 1 to {max_model_len - 1}, or -1 for what the context holds besides the answer"
+        raise InvalidRequestError(f"truncate_prompt_tokens: must be {limits}; got {most}.", "truncate_prompt_tokens")
+    return most
+
+
 class GenerationRequest(ScheduledRequest):
     """What both endpoints share."""
 
@@ -144,23 +158,6 @@ class GenerationRequest(ScheduledRequest):
     def num_choices(self) -> int:
         """Answers that are computed for each prompt."""
         return self.n or 1
-
-    def truncated(self, token_ids: list[int], max_model_len: int, max_tokens: int) -> list[int]:
-        """A prompt's last `truncate_prompt_tokens` tokens. `max_tokens` is what -1 leaves for the answer.
-
-        Raises `InvalidRequestError`.
-        """
-        most = self.truncate_prompt_tokens
-        if most is None:
-            return token_ids
-        if most != TO_THE_CONTEXT and not 1 <= most < max_model_len:
-            limits = f"an integer from 1 to {max_model_len - 1}, or -1 for what the context holds besides the answer"
-            raise InvalidRequestError(
-                f"truncate_prompt_tokens: must be {limits}; got {most}.", "truncate_prompt_tokens"
-            )
-        if most == TO_THE_CONTEXT:
-            most = max(1, max_model_len - max_tokens)
-        return token_ids[-most:]
 
     def options(self) -> RequestOptions:
         """What the scheduler is told, and what holds the answer. Raises `InvalidRequestError`."""

@@ -22,6 +22,7 @@ _PROMPT_FIELDS = frozenset(
         "add_generation_prompt",
         "continue_final_message",
         "add_special_tokens",
+        "truncate_prompt_tokens",
     ]
 )
 
@@ -32,6 +33,7 @@ class TokenizePromptRequest(StrictModel):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
     return_token_strs: bool = False
 
 
