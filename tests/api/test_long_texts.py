@@ -56,16 +56,16 @@ async def test_a_template_renders_little_more_than_fits(
 
 
 TEXTS = {
-    "words": "The year 2024 was 365 days long; 你好 🎉 it's over now.\n\n  Next: " * 4000,
-    "spaces": " " * 200_000,
-    "one word": "abcdefgh" * 30_000,
-    "code": "def f(x):\n\treturn x ** 2  # square\n\n\n" * 5000,
+    "words": "The year 2024 was 365 days long; 你好 🎉 it's over now.\n\n  Next: " * 1000,
+    "spaces": " " * 60_000,
+    "one word": "abcdefgh" * 4_000,
+    "code": "def f(x):\n\treturn x ** 2  # square\n\n\n" * 1500,
 }
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
-@pytest.mark.parametrize("num_tokens", [1, 7, 1000])
-@pytest.mark.parametrize("lead", ["", "x", " y", "\n12"])
+@pytest.mark.parametrize("num_tokens", [1, 1000])
+@pytest.mark.parametrize("lead", ["", "x", "\n12"])
 def test_an_end_or_beginning_of_a_text_has_the_tokens_of_the_whole(
     served: ServedModel, text: str, num_tokens: int, lead: str
 ) -> None:
