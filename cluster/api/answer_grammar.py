@@ -86,7 +86,7 @@ def _answer(lark: Lark, wanted: GrammarSpec) -> str:
                 raise InvalidRequestError(message, wanted.param)
             try:
                 source = any_to_lark(wanted.source) if wanted.kind == "ebnf" else wanted.source
-            except ValueError as error:
+            except Exception as error:  # it raises anything for a grammar that it cannot read
                 message = f"{wanted.param}: the grammar cannot be read: {str(error)[:200]}."
                 raise InvalidRequestError(message, wanted.param) from error
             return lark.rule("answer", f"%lark {{\n{source}\n}}")

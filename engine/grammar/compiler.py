@@ -112,7 +112,7 @@ class LlguidanceCompiler:
                     raise _refusal(spec, "names a token by number; write special tokens by name, as <|name|>")
                 try:
                     return grammar_from("lark" if spec.kind == "lark" else "ebnf", spec.source)
-                except ValueError as error:
+                except Exception as error:  # reading GBNF raises anything for what cannot be read
                     raise _refusal(spec, f"cannot be read: {str(error)[:_SHOWN_CHARS]}") from error
 
     def _load_vocabulary(self, spec: GrammarSpec) -> Vocabulary:

@@ -13,7 +13,7 @@ from fake_backend import FakeBackend
 
 from quire.cluster.api.app import create_app
 from quire.cluster.api.backend import ServedModel
-from quire.engine.config import ModelConfig
+from quire.engine.config import GrammarConfig, ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
 
@@ -80,6 +80,29 @@ async def refusal(client: httpx.AsyncClient, **fields: Any) -> tuple[str, str]:
         found.append((response.json()["error"]["param"], response.json()["error"]["message"]))
     assert found[0] == found[1]
     return found[0]
+
+
+@pytest.mark.parametrize("grammar", ["root ::= (", "root ::= missing ]", 'root ::= "a', "root ::= " + "(" * 50_000])
+async def test_a_grammar_that_cannot_be_read_is_refused(client: httpx.AsyncClient, grammar: str) -> None:
+    param, message = await refusal(client, structured_outputs={"grammar": grammar})
+    assert param == "structured_outputs.grammar"
+    assert message.startswith("structured_outputs.grammar: the grammar cannot be read: ")
+    assert len(message) < 400
+
+
+async def test_schemas_are_held_to_the_limits_of_the_model(
+    client: httpx.AsyncClient, backend: FakeBackend, with_tools: ServedModel
+) -> None:
+    backend.served = replace(with_tools, grammar_limits=GrammarConfig(max_source_bytes=50))
+    assert await refusal(client, structured_outputs={"regex": "a" * 51}) == (
+        "structured_outputs.regex",
+        "structured_outputs.regex: the regex has 51 characters, at most 50 are allowed.",
+    )
+    param, message = await refusal(client, tool_choice="required")
+    assert (param, message[:50]) == (
+        "tools[0].function.parameters",
+        "tools[0].function.parameters: the JSON schemas of ",
+    )
 
 
 async def chunks_of(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any]]:

@@ -147,6 +147,8 @@ HOSTILE: dict[str, GrammarSpec] = {
     "expression": GrammarSpec(kind="regex", source=".*(x.{15}|y.{16}|z.{17}).*q{500}"),
     "no_end": GrammarSpec(kind="lark", source='start: a\na: "x" a'),
     "nonsense": GrammarSpec(kind="lark", source="start: ((("),
+    "gbnf": GrammarSpec(kind="ebnf", source="root ::= ("),
+    "gbnf_nested": GrammarSpec(kind="ebnf", source="root ::= " + "(" * 50_000),
     "by_number": GrammarSpec(kind="ebnf", source="start: <[5]>"),
 }
 
