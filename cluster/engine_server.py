@@ -1,7 +1,7 @@
 """The engine's side of its gateways: takes requests in, sends the outputs of every step back. Knows no Ray.
 
 The step loop lives in a thread of its own; once per step it hands all outputs to the event loop, which sends one
-message to each gateway that has a stream among them.
+message to each gateway that has a stream among them, or several where one frame cannot hold them.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .messages import (
     encoder,
     gateway_message_decoder,
 )
+from .output_frames import pack_outputs
 from .resume_journal import ResumeJournal
 
 logger = logging.getLogger(__name__)
@@ -223,7 +224,7 @@ class EngineServer:
         self._event_loop.call_soon_threadsafe(self._cache.on_events, events)
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """One message per gateway that has a stream among the outputs of this step."""
+        """What the gateways that have a stream among the outputs of this step get of them."""
         by_gateway: dict[transport.Connection, list[EngineOutput]] = {}
         for output in outputs:
             gateway = self._owners.get(output.request_id)
@@ -234,7 +235,10 @@ class EngineServer:
             if output.finish_reason is not None:
                 del self._owners[output.request_id]
         for gateway, its_outputs in by_gateway.items():
-            self._send(gateway, StepOutputs(its_outputs))
+            payloads, too_large = pack_outputs(its_outputs)
+            for payload in payloads:
+                gateway.send(payload)
+            self._abort([request_id for request_id in too_large if request_id in self._owners])
 
     def _send(self, gateway: transport.Connection, message: EngineMessage) -> None:
         gateway.send(encoder.encode(message))

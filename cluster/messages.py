@@ -1,6 +1,6 @@
 """What gateways and engines say to each other, and engines to their ranks. Framing is `transport.py`'s.
 
-A gateway sends `Add` and `Abort`; an engine answers with one `StepOutputs` per step and connection, `Refused` for a
+A gateway sends `Add` and `Abort`; an engine answers with a `StepOutputs` per step and connection, `Refused` for a
 request that it does not take, a `LoadReport` now and then, and `Leaving` before it ends. A gateway that routes by
 prefix sends `FollowCache`, and gets a `CacheSnapshot` and then a `CacheUpdate` per step. `Recall` and `Recalled` let a
 client's stream go on that another gateway had. Ranks receive `SchedulerOutput` and answer with `RankAnswer`.
@@ -62,7 +62,7 @@ class Recall(msgspec.Struct, frozen=True, tag="recall"):
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):
-    """All that one engine step produced for the streams of one gateway."""
+    """What one engine step produced for the streams of one gateway: all, or a part of what no frame could hold."""
 
     outputs: list[EngineOutput]
 

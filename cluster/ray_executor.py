@@ -25,7 +25,7 @@ from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
-from . import placement
+from . import placement, transport
 from .messages import RankAnswer, encoder
 from .rank_links import RankLink, RankServer, broadcast, gather
 from .ray_local import LocalRay
@@ -188,6 +188,10 @@ class Gang:
         and that thread can give the ranks up while this one still waits for room in a socket.
         """
         future: Future[ModelRunnerOutput] = Future()
+        payload = encoder.encode(step)
+        if len(payload) > transport.MAX_FRAME_BYTES:
+            limit = transport.MAX_FRAME_BYTES
+            self._fail(ExecutorError(f"A step of {len(payload)} bytes cannot be sent to ranks: the limit is {limit}."))
         with self._lock:
             if self._error is not None:
                 future.set_exception(self._error)
@@ -197,7 +201,7 @@ class Gang:
         dropped, self._dropped_rank = self._dropped_rank, None
         # A broken link is met by the gathering thread as well, which says why it broke.
         with contextlib.suppress(TransportError):
-            broadcast([link for rank, link in enumerate(self._links) if rank != dropped], encoder.encode(step))
+            broadcast([link for rank, link in enumerate(self._links) if rank != dropped], payload)
         return future
 
     def drop_step(self, rank: int) -> None:

@@ -412,6 +412,40 @@ async def test_a_large_request_neither_fills_the_buffer_nor_harms_others(
     await engine.close()
 
 
+async def test_outputs_that_no_frame_holds_end_their_own_request_only(
+    directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many outputs of a step travel in several frames; one that is too large alone is an error."""
+    monkeypatch.setattr(transport, "MAX_FRAME_BYTES", 5000)
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.01))
+    await until(lambda: client.links() != [])
+    bystanders = [asyncio.create_task(collect(client, request(f"r{i}", 40))) for i in range(3)]
+    await until(lambda: engine.load().stats.num_generation_tokens > 3)
+
+    def scored(request_id: str, num_tokens: int, prompt_logprobs: int = 1) -> EngineRequest:
+        params = SamplingParams(max_tokens=30, ignore_eos=True, prompt_logprobs=prompt_logprobs)
+        return EngineRequest(request_id=request_id, prompt_token_ids=[1] * num_tokens, sampling_params=params, seed=3)
+
+    whole = [asyncio.create_task(collect(client, scored(f"s{i}", 200))) for i in range(4)]
+    with pytest.raises(EngineError, match="more than the 5000 that can be sent") as refused:
+        await collect_or_raise(client, scored("large", 790))
+    assert "prompt_logprobs" in refused.value.message
+    assert [tokens for stream in await asyncio.gather(*bystanders) for tokens in stream.values()] == [expected(40)] * 3
+    assert [len(tokens) for stream in await asyncio.gather(*whole) for tokens in stream.values()] == [30] * 4
+    assert engine._owners == {}
+    await until(lambda: is_idle(engine))
+    await engine.close()
+
+
+async def collect_or_raise(client: EngineClient, one: EngineRequest) -> None:
+    async for outputs in client.generate(MODEL, [one]):
+        for output in outputs:
+            if output.finish_reason == "error":
+                assert output.refusal is not None
+                assert output.refusal.param == "prompt_logprobs"
+                raise EngineError(output.error or "")
+
+
 async def test_refusals_keep_their_type(directory: Directory, client: EngineClient) -> None:
     engine = await start_engine(directory, "e1", fake_core(step_s=0.02, max_num_seqs=1, max_queued_requests=1))
     too_long = EngineRequest(
