@@ -18,7 +18,7 @@ from .beam_search import generation_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
 from .encoding import tokenize, tokenize_end
 from .generation import Generation, find_model, options_of
-from .logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs_by_token
+from .logprobs import TextOffsets, completion_logprobs, echoed_logprobs, joined, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import CompletionRequest
 from .protocol.generation import num_kept
@@ -106,7 +106,15 @@ class _CompletionAnswer:
         self._prompts = prompts
         self._echoed = echoed
         self._begun: set[int] = set()  # choices of which something was sent
-        self._offsets = [0] * len(generation.states)  # characters of each choice's tokens so far, for logprobs
+        params = begun.prompts[0][0].sampling_params
+        self._offsets = [
+            TextOffsets(
+                self._decoder,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            )
+            for _ in generation.states
+        ]
         self._scores_prompt = request.echo and request.logprobs is not None
         self._unscored = set(range(len(generation.states))) if self._scores_prompt else set()  # no echo sent yet
         self._waiting: list[CompletionOutput] = []  # deltas of choices that came before their prompt's logprobs
@@ -168,11 +176,10 @@ class _CompletionAnswer:
         if told is not None and index in self._unscored:
             self._unscored.remove(index)
             prompt = self._prompts[index // self._request.num_choices]
-            echoed = echoed_logprobs(prompt, told, self._decoder, self._request.logprobs, as_ids=as_ids)
-            self._offsets[index] = len(self._echoed[index])
-        logprobs, self._offsets[index] = completion_logprobs(
-            output.logprobs, self._decoder, self._offsets[index], as_ids=as_ids
-        )
+            text = self._echoed[index]
+            echoed = echoed_logprobs(prompt, text, told, self._decoder, self._request.logprobs, as_ids=as_ids)
+            self._offsets[index].position = len(text)
+        logprobs = completion_logprobs(output.logprobs, self._decoder, self._offsets[index], as_ids=as_ids)
         return logprobs if echoed is None else joined(echoed, logprobs)
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:

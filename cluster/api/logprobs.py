@@ -45,10 +45,31 @@ def _token_logprob(entry: TokenLogprobs, decoder: TokenDecoder, as_ids: bool) ->
     return TokenLogprob(name, max(entry.logprob, _LOWEST), list(data), top)
 
 
+class TextOffsets:
+    """Where the tokens of one text begin in it, in order: after the text that those before have completed. The tokens
+    that spell a character together all begin where it does.
+
+    `position` is where the next one will.
+    """
+
+    def __init__(
+        self, decoder: TokenDecoder, *, skip_special_tokens: bool = True, spaces_between_special_tokens: bool = True
+    ) -> None:
+        self._stream = decoder.stream(
+            skip_special_tokens=skip_special_tokens, spaces_between_special_tokens=spaces_between_special_tokens
+        )
+        self.position = 0
+
+    def next(self, token_id: int) -> int:
+        begin = self.position
+        self.position += len(self._stream.push(token_id))
+        return begin
+
+
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], decoder: TokenDecoder, offset: int, *, as_ids: bool = False
-) -> tuple[CompletionLogprobs, int]:
-    """The four lists of `entries`, whose first token starts at character `offset`; and the offset after the last.
+    entries: Sequence[TokenLogprobs], decoder: TokenDecoder, text_offsets: TextOffsets, *, as_ids: bool = False
+) -> CompletionLogprobs:
+    """The four lists of `entries`, which are the next tokens of the text of `text_offsets`.
 
     `top_logprobs` holds the likeliest tokens and the sampled one. Of tokens with one text the likeliest is kept.
     """
@@ -59,31 +80,35 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
             top.setdefault(token_name(decoder, token_id, as_ids=as_ids), max(logprob, _LOWEST))
-        offsets.append(offset)
+        offsets.append(text_offsets.next(entry.token_id))
         names.append(token_name(decoder, entry.token_id, as_ids=as_ids))
         tops.append(top)
-        offset += len(token_text(decoder, entry.token_id))
     logprobs: list[float | None] = [max(entry.logprob, _LOWEST) for entry in entries]
-    return CompletionLogprobs(offsets, logprobs, names, tops), offset
+    return CompletionLogprobs(offsets, logprobs, names, tops)
 
 
 def echoed_logprobs(
     prompt_token_ids: Sequence[int],
+    text: str,
     told: PromptLogprobs,
     decoder: TokenDecoder,
     num_top: int,
     *,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """The four lists of a prompt that is echoed. Its first token has no logprobs: nothing precedes it."""
+    """The four lists of a prompt that is echoed as `text`. Its first token has no logprobs: nothing precedes it."""
     first = prompt_token_ids[0]
     entries = [
         TokenLogprobs(entry.token_id, entry.logprob, entry.rank, entry.top[:num_top])
         for entry in by_token(told)
         if entry is not None
     ]
-    rest, _ = completion_logprobs(entries, decoder, len(token_text(decoder, first)), as_ids=as_ids)
-    return joined(CompletionLogprobs([0], [None], [token_name(decoder, first, as_ids=as_ids)], [None]), rest)
+    # A text holds the special tokens that its author wrote, and not those that the tokenizer adds.
+    is_spelled_out = decoder.decode(list(prompt_token_ids), skip_special_tokens=False) == text
+    offsets = TextOffsets(decoder, skip_special_tokens=not is_spelled_out)
+    begin = offsets.next(first)
+    rest = completion_logprobs(entries, decoder, offsets, as_ids=as_ids)
+    return joined(CompletionLogprobs([begin], [None], [token_name(decoder, first, as_ids=as_ids)], [None]), rest)
 
 
 def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:

@@ -231,6 +231,28 @@ async def test_logprobs_of_a_completion(client: httpx.AsyncClient, backend: Fake
         assert [x for chunk in chunks for x in chunk["choices"][0]["logprobs"][key]] == logprobs[key]
 
 
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
+@pytest.mark.parametrize("skip_special_tokens", [True, False])
+async def test_offsets_are_where_the_text_has_the_tokens(
+    client: httpx.AsyncClient, backend: FakeBackend, tokens_per_step: int, skip_special_tokens: bool
+) -> None:
+    """Also after characters of several tokens, which all begin with theirs, and after special tokens."""
+    backend.tokens_per_step = tokens_per_step
+    backend.answer_ids = [1, *backend.answer_ids]
+    fields = {"logprobs": 0, "skip_special_tokens": skip_special_tokens}
+    [choice] = (await post(client, "completions", COMPLETION, **fields))["choices"]
+    text, logprobs = choice["text"], choice["logprobs"]
+    offsets, tokens = logprobs["text_offset"], logprobs["tokens"]
+    start = 0 if skip_special_tokens else len("<|im_start|>")
+    assert text == "<|im_start|>"[:start] + DEFAULT_ANSWER
+    spelled = [(token, offset) for token, offset in zip(tokens, offsets, strict=True) if token.isascii()][1:-1]
+    assert all(text.startswith(token, offset) for token, offset in spelled)
+    assert dict(spelled)[" and"] == start + DEFAULT_ANSWER.index(" and")
+    assert {text[o : o + 1] for t, o in zip(tokens, offsets, strict=True) if "\ufffd" in t} <= {*" 你好🎉"}
+    chunks = await stream(client, "completions", COMPLETION, **fields)
+    assert [o for chunk in chunks for o in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
 async def test_logprobs_of_a_chat_completion(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     body = await post(client, "chat/completions", CHAT, logprobs=True, top_logprobs=2)
     content = body["choices"][0]["logprobs"]["content"]

@@ -201,7 +201,7 @@ async def test_every_step_of_a_search_is_charged(
     num_cached: int,
     num_repeated: int,
 ) -> None:
-    """A prompt of 4, then 2 beams twice: 5 tokens are made, each after one that is new; the rest is in the cache or not."""
+    """A prompt of 4, then 2 beams twice: 5 tokens are made; what was sent before is in the cache or read again."""
     backend.num_cached_tokens = num_cached
     answer = await guarded.post("/v1/completions", json={**BEAMS, "max_tokens": 3}, headers=bearer(BOB))
     assert answer.status_code == 200
