@@ -27,6 +27,9 @@ class ApiConfig(Section):
         60.0, gt=0, description="Seconds that a request waits when no engine is there, before it is refused or fails."
     )
     max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of one HTTP request.")
+    request_templates: bool = Field(
+        True, description="Whether requests may bring a chat_template, which is rendered in a sandbox of its own."
+    )
     max_tokenize_chars: int = Field(
         1 << 20, ge=1024, description="Longest text that /tokenize counts, whether or not it fits the context."
     )

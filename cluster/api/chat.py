@@ -47,7 +47,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     served = await find_model(context.backend, request.model)
     check_choices(1, request.n, context.limits)
     metrics = context.metrics.start(served.name, request.n or 1)
-    prompt = await chat_prompt(context, served, request, body)
+    prompt = await unless_client_leaves(http.receive, chat_prompt(context, served, request, body))
     reading = reading_of(served, request, prompt)
     token_ids = prompt.token_ids
     room = served.input_processor.room_after(token_ids, "messages")

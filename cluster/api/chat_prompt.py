@@ -34,6 +34,12 @@ async def chat_prompt(
     """
     chat = await off_the_loop(body, lambda: request.conversation(served.chat.special_tokens))
     template = request.chat_template
+    if template is not None and not context.limits.request_templates:
+        raise InvalidRequestError(
+            "chat_template: this service renders no templates of requests (its setting api.request_templates).",
+            "chat_template",
+            "unsupported",
+        )
     if template is None:
         template = served.chat.template_for(tools=bool(chat.tools))
     if template is None:

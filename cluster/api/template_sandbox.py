@@ -16,7 +16,7 @@ from typing import IO
 
 import msgspec
 
-from quire.engine.errors import InvalidRequestError
+from quire.engine.errors import InvalidRequestError, OverloadedError
 
 from .chat_template import Conversation, render_chat
 
@@ -24,6 +24,7 @@ TIME_LIMIT_S = 2.0
 START_LIMIT_S = 20.0
 MEMORY_LIMIT_BYTES = 512 << 20
 MAX_SOURCE_CHARS = 128 << 10
+MAX_WAITING = 16
 _LENGTH_BYTES = 4
 
 
@@ -43,26 +44,42 @@ class _Result(msgspec.Struct):
 
 
 class TemplateSandbox:
-    """Renders one template at a time."""
+    """Renders one template at a time; few may wait for it."""
 
     def __init__(self, *, time_limit_s: float = TIME_LIMIT_S) -> None:
         self._time_limit_s = time_limit_s
         self._turn = asyncio.Semaphore(1)  # so that those who wait hold no thread
+        self._num_waiting = 0
         self._process: subprocess.Popen[bytes] | None = None
 
     async def render(self, source: str, chat: Conversation, max_chars: int) -> str:
-        """The prompt's text. Raises `InvalidRequestError`."""
+        """The prompt's text. Raises `InvalidRequestError`, and `OverloadedError` when too many wait.
+
+        Cancelled while it waits it is never rendered.
+        """
         if len(source) > MAX_SOURCE_CHARS:
             raise InvalidRequestError(
                 f"chat_template: {len(source)} characters given, at most {MAX_SOURCE_CHARS} are allowed.",
                 "chat_template",
             )
+        if self._num_waiting >= MAX_WAITING:
+            raise OverloadedError(
+                f"chat_template: {MAX_WAITING} templates of other requests wait to be rendered.", self._time_limit_s
+            )
+        self._num_waiting += 1
+        try:
+            await self._turn.acquire()
+        finally:
+            self._num_waiting -= 1
         # Shielded: a thread cannot be cancelled, and the next one must not speak to the process meanwhile.
-        return await asyncio.shield(self._in_turn(_Order(source, chat, max_chars)))
+        rendering = asyncio.ensure_future(asyncio.to_thread(self._render, _Order(source, chat, max_chars)))
+        rendering.add_done_callback(self._next_turn)
+        return await asyncio.shield(rendering)
 
-    async def _in_turn(self, order: _Order) -> str:
-        async with self._turn:
-            return await asyncio.to_thread(self._render, order)
+    def _next_turn(self, rendering: asyncio.Future[str]) -> None:
+        self._turn.release()
+        if not rendering.cancelled():
+            rendering.exception()  # somebody has seen it, also where nobody waits any more
 
     def close(self) -> None:
         """End the process, if there is one."""

@@ -17,6 +17,7 @@ from .parsing import decode_body, parse_request, validate_fields
 from .protocol.generation import num_kept
 from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
 from .responses import Detokenized, Tokenized
+from .sse import unless_client_leaves
 
 TokenizeRequest = TokenizePromptRequest | TokenizeChatRequest
 
@@ -28,7 +29,8 @@ async def tokenize_endpoint(http: Request, context: ApiContext) -> Response:
     if isinstance(request, TokenizePromptRequest):
         token_ids = await context.heavy_work.run(body, lambda: _text_tokens(served, request, context.limits))
     else:
-        token_ids = (await chat_prompt(context, served, request.as_chat(), body, any_length=True)).token_ids
+        preparation = chat_prompt(context, served, request.as_chat(), body, any_length=True)
+        token_ids = (await unless_client_leaves(http.receive, preparation)).token_ids
     names = None
     if request.return_token_strs:
         names = await context.heavy_work.run(token_ids, lambda: served.tokenizer.convert_ids_to_tokens(token_ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -15,10 +16,13 @@ from tokenizers import processors
 
 from quire.cluster.api.app import create_app
 from quire.cluster.api.backend import ServedModel
+from quire.cluster.api.chat_template import Conversation
+from quire.cluster.api.errors import status_of
+from quire.cluster.api.limits import ApiLimits
 from quire.cluster.api.template_env import compile_template
-from quire.cluster.api.template_sandbox import TemplateSandbox
+from quire.cluster.api.template_sandbox import MAX_WAITING, TemplateSandbox
 from quire.engine.config import ModelConfig
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, OverloadedError
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
 
@@ -241,8 +245,6 @@ async def test_a_hostile_template_harms_nobody(client: httpx.AsyncClient, templa
 
 
 async def test_a_client_that_leaves_does_not_mix_up_answers() -> None:
-    from quire.cluster.api.chat_template import Conversation
-
     sandbox = TemplateSandbox()
     chat = Conversation(messages=[USER], own_template=True)
     first = asyncio.create_task(sandbox.render("{% for i in range(99999) %}{% endfor %}first", chat, 100))
@@ -251,6 +253,40 @@ async def test_a_client_that_leaves_does_not_mix_up_answers() -> None:
     assert await sandbox.render("second", chat, 100) == "second"
     assert await sandbox.render(PLAIN, chat, 100) == "user=hi;"
     sandbox.close()
+
+
+async def test_few_templates_wait_and_none_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox, rendered, may_end = TemplateSandbox(), [], threading.Event()
+    chat = Conversation(messages=[USER], own_template=True)
+
+    def render(order: Any) -> str:
+        rendered.append(order.source)
+        may_end.wait(10)
+        return str(order.source)
+
+    monkeypatch.setattr(sandbox, "_render", render)
+    tasks = [asyncio.create_task(sandbox.render(str(i), chat, 100)) for i in range(1 + MAX_WAITING)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(OverloadedError) as caught:
+        await sandbox.render("one more", chat, 100)
+    assert (status_of(caught.value), caught.value.retry_after_s) == (503, 2.0)
+    for task in tasks[:-1]:
+        task.cancel()
+    await asyncio.sleep(0)
+    last = asyncio.create_task(sandbox.render("last", chat, 100))
+    may_end.set()
+    assert await asyncio.gather(tasks[-1], last) == [str(MAX_WAITING), "last"]
+    assert rendered == ["0", str(MAX_WAITING), "last"]
+
+
+async def test_a_service_may_refuse_templates_of_requests(backend: FakeBackend) -> None:
+    transport = httpx.ASGITransport(create_app(backend, limits=ApiLimits(request_templates=False)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+        param, message = await refusal(http, chat_template="a")
+        assert param == "chat_template"
+        assert "api.request_templates" in message
+        answer = await http.post("/tokenize", json={"messages": [USER], "chat_template": "a"})
+        assert answer.status_code == 400
 
 
 def model(**config: Any) -> ServedModel:

@@ -57,7 +57,6 @@ async def test_a_template_renders_little_more_than_fits(
 
 TEXTS = {
     "words": "The year 2024 was 365 days long; 你好 🎉 it's over now.\n\n  Next: " * 1000,
-    "spaces": " " * 60_000,
     "one word": "abcdefgh" * 4_000,
     "code": "def f(x):\n\treturn x ** 2  # square\n\n\n" * 1500,
 }
@@ -72,6 +71,16 @@ def test_an_end_or_beginning_of_a_text_has_the_tokens_of_the_whole(
     whole = ids_of(served, lead + text)
     assert tokenize_end(served, lead + text, num_tokens, add_special_tokens=True) == whole[-num_tokens:]
     assert tokenize_start(served, lead + text, num_tokens, add_special_tokens=True)[:num_tokens] == whole[:num_tokens]
+
+
+@pytest.mark.parametrize("num_chars", [60_000, 60_001, 200_000])
+def test_a_text_without_structure_is_only_divided_otherwise(served: ServedModel, num_chars: int) -> None:
+    for token_ids in (
+        tokenize_end(served, " " * num_chars, 100, add_special_tokens=True),
+        tokenize_start(served, " " * num_chars, 100, add_special_tokens=True)[:100],
+    ):
+        assert len(token_ids) == 100
+        assert served.token_decoder.decode(token_ids).strip(" ") == ""
 
 
 def test_a_text_that_is_cut_costs_as_much_as_its_end(served: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
