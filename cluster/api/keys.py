@@ -10,6 +10,8 @@
       - name: team-b
         key: [sk-old, sk-new]          # several, while one replaces the other
 
+    share_prefix_cache: false          # of tenants with each other: whoever shares can tell what others have asked
+
 YAML or JSON. A key is given itself, or as the SHA-256 of its UTF-8 (`printf %s "$KEY" | sha256sum`), so that the file
 needs to hold no secret.
 """
@@ -21,13 +23,14 @@ import hashlib
 import hmac
 import logging
 import os
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BeforeValidator, Field, StringConstraints, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, ValidationError, model_validator
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -51,7 +54,15 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-_Key = Annotated[str, StringConstraints(min_length=8, max_length=MAX_KEY_CHARS)]
+def _can_be_sent(key: str) -> str:
+    """What a header brings unchanged."""
+    if not _PRINTABLE.fullmatch(key):
+        raise ValueError("must be printable ASCII without spaces, as no other key can be sent")
+    return key
+
+
+_PRINTABLE = re.compile("[!-~]*")
+_Key = Annotated[str, StringConstraints(min_length=8, max_length=MAX_KEY_CHARS), AfterValidator(_can_be_sent)]
 _Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -72,8 +83,9 @@ class TenantEntry(Section):
             raise ValueError("needs a key or a key_sha256")
         return self
 
-    def terms(self) -> Terms:
-        return Terms(self.weight, self.requests_per_minute, self.tokens_per_minute, self.min_priority)
+    def terms(self, *, shares_cache: bool) -> Terms:
+        limits = self.requests_per_minute, self.tokens_per_minute, self.min_priority
+        return Terms(self.weight, *limits, shares_cache=shares_cache)
 
     def digests(self) -> list[bytes]:
         """SHA-256 of each of its keys."""
@@ -84,6 +96,7 @@ class KeyFile(Section):
     """What the file holds."""
 
     tenants: tuple[TenantEntry, ...] = Field(min_length=1)
+    share_prefix_cache: bool = False
 
     @model_validator(mode="after")
     def _told_apart(self) -> KeyFile:
@@ -154,10 +167,11 @@ class KeyRing:
         by_key: dict[bytes, tuple[bytes, Tenant]] = {}
         for entry in file.tenants:
             tenant = self._tenants.get(entry.name)
+            terms = entry.terms(shares_cache=file.share_prefix_cache)
             if tenant is None:
-                tenant = Tenant(entry.name, entry.terms(), num_gateways=self._num_gateways)
+                tenant = Tenant(entry.name, terms, num_gateways=self._num_gateways)
             else:
-                tenant.agree(entry.terms())
+                tenant.agree(terms)
             tenants[entry.name] = tenant
             by_key |= {self._place(digest): (digest, tenant) for digest in entry.digests()}
         self._tenants, self._by_key = tenants, by_key

@@ -27,6 +27,7 @@ class Terms:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     min_priority: int | None = None  # smaller numbers go first
+    shares_cache: bool = True  # finds the prefixes of other tenants in the engines' caches, and they find its own
 
 
 class Tenant:
@@ -93,7 +94,10 @@ class Tenant:
                 f"got {options.priority}.",
                 "priority",
             )
-        return msgspec.structs.replace(options, tenant=self.name, tenant_weight=self.terms.weight)
+        salt = options.cache_salt
+        if not self.terms.shares_cache:  # the length tells where the name ends, whatever is in it
+            salt = f"{len(self.name)}:{self.name}:{salt or ''}"
+        return msgspec.structs.replace(options, tenant=self.name, tenant_weight=self.terms.weight, cache_salt=salt)
 
     def _share(self, limit: float | None) -> float:
         return max(1.0, (limit or 0.0) / max(1, self._num_gateways()))

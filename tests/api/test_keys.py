@@ -179,6 +179,26 @@ async def test_a_stream_is_charged_as_it_goes(guarded: httpx.AsyncClient, keys: 
     assert bucket._level == 60 - 4 - 3
 
 
+async def test_a_tenant_finds_only_its_own_prefixes_unless_all_share(
+    guarded: httpx.AsyncClient, backend: FakeBackend, keys: KeyRing, path: Path
+) -> None:
+    async def salts() -> list[str | None]:
+        backend.requests.clear()
+        for url, body in [*ENDPOINTS, ("/v1/embeddings", {"model": COMPLETION["model"], "input": "a"})]:
+            for key in (ANN, "sk-named-1:ann"):
+                for salt in ({}, {"cache_salt": "s"}):
+                    await guarded.post(url, json={**body, **salt}, headers=bearer(key))
+        return [request.cache_salt for request in backend.requests]
+
+    changed = {"tenants": [FILE["tenants"][0], {"name": "ann:s", "key": "sk-named-1:ann"}]}
+    path.write_text(json.dumps(changed))
+    await keys.refresh()
+    assert await salts() == ["3:ann:", "3:ann:s", "5:ann:s:", "5:ann:s:s"] * 3
+    path.write_text(json.dumps({**changed, "share_prefix_cache": True}))
+    await keys.refresh()
+    assert await salts() == [None, "s"] * 6
+
+
 @pytest.fixture
 def level(keys: KeyRing) -> Callable[[], float]:
     """Of Bob's 60 tokens, those that are left; no time passes."""
@@ -374,6 +394,13 @@ async def test_a_file_that_breaks_changes_nothing(keys: KeyRing, path: Path, bro
         (
             "tenants: [{name: a, key: sk-secret-1, weight: 0}]",
             ": tenants.0.weight: Input should be greater than 0.",
+        ),
+        *(
+            (
+                json.dumps({"tenants": [{"name": "a", "key": ["sk-secret-0", key]}]}),
+                ": tenants.0.key.1: must be printable ASCII without spaces, as no other key can be sent.",
+            )
+            for key in ("sk-secret-é", "sk-secret-1 ", " sk-secret-1", "sk secret-1", "sk-secret-1\n", "sk-secret\t1")
         ),
         ("tenants: [{name: a, keys: sk-secret-1}]", ": tenants.0.keys: Extra inputs are not permitted."),
     ],
