@@ -94,6 +94,10 @@ class EngineClient:
         """How many gateways there are, as the engines see it."""
         return max((link.num_gateways for link in self.links()), default=1)
 
+    def waits_for(self, model: str) -> bool:
+        """Whether a stream has no engine, and needs one of this model."""
+        return any(stream.model == model for stream in self._homeless.values())
+
     def problem(self) -> str | None:
         """Why engines that come are not noticed; None when they are."""
         return self._links.problem()

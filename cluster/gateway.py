@@ -98,7 +98,8 @@ class Gateway:
         )
         await self._models.start()
         self._waker = EngineWaker(
-            {engine.model.name: handle for engine, handle in zip(config.engines().values(), engines, strict=True)}
+            {engine.model.name: handle for engine, handle in zip(config.engines().values(), engines, strict=True)},
+            lambda model: self._client.waits_for(model),
         )
         self._client = EngineClient(
             Directory(GcsStore(), context.app_name),
