@@ -60,6 +60,7 @@ class MetricsExchange:
         self._own = own
         self._tell = tell
         self._clock = clock
+        self._unreadable: set[str] = set()  # keys that the log has told of
 
     async def run(self) -> None:
         """Exchange until cancelled."""
@@ -91,7 +92,13 @@ class MetricsExchange:
             payload = self._store.get(key)
             if payload is None:
                 continue
-            theirs = _decoder.decode(payload)
+            try:
+                theirs = _decoder.decode(payload)
+            except msgspec.MsgspecError as error:  # of another version, while an update rolls
+                if key not in self._unreadable:
+                    self._unreadable.add(key)
+                    logger.warning("The metrics under %s cannot be read and are left out: %s", key, error)
+                continue
             if self._clock() - theirs.at > STALE_S:
                 self._store.delete(key)
                 continue

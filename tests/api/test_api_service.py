@@ -246,6 +246,22 @@ class _Store(dict[str, bytes]):
         self.pop(key, None)
 
 
+async def test_a_gateway_of_another_version_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    store = _Store({"app/metrics/g0": b"\xc1", "app/metrics/g2": b"\x92\xa1x\x90", "app/metrics/g3": b""})
+    gateways = {name: GatewayMetrics(name) for name in ("g1", "g4")}
+    exchanges = [
+        MetricsExchange(store, "app", name, g.families, lambda f, g=g: setattr(g, "others", f), clock=lambda: 1000.0)  # type: ignore[misc]
+        for name, g in gateways.items()
+    ]
+    gateways["g4"].start("m", 1).ended(0, "stop")
+    for _ in range(3):
+        for exchange in exchanges:
+            await exchange.round()
+    assert 'gateway="g4"' in gateways["g1"].render([]).decode()
+    told = [record.getMessage() for record in caplog.records]
+    assert [message.split()[3] for message in told] == [f"app/metrics/g{i}" for i in (0, 2, 3)] * 2  # once by each
+
+
 async def test_any_gateway_tells_the_numbers_of_all() -> None:
     store, now = _Store(), 1000.0
     gateways = [GatewayMetrics(f"g{i}") for i in range(3)]
