@@ -12,6 +12,7 @@ import msgspec
 
 from .bad_words import TokenSequences, bad_word_sequences
 from .errors import InvalidRequestError
+from .grammar.request_fields import check_other_fields
 from .grammar.spec import GrammarSpec
 from .outputs import EngineRequest
 from .pooling import PoolingParams
@@ -99,6 +100,8 @@ class InputProcessor:
         grammar = options.grammar
         if grammar is None and params.structured_outputs is not None:
             grammar = params.structured_outputs.spec()
+        if grammar is not None:
+            check_other_fields(grammar, resolved)
         seed = params.seed if params.seed is not None else self._random.randint(0, MAX_SEED)
         return [
             EngineRequest(

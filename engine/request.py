@@ -9,6 +9,7 @@ import msgspec
 
 from .block_hash import ROOT, BlockHash, hash_block, hash_scope, media_key
 from .errors import EngineError, InvalidRequestError
+from .grammar.request_fields import check_other_fields
 from .outputs import EngineOutput, RequestReport
 from .prompt_logprobs import PromptLogprobsBuffer
 from .wait_ledger import WaitCause, WaitLedger
@@ -252,8 +253,8 @@ def check_source(source: EngineRequest, max_model_len: int) -> None:
             raise InvalidRequestError(f"{field}: token ids must be from 0 to {_MAX_TOKEN_ID}.", field)
     if source.cache_salt is not None and not _is_text(source.cache_salt):
         raise InvalidRequestError("cache_salt: must be text that can be encoded.", "cache_salt")
-    if source.grammar is not None and source.sampling_params.max_tokens == 0:
-        raise InvalidRequestError("max_tokens: 0 leaves no room for an answer that a grammar asks for.", "max_tokens")
+    if source.grammar is not None:
+        check_other_fields(source.grammar, source.sampling_params)
     if source.deadline_ms is not None and not 0 < source.deadline_ms <= _MAX_DEADLINE_MS:
         raise InvalidRequestError(
             f"deadline_ms: must be > 0 and at most {_MAX_DEADLINE_MS}, got {source.deadline_ms}.", "deadline_ms"

@@ -116,17 +116,13 @@ class Constraint:
         self._heed_other_fields()
 
     def _heed_other_fields(self) -> None:
-        """Forbid what the request's other fields do; raise `EngineError` where that leaves nothing.
-
-        A grammar at its end is an exception: the answer ends, although they would have it go on.
+        """Forbid what the request's other fields do: to end. A grammar at its end is an exception: the answer ends,
+        although they would have it go on.
         """
         self._others.forbid(self.allowed)
         if not self.allowed.any():
             if not self._tokens.is_accepting():
-                raise EngineError(
-                    "No token is left: all that the grammar allows here is forbidden by allowed_token_ids, bad_words "
-                    "or min_tokens with stop_token_ids."
-                )
+                raise EngineError("The grammar failed: it allows no token here, and no end.")
             self.is_complete = True
 
     def _allow(self, token_ids: Sequence[int]) -> None:

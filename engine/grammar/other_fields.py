@@ -1,4 +1,7 @@
-"""What a request forbids beside its grammar. The sampler heeds it as well; here one knows whether anything is left."""
+"""What a request forbids beside its grammar: to end. The sampler heeds it as well; here one knows what is left.
+
+Fields that forbid other tokens are refused together with a grammar (`check_other_fields`), as they could leave none.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +30,11 @@ class OtherFields:
         self.eos_token_ids = known(source.eos_token_ids)
         self._ignore_eos = params.ignore_eos
         self._min_tokens = params.min_tokens
-        self._stop_token_ids = known(params.stop_token_ids)
-        self._bad_words = [sequence for sequence in params.bad_words_token_ids if sequence and known(sequence[-1:])]
-        self._allowed: IntArray | None = None
-        if params.allowed_token_ids is not None:
-            self._allowed = np.zeros(vocabulary.num_words, np.int32)
-            set_bits(self._allowed, known(params.allowed_token_ids))
 
     def forbid(self, mask: IntArray) -> None:
         """Clear the bits of tokens that may not come next."""
-        early = len(self.said) < self._min_tokens
-        if early:
-            clear_bits(mask, self._stop_token_ids)
-        if early or self._ignore_eos:
+        if self._ignore_eos or len(self.said) < self._min_tokens:
             clear_bits(mask, self.eos_token_ids)
-        if self._allowed is not None:
-            mask &= self._allowed
-        for sequence in self._bad_words:
-            length = len(sequence) - 1
-            if length <= len(self.said) and tuple(self.said[len(self.said) - length :]) == tuple(sequence[:-1]):
-                clear_bits(mask, sequence[-1:])
 
 
 def set_bits(mask: IntArray, token_ids: Sequence[int]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ..config import GrammarConfig
 from ..errors import InvalidRequestError
 from .spec import GrammarSpec
+
+if TYPE_CHECKING:
+    from ..sampling_params import SamplingParams
 
 MAX_CHOICES = 10_000
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -90,6 +93,20 @@ def choice_spec(choices: Sequence[str], param: str) -> GrammarSpec:
             f"{param}: must be a list of 1 to {MAX_CHOICES} texts, none of them empty; got {choices!r:.80}.", param
         )
     return GrammarSpec(kind="choice", source=json.dumps(list(choices), ensure_ascii=False), param=param)
+
+
+def check_other_fields(spec: GrammarSpec, params: SamplingParams) -> None:
+    """Refuse what could leave no token where the grammar needs one. Raises `InvalidRequestError`."""
+    if params.max_tokens == 0:
+        raise InvalidRequestError("max_tokens: 0 leaves no room for an answer that a grammar asks for.", "max_tokens")
+    for name in ("allowed_token_ids", "bad_words"):
+        if getattr(params, name) or getattr(params, f"{name}_token_ids", ()):
+            raise InvalidRequestError(f"{name}: does not work together with {spec.param}.", name)
+    if params.min_tokens and params.stop_token_ids:
+        raise InvalidRequestError(
+            f"min_tokens: does not work together with {spec.param} and stop_token_ids, as it forbids those.",
+            "min_tokens",
+        )
 
 
 def check_size(spec: GrammarSpec, limits: GrammarConfig) -> None:

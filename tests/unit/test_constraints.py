@@ -23,6 +23,8 @@ from json_schemas import SCHEMAS
 from quire.engine.errors import InvalidRequestError
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.constraint import Constraint
+from quire.engine.grammar.request_fields import StructuredOutputsParams
+from quire.engine.input_processor import InputProcessor
 from quire.engine.outputs import EngineRequest
 from quire.engine.sampling_params import SamplingParams
 
@@ -138,32 +140,33 @@ def test_a_stop_token_ends_also_in_the_middle(short: GrammarSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("fields", "param"),
     [
-        {"allowed_token_ids": (5000,)},
-        {"bad_words": ("yes", "ye", "y"), "bad_words_token_ids": tuple((i,) for i in range(49152))},
-        {"min_tokens": 5, "stop_token_ids": tuple(range(17, 145))},
+        ({"allowed_token_ids": (5000,)}, "allowed_token_ids"),
+        ({"bad_words": ("yes",)}, "bad_words"),
+        ({"bad_words": ("yes",), "bad_words_token_ids": ((5,),)}, "bad_words"),
+        ({"min_tokens": 5, "stop_token_ids": (17, 18)}, "min_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
     ],
 )
-def test_where_other_fields_leave_nothing_that_request_ends_alone(fields: dict[str, Any]) -> None:
-    if "stop_token_ids" in fields:  # every beginning of the only answer
-        fields = {**fields, "stop_token_ids": tuple({*ids("yes"), *ids("y"), *ids("ye")})}
+def test_fields_that_could_leave_no_token_are_refused(fields: dict[str, Any], param: str) -> None:
     spec = GrammarSpec(kind="choice", source='["yes"]')
-    mine, other = constrained("r", spec, 20, **fields), constrained("other", spec, 20)
-    collector = run_all(make_grammar_core(), [mine, other])
-    assert collector.ends["r"].finish_reason == "error"
-    assert (collector.ends["r"].error or "").startswith("No token is left: ")
+    core = make_grammar_core()
+    with pytest.raises(InvalidRequestError, match=f"^{param}: ") as caught:
+        core.add_request(constrained("r", spec, **fields))
+    assert caught.value.param == param
+    collector = run_all(core, [constrained("other", spec, 20)])
     assert text_of(collector, "other") == "yes"
+    held = SamplingParams(**fields, structured_outputs=StructuredOutputsParams(choice=("yes",)))
+    info, tokenizer = model()
+    with pytest.raises(InvalidRequestError, match=f"^{param}: "):
+        InputProcessor(info, tokenizer).process("r", "hi", held)
 
 
-def test_bad_words_are_kept_out_of_what_the_grammar_leaves_open() -> None:
-    spec = GrammarSpec(kind="choice", source='["yes", "no"]')
-    bad = tuple((token_id,) for token_id in {*ids("yes"), *ids("y"), *ids("ye")})
-    texts = {
-        text_of(run_all(make_grammar_core(), [constrained("r", spec, 9, seed=seed, bad_words_token_ids=bad)]), "r")
-        for seed in range(8)
-    }
-    assert texts == {"no"}
+def test_a_bias_against_all_that_the_grammar_allows_ends_nothing() -> None:
+    spec = GrammarSpec(kind="choice", source='["yes"]')
+    bias = dict.fromkeys({*ids("yes"), *ids("y"), *ids("ye")}, -100.0)
+    assert text_of(run_all(make_grammar_core(), [constrained("r", spec, 9, logit_bias=bias)]), "r") == "yes"
 
 
 def test_a_matcher_that_fails_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
