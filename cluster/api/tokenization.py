@@ -31,29 +31,36 @@ async def tokenize_endpoint(http: Request, context: ApiContext) -> Response:
     else:
         preparation = chat_prompt(context, served, request.as_chat(), body, any_length=True)
         token_ids = (await unless_client_leaves(http.receive, preparation)).token_ids
-    names = None
-    if request.return_token_strs:
-        names = await context.heavy_work.run(token_ids, lambda: served.tokenizer.convert_ids_to_tokens(token_ids))
-    return json_response(Tokenized(len(token_ids), served.input_processor.max_model_len, token_ids, names))
+    with_names = request.return_token_strs
+    return await context.heavy_work.run(token_ids, lambda: _tokenized(served, token_ids, with_names=with_names))
 
 
 async def detokenize_endpoint(http: Request, context: ApiContext) -> Response:
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(DetokenizeRequest, body, context.limits))
     served = await model_or_default(context.backend, request.model)
-    vocab_size = served.info.vocab_size
-    for token_id in request.tokens:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"tokens: token ids must be from 0 to {vocab_size - 1}, got {token_id}.", "tokens"
-            )
-    text = await off_the_loop(body, lambda: served.token_decoder.decode(request.tokens, skip_special_tokens=False))
-    return json_response(Detokenized(text))
+    return await context.heavy_work.run(body, lambda: _detokenized(served, request.tokens))
 
 
 async def model_or_default(backend: Backend, name: str | None) -> ServedModel:
     """The named model, or the service's first one. Raises `ModelNotFoundError`."""
     return await find_model(backend, backend.models()[0].id if name is None else name)
+
+
+def _tokenized(served: ServedModel, token_ids: list[int], *, with_names: bool) -> Response:
+    names = served.tokenizer.convert_ids_to_tokens(token_ids) if with_names else None
+    return json_response(Tokenized(len(token_ids), served.input_processor.max_model_len, token_ids, names))
+
+
+def _detokenized(served: ServedModel, token_ids: list[int]) -> Response:
+    """Raises `InvalidRequestError` on an id that the model does not have."""
+    vocab_size = served.info.vocab_size
+    for token_id in token_ids:
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequestError(
+                f"tokens: token ids must be from 0 to {vocab_size - 1}, got {token_id}.", "tokens"
+            )
+    return json_response(Detokenized(served.token_decoder.decode(token_ids, skip_special_tokens=False)))
 
 
 def _text_tokens(served: ServedModel, request: TokenizePromptRequest, limits: ApiLimits) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from test_completions import ids_of
 from test_errors import error, still_answers
 
+from quire.cluster.api import tokenization
 from quire.cluster.api.backend import ServedModel
 
 MODEL = "smollm2-135m-instruct"
@@ -43,6 +45,27 @@ async def test_a_text_longer_than_the_context(client: httpx.AsyncClient) -> None
     assert answer["count"] > answer["max_model_len"]
     assert (await client.post("/tokenize", json={"prompt": ""})).json()["tokens"] == []
     assert (await client.post("/detokenize", json={"tokens": []})).json() == {"prompt": ""}
+
+
+@pytest.mark.parametrize(("num_tokens", "in_loop"), [(100, True), (20_000, False)])
+async def test_what_takes_long_is_done_off_the_loop(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, num_tokens: int, in_loop: bool
+) -> None:
+    """Names and checks of tokens, texts and the JSON of it all."""
+    threads: list[int] = []
+    shape = tokenization.json_response
+
+    def noting(payload: Any) -> Any:
+        threads.append(threading.get_ident())
+        return shape(payload)
+
+    monkeypatch.setattr(tokenization, "json_response", noting)
+    text = "a " * num_tokens
+    answer = (await client.post("/tokenize", json={"prompt": text, "return_token_strs": True})).json()
+    assert answer["token_strs"][0] == "a"
+    assert len(answer["token_strs"]) == answer["count"] >= num_tokens
+    assert (await client.post("/detokenize", json={"tokens": answer["tokens"]})).json() == {"prompt": text}
+    assert [thread == threading.get_ident() for thread in threads] == [in_loop] * 2
 
 
 @pytest.mark.parametrize(
