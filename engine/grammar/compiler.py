@@ -6,7 +6,6 @@ import json
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, grammar_from
@@ -17,7 +16,7 @@ from ..outputs import EngineRequest
 from .completion import Completer, Completion
 from .constraint import Constraint
 from .examples import example
-from .json_schema import JSON_OPTIONS, prepare_schema, sub_schemas
+from .json_schema import JSON_OPTIONS, Pointer, SubSchema, parts_of, prepare_schema, sub_schemas
 from .request_fields import check_size
 from .spec import GrammarSpec
 from .vocabulary import Vocabulary
@@ -26,7 +25,7 @@ _LITERAL = re.compile(r'"((?:[^"\\]|\\.){1,64})"|/((?:[^/\\]|\\.){1,256})/')
 _NUMBERED_TOKEN = re.compile(r"<\[[\d*^]")
 _TOKEN_ID = re.compile(r"<\[(\d+)\]>")
 _SHOWN_CHARS = 400
-_MAX_PARTS = 500  # of a schema, looked at for what it is refused for
+_MAX_TRIALS = 32  # compilations that look for what in a schema is refused
 
 
 class Grammar:
@@ -150,13 +149,31 @@ def _json_grammar(schema: dict[str, Any]) -> str:
 
 
 def _first_refused(spec: GrammarSpec, limits: LLParserLimits) -> str:
-    """Where in a schema that llguidance refuses the reason is: the innermost part that it refuses by itself."""
+    """Where in a schema that llguidance refuses the reason is: a part that it refuses by itself, and none inside it.
+
+    Down from the top, by halves of the parts that a part has, as far as `_MAX_TRIALS` compilations lead.
+    """
     schema = prepare_schema(json.loads(spec.source), spec.param)
     shared: dict[str, Any] = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    for part in islice(sub_schemas(schema), _MAX_PARTS):
-        if LLMatcher.validate_grammar(_json_grammar({**shared, **part.schema}), limits=limits):
-            return f"{str(part.pointer) or '/'}: "
-    return ""
+    num_left = _MAX_TRIALS
+
+    def refused(parts: list[SubSchema]) -> bool:
+        nonlocal num_left
+        num_left -= 1
+        together = {"type": "array", "prefixItems": [part.schema for part in parts], "minItems": len(parts)}
+        return bool(LLMatcher.validate_grammar(_json_grammar({**shared, **together}), limits=limits))
+
+    found = SubSchema(Pointer(), schema, 0)
+    suspects = parts_of(found)
+    while suspects and num_left > 0 and refused(suspects):
+        while len(suspects) > 1 and num_left > 0:
+            half = suspects[: len(suspects) // 2]
+            suspects = half if refused(half) else suspects[len(half) :]
+        if len(suspects) > 1 or num_left == 0 or not refused(suspects):  # they are too much only together
+            break
+        found = suspects[0]
+        suspects = parts_of(found)
+    return f"{str(found.pointer) or '/'}: "
 
 
 def _with_symbols(source: str, vocabulary: Vocabulary) -> str:

@@ -156,10 +156,13 @@ def sub_schemas(schema: dict[str, Any]) -> Iterator[SubSchema]:
     while waiting:
         one = waiting.pop()
         found.append(one)
-        for pointer, child in _children(one):
-            if isinstance(child, dict):
-                waiting.append(SubSchema(pointer, child, one.depth + 1))
+        waiting += parts_of(one)
     return iter(found[::-1])
+
+
+def parts_of(parent: SubSchema) -> list[SubSchema]:
+    """The schemas that are directly in it."""
+    return [SubSchema(at, child, parent.depth + 1) for at, child in _children(parent) if isinstance(child, dict)]
 
 
 def _children(parent: SubSchema) -> Iterator[tuple[Pointer, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from grammar_helpers import compiler, schema_spec, shared_compiler
 from json_schemas import SCHEMAS
+from llguidance import LLMatcher
 
 from quire.cluster.api.answer_grammar import answer_grammar
 from quire.cluster.api.chat_reading import Reading
@@ -82,6 +83,30 @@ def test_what_only_llguidance_refuses_has_a_pointer_too(schema: dict[str, Any]) 
     with pytest.raises(InvalidRequestError) as caught:
         shared_compiler().compile(schema_spec(inside(schema)))
     assert ": the json schema cannot be compiled: /properties/a~1b/items: " in caught.value.message
+
+
+def test_what_is_refused_is_found_among_many_in_few_compilations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them has all `$defs` with it, and other grammars wait meanwhile."""
+    trials: list[int] = []
+    validate = LLMatcher.validate_grammar
+
+    def counted(grammar: str, **options: Any) -> str:
+        trials.append(len(grammar))
+        return validate(grammar, **options)
+
+    monkeypatch.setattr("quire.engine.grammar.compiler.LLMatcher.validate_grammar", counted)
+    properties: dict[str, Any] = {f"p{i}": {"type": "string", "maxLength": i + 1} for i in range(400)}
+    properties["p321"] = inside({"type": "string", "pattern": "(?=a)"})
+    with pytest.raises(InvalidRequestError, match="cannot be compiled: /properties/p321/properties/a~1b/items: "):
+        shared_compiler().compile(schema_spec({"type": "object", "properties": properties}))
+    assert 0 < len(trials) <= 32
+    trials.clear()
+    deep: dict[str, Any] = {"type": "string", "pattern": "(?=a)"}
+    for _ in range(60):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(InvalidRequestError, match="cannot be compiled: /items/items"):
+        shared_compiler().compile(schema_spec(deep))
+    assert len(trials) <= 32
 
 
 @pytest.mark.parametrize(
