@@ -13,8 +13,9 @@ from quire.engine.errors import EngineError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest, FinishReason
 
 from ..request_metrics import RequestMetrics
-from .backend import Backend, ServedModel
+from .backend import ServedModel
 from .context import ApiContext
+from .deadline import Deadline, Engines
 from .errors import DeadlineError
 from .generation import Generation
 from .protocol.generation import GenerationRequest
@@ -29,15 +30,17 @@ def generation_of(
     metrics: RequestMetrics,
     request: GenerationRequest,
     tenant: Tenant,
+    deadline: Deadline,
     *,
     marks: frozenset[int] = frozenset(),
 ) -> Generation:
     """What answers a request: sampling, or a search. Raises `InvalidRequestError`."""
     prompts = begun.prompts
+    engines = deadline.over(context.backend)
     params = request.beam_search_params(prompts[0][0].sampling_params)
     if params is None:
         return Generation(
-            context.backend,
+            engines,
             served,
             prompts,
             metrics,
@@ -46,7 +49,7 @@ def generation_of(
             marks=marks,
             event_ids=begun.event_ids,
         )
-    return BeamGeneration(context.backend, served, prompts, metrics, tenant, params, marks)
+    return BeamGeneration(engines, served, prompts, metrics, tenant, params, marks)
 
 
 class BeamGeneration(Generation):
@@ -57,7 +60,7 @@ class BeamGeneration(Generation):
 
     def __init__(
         self,
-        backend: Backend,
+        engines: Engines,
         served: ServedModel,
         prompts: Sequence[Sequence[EngineRequest]],
         metrics: RequestMetrics,
@@ -65,7 +68,7 @@ class BeamGeneration(Generation):
         params: BeamSearchParams,
         marks: frozenset[int],
     ) -> None:
-        super().__init__(backend, served, prompts, metrics, NOBODY, marks=marks)  # the steps are charged, not the beams
+        super().__init__(engines, served, prompts, metrics, NOBODY, marks=marks)  # the steps are charged, not the beams
         self._payer = tenant
         self._firsts = [choices[0] for choices in prompts]
         processor = served.input_processor
@@ -88,8 +91,8 @@ class BeamGeneration(Generation):
             for i, beams in enumerate(self._search.results()):
                 for rank, beam in enumerate(beams):
                     self._answer(i * self._num_choices + rank, beam, self._num_cached[i])
-        except QuireError:
-            self._end_unfinished("error")
+        except QuireError as error:
+            self._end_unfinished("deadline" if isinstance(error, DeadlineError) else "error")
             raise
         finally:
             self._end_unfinished("abort")
@@ -101,7 +104,7 @@ class BeamGeneration(Generation):
         tops: list[list[tuple[int, float]]] = [[] for _ in wanted]
         bill = PromptBill(self._payer, self._num_new_tokens(wanted))
         with bill:
-            async with aclosing(self._backend.generate(self._model, requests)) as batches:
+            async with aclosing(self._engines.generate(self._model, requests)) as batches:
                 async for output in _each(batches):
                     self._check(output)
                     i = position[output.request_id]

@@ -20,6 +20,7 @@ from .beam_search import generation_of
 from .chat_prompt import chat_prompt
 from .chat_reading import MessageWriter, Reading, reading_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
+from .deadline import Deadline
 from .generation import Generation, find_model, options_of
 from .logprobs import chat_logprobs, prompt_logprobs_by_token
 from .parsing import parse_request
@@ -44,10 +45,11 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(ChatCompletionRequest, body, context.limits))
-    served = await find_model(context.backend, request.model)
+    deadline = Deadline(request.deadline_ms)
+    served = await deadline.hold(find_model(context.backend, request.model))
     check_choices(1, request.n, context.limits)
     metrics = context.metrics.start(served.name, request.n or 1)
-    prompt = await unless_client_leaves(http.receive, chat_prompt(context, served, request, body))
+    prompt = await unless_client_leaves(http.receive, deadline.hold(chat_prompt(context, served, request, body)))
     reading = reading_of(served, request, prompt)
     token_ids = prompt.token_ids
     room = served.input_processor.room_after(token_ids, "messages")
@@ -60,8 +62,8 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     requests = served.input_processor.process(engine_id, token_ids, params, param="messages", options=options)
     begun = Begun([requests], answer_id, int(time.time()))
     if request.stream:
-        begun = await may_resume(begun, http, body, context.backend)
-    generation = generation_of(context, served, begun, metrics, request, tenant, marks=reading.mark_ids)
+        begun = await deadline.hold(may_resume(begun, http, body, context.backend))
+    generation = generation_of(context, served, begun, metrics, request, tenant, deadline, marks=reading.mark_ids)
     answer = _ChatAnswer(begun, served, generation, request, token_ids, reading)
     if request.stream:
         return await stream_response(http, answer.events(), begun.event_ids)

@@ -16,6 +16,7 @@ from quire.engine.outputs import CompletionOutput
 from .backend import ServedModel
 from .beam_search import generation_of
 from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
+from .deadline import Deadline
 from .encoding import tokenize, tokenize_end
 from .generation import Generation, find_model, options_of
 from .logprobs import TextOffsets, completion_logprobs, echoed_logprobs, joined, prompt_logprobs_by_token
@@ -32,11 +33,12 @@ async def completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(CompletionRequest, body, context.limits))
-    served = await find_model(context.backend, request.model)
+    deadline = Deadline(request.deadline_ms)
+    served = await deadline.hold(find_model(context.backend, request.model))
     prompts = await off_the_loop(body, request.prompts)
     check_choices(len(prompts), request.num_choices, context.limits)
     metrics = context.metrics.start(served.name, len(prompts) * request.num_choices)
-    token_ids, room = await context.heavy_work.run(body, lambda: _tokenize_all(served, request, prompts))
+    token_ids, room = await deadline.hold(context.heavy_work.run(body, lambda: _tokenize_all(served, request, prompts)))
     params = request.sampling_params(served.info.generation_defaults, room)
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
@@ -47,8 +49,8 @@ async def completions(http: Request, context: ApiContext) -> Response:
         engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params, options=options))
     begun = Begun(engine_requests, answer_id, int(time.time()))
     if request.stream:
-        begun = await may_resume(begun, http, body, context.backend)
-    generation = generation_of(context, served, begun, metrics, request, tenant)
+        begun = await deadline.hold(may_resume(begun, http, body, context.backend))
+    generation = generation_of(context, served, begun, metrics, request, tenant, deadline)
     shown = prompts if request.truncate_prompt_tokens is None else token_ids
     echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params.n)) if request.echo else []
     answer = _CompletionAnswer(begun, served, generation, request, token_ids, echoed)

@@ -15,9 +15,11 @@ from quire.engine.errors import EngineError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest, FloatArray
 
 from ..request_metrics import RequestMetrics
-from .backend import Backend, ServedModel
+from .backend import ServedModel
 from .context import ApiContext, json_response, off_the_loop, read_body
+from .deadline import Deadline, Engines
 from .encoding import tokenize, tokenize_start
+from .errors import DeadlineError
 from .generation import find_model, options_of, raise_unless_answered
 from .parsing import parse_request
 from .protocol.embeddings import EmbeddingRequest
@@ -30,10 +32,13 @@ async def embeddings(http: Request, context: ApiContext) -> Response:
     """The vectors of all inputs. Raises `InvalidRequestError` and what the backend raises."""
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(EmbeddingRequest, body, context.limits))
-    served = await find_model(context.backend, request.model)
+    deadline = Deadline(request.deadline_ms)
+    served = await deadline.hold(find_model(context.backend, request.model))
     inputs = await off_the_loop(body, lambda: request.inputs(context.limits.max_inputs))
     metrics = context.metrics.start(served.name, len(inputs))
-    token_ids = await context.heavy_work.run(body, lambda: [_token_ids(served, request, each) for each in inputs])
+    token_ids = await deadline.hold(
+        context.heavy_work.run(body, lambda: [_token_ids(served, request, each) for each in inputs])
+    )
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
     pooling = request.pooling(served.info.pooling)
@@ -42,7 +47,7 @@ async def embeddings(http: Request, context: ApiContext) -> Response:
         served.input_processor.process_embedding(f"{engine_id}-{i}", ids, pooling, param="input", options=options)
         for i, ids in enumerate(token_ids)
     ]
-    run = EmbeddingRun(context.backend, served.name, requests, metrics, tenant)
+    run = EmbeddingRun(deadline.over(context.backend), served.name, requests, metrics, tenant)
     vectors = await unless_client_leaves(http.receive, run.vectors())
     # A number takes some 20 characters: that is most of the work for many vectors.
     return await asyncio.to_thread(lambda: json_response(_answer(served, request, token_ids, vectors)))
@@ -71,13 +76,13 @@ class EmbeddingRun:
 
     def __init__(
         self,
-        backend: Backend,
+        engines: Engines,
         model: str,
         requests: Sequence[EngineRequest],
         metrics: RequestMetrics,
         tenant: Tenant,
     ) -> None:
-        self._backend = backend
+        self._engines = engines
         self._model = model
         self._requests = requests
         self._metrics = metrics
@@ -94,14 +99,14 @@ class EmbeddingRun:
             if len(vectors) < len(self._vectors):
                 raise EngineError("The engine ended its work on this request without an embedding.")
             return vectors
-        except QuireError:
-            self._end_unfinished("error")
+        except QuireError as error:
+            self._end_unfinished("deadline" if isinstance(error, DeadlineError) else "error")
             raise
         finally:
             self._end_unfinished("abort")
 
     async def _run(self) -> None:
-        async with aclosing(self._backend.generate(self._model, self._requests)) as batches:
+        async with aclosing(self._engines.generate(self._model, self._requests)) as batches:
             async for outputs in batches:
                 for output in outputs:
                     self._take(output)

@@ -23,6 +23,7 @@ from quire.engine.outputs import (
 
 from ..request_metrics import RequestMetrics
 from .backend import Backend, ServedModel
+from .deadline import Engines
 from .errors import DeadlineError
 from .protocol.generation import GenerationRequest
 from .protocol.scheduling import ScheduledRequest
@@ -80,7 +81,7 @@ class Generation:
 
     def __init__(
         self,
-        backend: Backend,
+        engines: Engines,
         served: ServedModel,
         prompts: Sequence[Sequence[EngineRequest]],
         metrics: RequestMetrics,
@@ -90,7 +91,7 @@ class Generation:
         marks: frozenset[int] = frozenset(),
         event_ids: EventIds | None = None,
     ) -> None:
-        self._backend = backend
+        self._engines = engines
         self._model = served.name
         self._requests = [request for choices in prompts for request in choices]
         self._metrics = metrics
@@ -134,7 +135,7 @@ class Generation:
             if not running:
                 return
             with self._bill:
-                async with aclosing(self._backend.generate(self._model, running)) as batches:
+                async with aclosing(self._engines.generate(self._model, running)) as batches:
                     async for outputs in batches:
                         deltas = self._take(outputs)
                         if deltas:
@@ -144,8 +145,8 @@ class Generation:
             if len(self._last_words) < self._num_unfinished:
                 raise EngineError("The engine ended its work on this request without an answer.")
             yield list(self._last_words.values())  # their engine was lost before it had reported
-        except QuireError:
-            self._end_unfinished("error")
+        except QuireError as error:
+            self._end_unfinished("deadline" if isinstance(error, DeadlineError) else "error")
             raise
         finally:
             self._end_unfinished("abort")
@@ -236,7 +237,7 @@ class Generation:
                 else:
                     self._num_unfinished -= 1
         if stopped:
-            self._backend.abort(stopped, report=True)  # it is counted, whoever wants to see it
+            self._engines.abort(stopped, report=True)  # it is counted, whoever wants to see it
         return deltas
 
     def _ended(self, state: RequestState, output: EngineOutput) -> None:
@@ -245,7 +246,7 @@ class Generation:
         self._metrics.ended(state.index, state.finish_reason)
         raise_unless_answered(state.finish_reason, output)
 
-    def _end_unfinished(self, reason: Literal["abort", "error"]) -> None:
+    def _end_unfinished(self, reason: Literal["abort", "error", "deadline"]) -> None:
         for state in self.states:
             if state.finish_reason is None:
                 state.finish_reason = reason

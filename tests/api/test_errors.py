@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import tracemalloc
@@ -321,6 +322,42 @@ async def test_a_refusal_before_the_first_token_is_an_http_error(
     assert (response.status_code, response.json()) == (status, expected)
     assert response.headers.get("retry-after") == ("3" if status in (429, 503) else None)
     backend.refusal = None
+    await still_answers(client)
+
+
+@pytest.mark.parametrize("gate", ["no engine", "stuck engine"])
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+async def test_a_deadline_that_no_engine_keeps(
+    client: httpx.AsyncClient, backend: FakeBackend, path: str, body: dict[str, Any], gate: str
+) -> None:
+    """Time counts from the arrival of a request, also while it waits for an engine."""
+    if gate == "no engine":
+        backend.answers_nothing = asyncio.Event()
+    else:
+        backend.gate.clear()
+    fields = {**body, "deadline_ms": 50}
+    response = await asyncio.wait_for(client.post(path, json=fields), 10)
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
+    response = await asyncio.wait_for(client.post(path, json={**fields, "stream": True}), 10)
+    if gate == "no engine":
+        assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
+    else:
+        last = json.loads(response.text.split("\n\n")[-2].removeprefix("data: "))
+        assert (response.status_code, last["error"]["code"]) == (200, "deadline_exceeded")
+        assert not backend.running
+    metrics = (await client.get("/metrics")).text
+    assert f'quire:request_success_total{{finished_reason="deadline",gateway="gateway",model_name="{MODEL}"}} 2.0' in (
+        metrics
+    )
+    backend.answers_nothing = None
+    backend.gate.set()
+    await still_answers(client)
+
+
+async def test_a_deadline_that_passes_in_the_queue_of_templates(client: httpx.AsyncClient) -> None:
+    slow = {**CHAT, "chat_template": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"}
+    response = await client.post("/v1/chat/completions", json={**slow, "deadline_ms": 100})
+    assert (response.status_code, response.json()["error"]["code"]) == (408, "deadline_exceeded")
     await still_answers(client)
 
 
