@@ -1,4 +1,5 @@
-"""Faults made on purpose, to see what a service does about them: `quire chaos`. Only where the configuration allows it.
+"""Faults made on purpose, to see what a service does about them: `quire chaos`. Only where the configuration allows it,
+and by a tenant who is an admin where tenants are told apart.
 
 An engine is told of a fault over its gateways' connections (`Inject`), and does it to itself or to its ranks: processes
 are killed or stopped by signals, as an operating system would; a dropped step is one that a rank never gets.
@@ -17,8 +18,10 @@ from starlette.responses import JSONResponse, Response
 
 from quire.engine.errors import InvalidRequestError, OverloadedError
 
+from .api.errors import PermissionDeniedError
 from .api.parsing import parse_request
 from .api.protocol.fields import StrictModel
+from .api.tenants import tenant_of
 from .engine_links import EngineLink
 from .messages import Fault, Inject
 
@@ -81,6 +84,10 @@ def add_chaos_route(app: FastAPI, links: Callable[[], Sequence[EngineLink]], wor
 
     @app.post("/chaos", include_in_schema=False)
     async def chaos(http: Request) -> Response:
+        if not tenant_of(http.scope).terms.is_admin:
+            raise PermissionDeniedError(
+                "Faults touch every tenant: they need a key with 'admin: true' in the keys file."
+            )
         request = parse_request(ChaosRequest, await http.body())
         engines = {link.record.engine_id: link for link in links()}
         if not engines:

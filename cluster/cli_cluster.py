@@ -88,6 +88,7 @@ def chaos(
 
     kill-worker, stop-worker: a rank's process gets SIGKILL or SIGSTOP. drop-step: a rank never gets its next step.
     kill-engine, stop-engine: the same signals to the process of the engine. `allow_faults: true` allows it.
+    Where the service has API keys, it takes the key of a tenant with `admin: true`.
     """
     from .service_http import Service
 

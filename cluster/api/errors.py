@@ -1,8 +1,8 @@
 """The one place where errors become HTTP statuses and OpenAI error bodies.
 
-400 a request that cannot work (never 422), 401 no key or an unknown one, 404 an unknown model or path, 405, 408 a
-deadline that passed, 413 a body that is too large, 429 a tenant over its limits and 503 no room or no engine (both with
-Retry-After), 500 anything that is the service's own fault.
+400 a request that cannot work (never 422), 401 no key or an unknown one, 403 a key that is not for this, 404 an unknown
+model or path, 405, 408 a deadline that passed, 413 a body that is too large, 429 a tenant over its limits and 503 no
+room or no engine (both with Retry-After), 500 anything that is the service's own fault.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ class AuthenticationError(QuireError):
         self.headers = {"www-authenticate": "Bearer"}
 
 
+class PermissionDeniedError(QuireError):
+    """The API key is known, and not for this."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.code = "permission_denied"
+
+
 class RateLimitError(QuireError):
     """A tenant has used up what it may for now. `what` is "requests" or "tokens"."""
 
@@ -69,6 +77,8 @@ def status_of(error: Exception) -> int:
             return 400
         case AuthenticationError():
             return 401
+        case PermissionDeniedError():
+            return 403
         case DeadlineError():
             return 408
         case RateLimitError() | TenantShareError():
@@ -88,7 +98,7 @@ def body_of(error: Exception) -> ErrorBody:
             detail = ErrorDetail(error.message, "invalid_request_error", error.param, error.code)
         case DeadlineError():
             detail = ErrorDetail(error.message, "timeout_error", "deadline_ms", "deadline_exceeded")
-        case AuthenticationError():
+        case AuthenticationError() | PermissionDeniedError():
             detail = ErrorDetail(error.message, "invalid_request_error", None, error.code)
         case RateLimitError():
             detail = ErrorDetail(error.message, error.what, None, "rate_limit_exceeded")

@@ -9,6 +9,7 @@
         min_priority: -10              # 0 when left out
       - name: team-b
         key: [sk-old, sk-new]          # several, while one replaces the other
+        admin: true                    # may make faults on purpose, where they are allowed; false when left out
 
     share_prefix_cache: false          # of tenants with each other: whoever shares can tell what others have asked
 
@@ -76,6 +77,7 @@ class TenantEntry(Section):
     requests_per_minute: float | None = Field(None, ge=1)
     tokens_per_minute: float | None = Field(None, ge=1)
     min_priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    admin: bool = False
 
     @model_validator(mode="after")
     def _has_a_key(self) -> TenantEntry:
@@ -85,7 +87,7 @@ class TenantEntry(Section):
 
     def terms(self, *, shares_cache: bool) -> Terms:
         limits = self.requests_per_minute, self.tokens_per_minute, self.min_priority
-        return Terms(self.weight, *limits, shares_cache=shares_cache)
+        return Terms(self.weight, *limits, shares_cache=shares_cache, is_admin=self.admin)
 
     def digests(self) -> list[bytes]:
         """SHA-256 of each of its keys."""

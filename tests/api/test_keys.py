@@ -22,6 +22,7 @@ from quire.cluster.api.errors import RateLimitError
 from quire.cluster.api.keys import KeyRing, read_key_file
 from quire.cluster.api.rate_limits import Bucket
 from quire.cluster.api.tenants import Tenant, Terms
+from quire.cluster.chaos import add_chaos_route
 from quire.engine.errors import ConfigError, OverloadedError
 from quire.engine.outputs import EngineOutput, EngineRequest
 
@@ -118,6 +119,32 @@ async def test_a_key_is_a_tenant_with_a_weight(
         response = await guarded.post(url, json={**body, "max_tokens": 2}, headers={"authorization": f"bearer {key}"})
         assert response.status_code == 200
     assert [(each.tenant, each.tenant_weight) for each in backend.requests] == [(tenant, weight)] * 2
+
+
+async def test_only_an_admin_may_make_faults(backend: FakeBackend, keys: KeyRing, path: Path) -> None:
+    def service(keys: KeyRing | None) -> httpx.AsyncClient:
+        app = create_app(backend, keys=keys)
+        add_chaos_route(app, list, {})
+        return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api")
+
+    async def status(http: httpx.AsyncClient, headers: dict[str, str]) -> int:
+        return (await http.post("/chaos", json={"fault": "kill-engine"}, headers=headers)).status_code
+
+    operators = {"name": "operators", "key": "sk-operators", "admin": True}
+    path.write_text(json.dumps({"tenants": [*FILE["tenants"], operators]}))
+    await keys.refresh()
+    async with service(keys) as http:
+        assert await status(http, {}) == 401
+        refused = await http.post("/chaos", json={"fault": "kill-engine"}, headers=bearer(ANN))
+        message = "Faults touch every tenant: they need a key with 'admin: true' in the keys file."
+        assert (refused.status_code, refused.json()) == (403, error(message, code="permission_denied"))
+        assert await status(http, bearer(BOB)) == 403
+        assert await status(http, bearer("sk-operators")) == 503  # there is no engine to do it to
+        path.write_text(json.dumps({"tenants": [*FILE["tenants"], {**operators, "admin": False}]}))
+        await keys.refresh()
+        assert await status(http, bearer("sk-operators")) == 403
+    async with service(None) as http:
+        assert await status(http, {}) == 503
 
 
 async def test_without_keys_everybody_is_one_tenant(client: httpx.AsyncClient, backend: FakeBackend) -> None:
