@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +17,17 @@ from family_parity import NUM_TOKENS, FamilyUnderTest, Parity
 from rank_executors import ProcessExecutor, ThreadExecutor
 from tiny_families import TINY_FAMILIES
 from tiny_llama import make_tiny_llama
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.config import EngineConfig, GrammarConfig, ModelConfig
+from quire.engine.core import EngineCore
 from quire.engine.errors import ConfigError
+from quire.engine.grammar import GrammarSpec
+from quire.engine.grammar.compiler import LlguidanceCompiler
+from quire.engine.grammar.gate import GrammarGate
 from quire.engine.model_source import load_model_info
+from quire.engine.outputs import EngineRequest
+from quire.engine.sampling_params import SamplingParams
 from quire.workers.models.sizes import check_ranks
 from quire.workers.parallel import Grid, ParallelContext
 from quire.workers.worker import Worker
@@ -79,6 +87,49 @@ def test_stages_in_8_bits(tmp_path: Path, section: dict[str, dict[str, str]]) ->
         assert one.token_ids == two.token_ids
         for mine, theirs in zip(one.logprobs, two.logprobs, strict=True):
             assert abs(mine.logprob - theirs.logprob) < 1e-4
+
+
+@pytest.mark.parametrize("grid", [{"tensor_parallel_size": 2}, PIPELINES[0], PIPELINES[2]], ids=grid_id)
+def test_grammars(tmp_path: Path, grid: dict[str, int]) -> None:
+    """Masks reach the ranks that sample: answers are those of one rank, and valid."""
+    TINY_FAMILIES["llama"].make(tmp_path)
+    info = load_model_info(ModelConfig(model=str(tmp_path)))
+    letters = [*map(chr, range(33, 127)), "Ġ"]  # which is the space: the model has no room for all bytes
+    eos = len(letters)
+    bytes_alone = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bytes_alone.decoder = decoders.ByteLevel()
+    bytes_alone.add_special_tokens(["<|end|>"])
+    compiler = LlguidanceCompiler(
+        lambda: SimpleNamespace(backend_tokenizer=bytes_alone), info.vocab_size, [eos], GrammarConfig()
+    )
+    source = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+    spec = GrammarSpec(kind="json_schema", source=source)
+    requests = [
+        EngineRequest(
+            request_id=str(i),
+            prompt_token_ids=[5 + i, 6, 7],
+            sampling_params=SamplingParams(temperature=i % 2, max_tokens=24),
+            seed=i,
+            eos_token_ids=(eos,),
+            grammar=spec,
+        )
+        for i in range(6)
+    ]
+    answers = []
+    for parallel in ({}, grid):
+        sections: dict[str, dict[str, object]] = {"model": {"num_threads": 1}, "parallel": {**parallel}}
+        executor = ThreadExecutor(EngineConfig.model_validate(sections), info)
+        driver = Driver(executor, info.max_model_len, **sections)
+        gate = GrammarGate(compiler, lambda driver=driver: driver.core.wake())
+        driver.core = EngineCore(EngineConfig.model_validate(sections), executor, info.max_model_len, gates=(gate,))
+        answers.append([answer.token_ids for answer in driver.run(requests)])
+        gate.close()
+        executor.shutdown()
+    assert answers[0] == answers[1]
+    for token_ids in answers[1]:
+        text = bytes_alone.decode([token_id for token_id in token_ids if token_id != eos])
+        assert isinstance(json.loads(text)["a"], str)
 
 
 @pytest.mark.parametrize("grid", EXPERTS, ids=grid_id)
