@@ -95,6 +95,7 @@ def _add_generation_routes(app: FastAPI, context: ApiContext) -> None:
 def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
     backend = context.backend
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def list_models() -> Response:
         return json_response(ModelList(list(backend.models())))
@@ -106,6 +107,7 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
             raise ModelNotFoundError(model, list(cards))
         return json_response(cards[model])
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         return health_response(backend.health())
@@ -120,6 +122,7 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
     async def version() -> Response:
         return JSONResponse({"version": quire.__version__})
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(context.metrics.render(await backend.stats()), media_type=CONTENT_TYPE)

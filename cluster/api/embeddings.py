@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from contextlib import aclosing
+from typing import Literal
 
 import msgspec
 from starlette.requests import Request
@@ -126,9 +127,9 @@ class EmbeddingRun:
         self._bill.pay(output.request_id)
         self._vectors[index] = output.embedding
 
-    def _end_unfinished(self, reason: str) -> None:
+    def _end_unfinished(self, reason: Literal["abort", "error", "deadline"]) -> None:
         for index in self._unfinished.values():
-            self._metrics.ended(index, "error" if reason == "error" else "abort")
+            self._metrics.ended(index, reason)
         self._unfinished = {}
 
 

@@ -55,6 +55,11 @@ class ChatCompletionRequest(GenerationRequest):
                 f"top_logprobs: must be an integer from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}.", "top_logprobs"
             )
         field = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise InvalidRequestError(
+                f"max_tokens: must be the same as max_completion_tokens where both are given, got {self.max_tokens}.",
+                "max_tokens",
+            )
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self._sampling_params(self._checked(field, room) or room, logprobs, defaults)
 

@@ -86,7 +86,7 @@ def _bias_by_token_id(value: object) -> object:
     if not isinstance(value, dict):
         raise wrong("must be an object from token ids to numbers")
     check_length(value, MAX_LOGIT_BIAS)
-    if not all(isinstance(key, str) and key.isascii() and key.isdigit() for key in value):
+    if not all(isinstance(key, str) and len(key) <= 19 and key.isascii() and key.isdigit() for key in value):
         raise wrong("keys must be token ids")
     return {int(key): bias for key, bias in value.items()}
 
