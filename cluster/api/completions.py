@@ -134,7 +134,9 @@ class _CompletionAnswer:
             async for deltas in batches:
                 usage = self._generation.usage_of_chunk(self._request)
                 yield b"".join([self._event([self._choice(delta)], usage) for delta in self._complete(deltas)])
-        yield (self._event([], self._generation.usage()) if include_usage else b"") + DONE
+        usage = self._generation.usage_of_chunk(self._request)
+        left = b"".join([self._event([self._choice(delta)], usage) for delta in self._waiting])
+        yield left + (self._event([], self._generation.usage()) if include_usage else b"") + DONE
 
     def _complete(self, deltas: list[CompletionOutput]) -> list[CompletionOutput]:
         """The deltas that can be sent now: a prompt's first choice brings its logprobs, and others may be faster."""

@@ -115,6 +115,15 @@ async def test_choices_that_are_faster_wait_for_the_scores_of_their_prompt(
     assert len(backend.running) == 0
 
 
+async def test_an_answer_that_ends_before_its_prompt_was_told_is_sent_all_the_same(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeBackend, "prompt_logprobs_of", staticmethod(lambda _: None))
+    chunks = await stream(client, "completions", COMPLETION, echo=True, logprobs=1)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == PROMPT + DEFAULT_ANSWER
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 async def test_both_at_once_and_the_best_of_several(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     body = await post(
         client, "completions", COMPLETION, echo=True, logprobs=1, prompt_logprobs=3, best_of=2, max_tokens=2

@@ -60,9 +60,12 @@ def test_top_p(top_p: float) -> None:
     scores = many_rows()
     exact = float(np.float32(top_p))
     expected = torch.stack([top_p_of_one(row, exact) for row in scores])
+    alone = [row[None].clone() for row in scores]
     keep_top_p(scores, np.full(len(scores), top_p, np.float32))
     for i, (row, wanted) in enumerate(zip(scores, expected, strict=True)):
         assert torch.equal(row, wanted), f"row {i}"
+        keep_top_p(alone[i], np.full(1, top_p, np.float32))
+        assert torch.equal(alone[i][0], wanted), f"row {i}, alone"
 
 
 def test_rows_of_a_mixed_batch_are_filtered_by_their_own_values() -> None:
