@@ -116,9 +116,9 @@ def test_a_step_that_a_hung_rank_does_not_read_meets_its_deadline(
     """A step larger than the sockets' buffers: whoever sends it waits, and is freed when the ranks are given up."""
     gang = two_ranks._engine.core._executor._gang  # type: ignore[attr-defined]
     monkeypatch.setattr(gang._deadline, "_most_s", 1.0)
-    os.kill(processes(WORKER)[0].pid, signal.SIGSTOP)
+    os.kill(gang.facts[0].pid, signal.SIGSTOP)  # the first that the step is sent to
     nothing = np.zeros(0, np.int32)
-    released = list(range(1 << 24))
+    released = list(range(1 << 23))  # some 40 MB: more than any socket holds, less than the largest frame
     step = SchedulerOutput(
         step_id=0, rows=nothing, num_scheduled_tokens=nothing, num_computed_tokens=nothing, released_rows=released
     )
