@@ -74,6 +74,6 @@ def test_any_gateway_and_ray_tell_the_same(service: str) -> None:
         return all(told.get(key) == value for key, value in scrape(service).items() if key[0] in names)
 
     wait_for(ray_agrees, 40, lambda: (scrape(service), through_ray()))
-    assert {whose for name, whose in through_ray() if name == "generation_tokens_total"} == engines
+    assert engines <= {whose for name, whose in through_ray() if name == "generation_tokens_total"}
     assert ray_metrics.ray_name("quire:num_requests_running") == "quire_num_requests_running"
     assert ("num_requests_running", next(iter(engines))) in through_ray()
