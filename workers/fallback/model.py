@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from quire.engine.kv_cache_spec import KVCacheSpec
-from quire.kernels.ops import AttentionMetadata, paged_attention, write_kv
+from quire.kernels.ops import AttentionMetadata
 
 from ..layers.attention import LayerCache
 from .interface import answering
@@ -116,26 +116,15 @@ class _Step:
         scale = arguments.get("scaling") or getattr(module, "scaling", None) or key_dim**-0.5
         query, key, value = (_rows(x, call.head_dim) for x in (query, key, value))
         sinks = arguments.get("s_aux")
-        write_kv(
+        attended = cache.attend(
+            query,
             key,
             value,
-            cache.key,
-            cache.value,
-            metadata.slot_mapping,
-            key_scale=cache.scales.key,
-            value_scale=cache.scales.value,
-        )
-        attended = paged_attention(
-            query,
-            cache.key,
-            cache.value,
             metadata,
             scale=scale,
             sliding_window=call.sliding_window,
             softcap=arguments.get("softcap"),
             sinks=None if sinks is None else sinks.float(),
-            key_scale=cache.scales.key,
-            value_scale=cache.scales.value,
         )
         return attended[None, :, :, :value_dim].contiguous()
 

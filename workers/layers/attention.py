@@ -32,6 +32,42 @@ class LayerCache:
     value: Tensor  # [num_blocks, block_size, num_kv_heads, head_dim]
     scales: KVScales
 
+    def attend(
+        self,
+        query: Tensor,  # [num_tokens, num_heads, head_dim]
+        key: Tensor,  # [num_tokens, num_kv_heads, head_dim]
+        value: Tensor,  # likewise
+        metadata: AttentionMetadata,
+        *,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store the keys and values of new tokens, then attend to all: [num_tokens, num_heads, head_dim]."""
+        scales = self.scales
+        write_kv(
+            key,
+            value,
+            self.key,
+            self.value,
+            metadata.slot_mapping,
+            key_scale=scales.key,
+            value_scale=scales.value,
+        )
+        return paged_attention(
+            query,
+            self.key,
+            self.value,
+            metadata,
+            scale=scale,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            sinks=sinks,
+            key_scale=scales.key,
+            value_scale=scales.value,
+        )
+
 
 class Attention(nn.Module):
     """Projections, norm, rotation, cache write, attention, output projection."""
@@ -64,25 +100,14 @@ class Attention(nn.Module):
         if rotation is not None:  # queries and keys lie side by side: one rotation for both
             rotated = rotate(rotated, rotation)
         query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
-        write_kv(
+        attended = cache.attend(
+            query,
             key,
             value,
-            cache.key,
-            cache.value,
-            metadata.slot_mapping,
-            key_scale=cache.scales.key,
-            value_scale=cache.scales.value,
-        )
-        attended = paged_attention(
-            query,
-            cache.key,
-            cache.value,
             metadata,
             scale=spec.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
-            key_scale=cache.scales.key,
-            value_scale=cache.scales.value,
         )
         out: Tensor = self.output(attended.view(num_tokens, self._num_heads * spec.head_dim))
         return out
