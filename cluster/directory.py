@@ -3,17 +3,21 @@
 Three places were weighed. A deployment actor of Serve can be looked up only by replicas of its own deployment, and
 engines and gateways are two; a named actor (or a deployment) is one more process to start, and to lose. The GCS is
 there already, lives as long as the cluster, and an entry costs half a millisecond. It has no notification, so gateways
-list the keys every `POLL_S`; entries never change, so that a poll without news is one small call. How loaded an engine
-is does not pass through here: every gateway holds a connection to every engine, and hears it there at once. The same
-connection tells of an engine's death; what is left behind in the store is removed by whoever finds nobody at home. Who
-does so by mistake does little harm: an engine writes its entry again every `REGISTER_S`.
+list the keys every `POLL_S`; what an entry says of an engine never changes, so that a poll without news is one small
+call. How loaded an engine is does not pass through here: every gateway holds a connection to every engine, and hears it
+there at once. The same connection tells of an engine's death.
+
+What is left behind in the store is removed by whoever finds nobody at home, and where nobody can be asked (the node has
+vanished from the network), by whoever sees that the entry is not renewed any more (`Lease`). Who removes one by mistake
+does little harm: an engine writes its entry again every `REGISTER_S`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -29,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.25
 REGISTER_S = 3.0
+LEASE_S = 12.0  # an engine that has not renewed its entry for so long is not there any more
 
 
 class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +44,7 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     port: int
     max_model_len: int
+    renewal: int = 0  # counts how often the engine has written this entry again
 
 
 class DirectoryError(QuireError):
@@ -122,6 +128,25 @@ class Directory:
         return None if data is None else msgspec.msgpack.decode(data, type=EngineRecord)
 
 
+class Lease:
+    """How long one observer goes on believing in an engine that it cannot reach.
+
+    The engine's clock is never compared with the observer's: an entry carries no time, only a count that grows. The
+    lease runs from the moment at which this observer first saw the latest count, by its own monotonic clock.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._renewal: int | None = None
+        self._seen_at = clock()
+
+    def has_run_out(self, renewal: int) -> bool:
+        """`renewal` is what the entry says now."""
+        if renewal != self._renewal:
+            self._renewal, self._seen_at = renewal, self._clock()
+        return self._clock() - self._seen_at > LEASE_S
+
+
 class Registration:
     """An engine's entry in the directory for as long as the engine lives."""
 
@@ -152,6 +177,7 @@ class Registration:
                 await self._renew()
 
     async def _renew(self) -> None:
+        self._record = msgspec.structs.replace(self._record, renewal=self._record.renewal + 1)
         try:
             await asyncio.to_thread(self._directory.register, self._record)
         except DirectoryError as error:

@@ -11,7 +11,7 @@ import msgspec
 from quire.engine.outputs import SchedulerStats
 
 from . import transport
-from .directory import POLL_S, Directory, DirectoryError, EngineRecord
+from .directory import POLL_S, Directory, DirectoryError, EngineRecord, Lease
 from .messages import EngineMessage, GatewayMessage, LoadReport, encoder, engine_message_decoder
 from .router import EngineSnapshot
 
@@ -81,7 +81,8 @@ class EngineLinks:
     """Follows the directory and keeps a link to every engine in it. All methods run on one event loop.
 
     An engine that cannot be reached stays in the directory: it may be this side that is slow. Only where nobody listens
-    any more, or another engine does, the entry is removed; an engine that lives writes it again (`Registration`).
+    any more, or another engine does, or its lease has run out, the entry is removed; an engine that lives writes it
+    again (`Registration`).
     """
 
     def __init__(self, directory: Directory, identity: str, user: LinkUser) -> None:
@@ -145,8 +146,13 @@ class EngineLinks:
     async def _follow(self, record: EngineRecord) -> None:
         """Stay connected to one engine until it has left the directory. Raises nothing but what nobody expects."""
         delay_s = RECONNECT_S
+        lease = Lease()
         try:
-            while await asyncio.to_thread(self._directory.get, record.engine_id) is not None:
+            while (entry := await asyncio.to_thread(self._directory.get, record.engine_id)) is not None:
+                if lease.has_run_out(entry.renewal):
+                    logger.warning("Engine %s is gone: it does not renew its entry.", record.engine_id)
+                    await asyncio.to_thread(self._directory.remove, record.engine_id)
+                    return
                 try:
                     link = await self._connect(record)
                 except (ConnectionRefusedError, _AnotherEngineError) as error:
@@ -160,7 +166,7 @@ class EngineLinks:
                     delay_s = min(2 * delay_s, MAX_RECONNECT_S)
                 else:
                     await self._use(link)
-                    delay_s = RECONNECT_S
+                    delay_s, lease = RECONNECT_S, Lease()
                     await asyncio.sleep(delay_s)
         except DirectoryError as error:
             logger.warning("%s Engine %s is looked up again.", error.message, record.engine_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -15,7 +16,7 @@ from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, m
 
 from quire.cluster import directory as directory_module
 from quire.cluster import engine_links, recalls, transport
-from quire.cluster.directory import Directory, EngineRecord, Registration
+from quire.cluster.directory import LEASE_S, Directory, EngineRecord, Lease, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.gateway import EngineBackend
@@ -264,10 +265,62 @@ async def test_an_engine_writes_its_entry_again_until_it_leaves(monkeypatch: pyt
     await registration.start()
     assert directory.get("e1") == record
     directory.remove("e1")  # by a gateway that could not reach it
-    await until(lambda: directory.get("e1") == record)
+    await until(lambda: directory.engine_ids() == ["e1"])
+    renewed = directory.get("e1")
+    assert renewed == msgspec.structs.replace(record, renewal=renewed.renewal)
+    await until(lambda: directory.get("e1").renewal > renewed.renewal > 0)
     await registration.end()
     await asyncio.sleep(0.1)
     assert directory.engine_ids() == []
+
+
+def test_a_lease_is_counted_by_its_observer_alone() -> None:
+    now = 1000.0
+    lease = Lease(lambda: now)
+    assert not lease.has_run_out(7)
+    now += LEASE_S
+    assert not lease.has_run_out(7)
+    assert not lease.has_run_out(8)  # renewed, however late
+    now += LEASE_S
+    assert not lease.has_run_out(8)
+    now += 0.1
+    assert lease.has_run_out(8)
+    assert not lease.has_run_out(1)  # another count is news, whichever it is
+
+
+@pytest.mark.parametrize("renews", [False, True])
+async def test_the_entry_of_an_engine_that_vanished_without_a_word_is_removed(
+    monkeypatch: pytest.MonkeyPatch, renews: bool
+) -> None:
+    """Its address takes connections and says nothing, as a machine does that has stopped. One that goes on renewing its
+    entry stays in the directory: it may be this side that cannot reach it."""
+    for module, name, seconds in (
+        (transport, "HANDSHAKE_TIMEOUT_S", 0.02),
+        (engine_links, "RECONNECT_S", 0.01),
+        (engine_links, "MAX_RECONNECT_S", 0.05),
+        (directory_module, "LEASE_S", 0.3),
+        (directory_module, "REGISTER_S", 0.05),
+    ):
+        monkeypatch.setattr(module, name, seconds)
+    directory = Directory(DictStore(), "app")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        record = EngineRecord(engine_id="e1", model=MODEL, host="127.0.0.1", port=port, max_model_len=800)
+        registration = Registration(directory, record)
+        await registration.start()
+        if not renews:
+            assert registration._keeper is not None
+            registration._keeper.cancel()
+        client = EngineClient(directory, "gateway-1", LeastLoaded())
+        started = time.monotonic()
+        await client.start()
+        if renews:
+            await asyncio.sleep(1.0)  # more than three leases
+            assert directory.engine_ids() == ["e1"]
+            await registration.end()
+        await until(lambda: directory.engine_ids() == [])
+        assert time.monotonic() - started > 0.3
+        await client.close()
 
 
 async def test_a_look_into_the_directory_that_fails_is_not_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
