@@ -24,6 +24,7 @@ from .embeddings import embeddings
 from .errors import install_error_handlers
 from .health import health_response
 from .keys import KeyMiddleware, KeyRing
+from .last_resort import LastResortMiddleware
 from .limits import ApiLimits
 from .readiness import Readiness
 from .responses import ModelList
@@ -55,6 +56,7 @@ def create_app(
     app.openapi = lambda: described  # type: ignore[method-assign]  # what FastAPI offers for this
     if keys is not None:
         app.add_middleware(KeyMiddleware, keys=keys, open_metrics=open_metrics)
+    app.add_middleware(LastResortMiddleware)
     app.add_middleware(CountMiddleware, metrics=context.metrics)
     if request_ids:
         app.add_middleware(RequestIdMiddleware)
@@ -170,6 +172,7 @@ class RequestIdMiddleware:
             return
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -67,7 +67,7 @@ class RateLimitError(QuireError):
         self.retry_after_s = retry_after_s
 
 
-def status_of(error: Exception) -> int:
+def status_of(error: BaseException) -> int:
     match error:
         case ModelNotFoundError():
             return 404
@@ -91,7 +91,7 @@ def status_of(error: Exception) -> int:
             return 500
 
 
-def body_of(error: Exception) -> ErrorBody:
+def body_of(error: BaseException) -> ErrorBody:
     """What the client is told. Nothing about an error that is not one of ours, except that it happened."""
     match error:
         case InvalidRequestError():
@@ -116,7 +116,7 @@ def body_of(error: Exception) -> ErrorBody:
     return ErrorBody(detail)
 
 
-def error_response(error: Exception) -> Response:
+def error_response(error: BaseException) -> Response:
     headers = dict(getattr(error, "headers", None) or {})
     if isinstance(error, OverloadedError | RateLimitError):
         headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
@@ -124,7 +124,7 @@ def error_response(error: Exception) -> Response:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error of a route leaves in OpenAI's shape."""
+    """Every known error of a route leaves in OpenAI's shape; `last_resort.py` sees to the unknown ones."""
 
     async def known(_request: Request, error: Exception) -> Response:
         return error_response(error)
@@ -148,4 +148,3 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(QuireError, known)
     app.add_exception_handler(HTTPException, http)
     app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(Exception, known)  # the server raises it again, and logs it

@@ -325,6 +325,31 @@ async def test_a_refusal_before_the_first_token_is_an_http_error(
     await still_answers(client)
 
 
+class Escape(asyncio.CancelledError):
+    """What an endpoint waited for was cancelled, and not the request."""
+
+
+@pytest.mark.parametrize("escaped", [ZeroDivisionError("secret"), Escape("secret")])
+async def test_what_escapes_an_endpoint_is_told_in_shape_counted_and_logged(
+    client: httpx.AsyncClient, backend: FakeBackend, caplog: pytest.LogCaptureFixture, escaped: BaseException
+) -> None:
+    backend.refusal = escaped  # type: ignore[assignment]
+    body = {"model": MODEL, "prompt": "x", "max_tokens": 2}
+    response = await client.post("/v1/completions", json=body, headers={"x-request-id": "mine"})
+    assert (response.status_code, response.headers["content-type"]) == (500, "application/json")
+    assert response.json() == error("The service failed while it worked on this request.", kind="server_error")
+    assert response.headers["x-request-id"] == "mine"
+    (record,) = [each for each in caplog.records if "failed unexpectedly" in each.message]
+    assert "POST /v1/completions (x-request-id mine)" in record.message
+    assert record.exc_info is not None
+    assert record.exc_info[1] is not None
+    assert type(escaped).__name__ in caplog.text
+    backend.refusal = None
+    answered = 'quire:http_requests_total{gateway="gateway",handler="/v1/completions",method="POST",status="500"} 1.0'
+    assert answered in (await client.get("/metrics")).text
+    await still_answers(client)
+
+
 @pytest.mark.parametrize("gate", ["no engine", "stuck engine"])
 @pytest.mark.parametrize(("path", "body"), ENDPOINTS)
 async def test_a_deadline_that_no_engine_keeps(
