@@ -18,6 +18,7 @@ from quire.engine.errors import QuireError
 from ..cli_http import error_message
 from . import Endpoint
 from .latency import RequestTiming
+from .workload import Question
 
 
 class BenchError(QuireError):
@@ -38,9 +39,18 @@ class _Choice(msgspec.Struct):
         return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+    @property
+    def cached_tokens(self) -> int:
+        return (self.prompt_tokens_details and self.prompt_tokens_details.cached_tokens) or 0
 
 
 class _Event(msgspec.Struct):
@@ -70,7 +80,6 @@ class Target:
     base_url: str  # ends in /v1
     model: str
     endpoint: Endpoint
-    output_len: int
     temperature: float
     ignore_eos: bool
 
@@ -78,10 +87,10 @@ class Target:
     def url(self) -> str:
         return self.base_url + ("/completions" if self.endpoint == "completions" else "/chat/completions")
 
-    def body(self, prompt: str | list[int]) -> bytes:
+    def body(self, question: Question) -> bytes:
         body: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": self.output_len,
+            "max_tokens": question.output_len,
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -89,18 +98,18 @@ class Target:
         if self.ignore_eos:
             body["ignore_eos"] = True
         if self.endpoint == "completions":
-            body["prompt"] = prompt
+            body["prompt"] = question.prompt
         else:
-            body["messages"] = [{"role": "user", "content": prompt}]
+            body["messages"] = [{"role": "user", "content": question.prompt}]
         return msgspec.json.encode(body)
 
 
 _decoder = msgspec.json.Decoder(_Event)
 
 
-async def timed_request(session: aiohttp.ClientSession, target: Target, prompt: str | list[int]) -> RequestTiming:
+async def timed_request(session: aiohttp.ClientSession, target: Target, question: Question) -> RequestTiming:
     """Send one request and read its stream to the end. A failure is told in the timing's `error`."""
-    body = target.body(prompt)
+    body = target.body(question)
     start_s = time.perf_counter()
     try:
         async with session.post(target.url, data=body) as response:
@@ -135,5 +144,6 @@ async def _read_stream(content: aiohttp.StreamReader, start_s: float) -> Request
         tuple(token_times_s),
         usage.prompt_tokens,
         usage.completion_tokens or len(token_times_s),
+        usage.cached_tokens,
         error=None if done else "the stream ended without [DONE]",
     )

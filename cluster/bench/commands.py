@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import math
+from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -12,7 +15,9 @@ from ..cli_options import EngineOverrides, flatten, help_without_command, takes_
 from . import Endpoint
 
 if TYPE_CHECKING:
-    from .serve import Load, Result
+    from .serve import Level, Load, Result
+
+T = TypeVar("T")
 
 app = typer.Typer(rich_markup_mode=None)
 app.callback(invoke_without_command=True)(help_without_command("Measure a server, or the engine alone."))
@@ -25,35 +30,81 @@ Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write 
 
 
 @app.command(
-    epilog="Examples:  quire bench serve --concurrency 1,8   ·   "
-    "quire bench serve --url http://10.0.0.5:8000 --output-len 256 --json result.json"
+    epilog="Examples:  quire bench serve --concurrency 1,8,32   ·   quire bench serve --rate 2,4,8 --slo ttft:500 "
+    "--slo itl:50 --plot -   ·   quire bench serve --prefix-len 512 --input-len 16:64 --output-len 32:256   ·   "
+    "quire bench serve --url http://10.0.0.5:8000 --json result.json --plot result.png"
 )
 def serve(
     url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="Model to ask; the first one listed when not given.")] = None,
     endpoint: Annotated[Endpoint, typer.Option(help="completions gives prompts of an exact length.")] = "completions",
-    concurrency: Annotated[str, typer.Option(help="Streams at a time; several levels as 1,8,32.")] = "8",
-    num_requests: Annotated[int | None, typer.Option(min=1, help="Per level; 8 per stream when not given.")] = None,
-    input_len: InputLen = 128,
-    output_len: OutputLen = 128,
+    concurrency: Annotated[
+        str | None, typer.Option(help="Streams at a time; several levels as 1,8,32. (default: 8)", show_default=False)
+    ] = None,
+    rate: Annotated[
+        str | None,
+        typer.Option(help="Instead of a number of streams: requests per second, arriving at random; several as 2,4,8."),
+    ] = None,
+    num_requests: Annotated[
+        int | None, typer.Option(min=1, help="Per level; when not given 8 per stream, or 30 s of arrivals.")
+    ] = None,
+    prefix_len: Annotated[int, typer.Option(min=0, help="Tokens that all prompts of a level begin with.")] = 0,
+    input_len: Annotated[str, typer.Option(help="Tokens of its own in each prompt; from 16 to 64 is 16:64.")] = "128",
+    output_len: Annotated[str, typer.Option(help="Tokens in each answer; a range as for --input-len.")] = "128",
+    slo: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="What a good request keeps, in ms: ttft:500, itl:50 (its mean) or e2e:5000; can be repeated. Shows "
+            "how many good ones are answered per second."
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
     vocab_size: VocabSize = 10_000,
     seed: Seed = 0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     timeout_s: Annotated[float, typer.Option(min=1.0, help="Longest wait for a byte of an answer.")] = 300.0,
+    plot: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A chart: a PNG (with matplotlib), or - for the terminal.")
+    ] = None,
     json_path: Json = None,
 ) -> None:
-    """Load a server with streamed requests: tokens per second, TTFT, ITL and E2E percentiles."""
+    """Load a server with streamed requests: tokens per second, TTFT, ITL and E2E percentiles, goodput."""
+    from .serve import Load
+    from .slo import Objective
+    from .workload import Lengths
+
+    if concurrency is not None and rate is not None:
+        raise typer.BadParameter("give either a number of streams or a rate", param_hint="--rate")
+    load = Load(
+        url=url,
+        model=model,
+        endpoint=endpoint,
+        concurrency=_levels(concurrency or "8"),
+        rates=() if rate is None else _rates(rate),
+        num_requests=num_requests,
+        prefix_len=prefix_len,
+        input_len=_parsed(Lengths.parse, input_len, "--input-len", "a length >= 1, or a range as 16:64"),
+        output_len=_parsed(Lengths.parse, output_len, "--output-len", "a length >= 1, or a range as 16:64"),
+        temperature=temperature,
+        vocab_size=vocab_size,
+        seed=seed,
+        api_key=api_key,
+        timeout_s=timeout_s,
+        objectives=tuple(
+            _parsed(Objective.parse, each, "--slo", "ttft, itl or e2e with milliseconds, as ttft:500")
+            for each in slo or ()
+        ),
+    )
+    _measure_server(load, plot, json_path)
+
+
+def _measure_server(load: Load, plot: str | None, json_path: str | None) -> None:
     from rich.console import Console
 
-    from . import serve as serve_bench
+    from .chart import show_chart, write_chart
     from .machine import describe_machine, package_versions
     from .report import show_facts, show_levels, write_json
 
-    load = serve_bench.Load(
-        url, model, endpoint, _levels(concurrency), num_requests, input_len, output_len, temperature, vocab_size, seed,
-        api_key, timeout_s,
-    )  # fmt: skip
     console = Console(stderr=json_path == "-")
     machine, versions = describe_machine(), package_versions()
     show_facts(console, machine)
@@ -64,7 +115,9 @@ def serve(
         "client quire": versions["quire"],
     }
     show_facts(console, facts)
-    console.print(f"{endpoint}, {input_len} tokens in, {output_len} out")
+    shared = f"{load.prefix_len} shared + " if load.prefix_len else ""
+    title = f"{load.endpoint}, {shared}{load.input_len} tokens in, {load.output_len} out"
+    console.print(title)
     show_levels(console, result.levels)
     if not result.exact_output_len:
         console.print("The server does not take ignore_eos: answers may be shorter than asked for.")
@@ -74,6 +127,10 @@ def serve(
         settings = {key: value for key, value in asdict(load).items() if key != "api_key"}
         document = {"bench": "serve", "machine": machine, "versions": versions, "settings": settings}
         write_json(json_path, {**document, "result": asdict(result)})
+    if plot == "-":
+        show_chart(console, result.levels)
+    elif plot is not None:
+        write_chart(Path(plot), result.levels, f"{result.model} on {machine['cpu']}, GPU {machine['gpu']}: {title}")
     if any(level.num_failed for level in result.levels):
         raise typer.Exit(1)
 
@@ -197,6 +254,21 @@ def _levels(text: str, option: str = "--concurrency") -> tuple[int, ...]:
     return levels
 
 
+def _rates(text: str) -> tuple[float, ...]:
+    wanted = "numbers > 0 with commas between"
+    rates = _parsed(lambda given: tuple(map(float, given.split(","))), text, "--rate", wanted)
+    if not all(0 < rate < math.inf for rate in rates):
+        raise typer.BadParameter(f"must be {wanted}, got {text!r}", param_hint="--rate")
+    return rates
+
+
+def _parsed(parse: Callable[[str], T], text: str, option: str, wanted: str) -> T:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"must be {wanted}, got {text!r}", param_hint=option) from error
+
+
 def _with_progress(load: Load) -> Result:
     """Run the load behind a progress bar on stderr (nothing is drawn where stderr is no terminal)."""
     from rich.console import Console
@@ -209,7 +281,7 @@ def _with_progress(load: Load) -> Result:
     with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as progress:
         task = progress.add_task("first request", total=None)
 
-        def on_level(concurrency: int, num_requests: int) -> None:
-            progress.reset(task, total=num_requests, description=f"{concurrency} streams")
+        def on_level(level: Level) -> None:
+            progress.reset(task, total=level.num_requests, description=level.title)
 
         return asyncio.run(run(load, on_level, lambda: progress.advance(task)))

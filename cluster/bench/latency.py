@@ -18,6 +18,7 @@ class RequestTiming:
     token_times_s: tuple[float, ...] = ()  # arrival of each event that carried text, in order
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # as the server counts them; the number of events where it does not say
+    num_cached_tokens: int = 0  # of the prompt, as far as the server tells
     error: str | None = None
 
     @property
@@ -29,6 +30,13 @@ class RequestTiming:
     def itl_s(self) -> list[float]:
         """Inter-token latencies: between consecutive events. Events that arrive together are 0 apart."""
         return [after - before for before, after in pairwise(self.token_times_s)]
+
+    @property
+    def mean_itl_s(self) -> float:
+        """Over the tokens after the first, so that tokens that share an event count one by one; 0 for a single one."""
+        if self.num_output_tokens < 2:
+            return 0.0
+        return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_output_tokens - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +61,16 @@ class Distribution:
 class Summary:
     """One load level. Rates are over the wall time from the first request's start to the last one's end."""
 
-    concurrency: int
+    concurrency: int | None  # streams at any time; None where requests arrive at a rate
+    rate: float | None  # arrivals per second asked for; None where the number of streams is fixed
     num_requests: int
     num_failed: int
     duration_s: float
     num_prompt_tokens: int
+    num_cached_tokens: int
     num_output_tokens: int
     requests_per_s: float
+    good_requests_per_s: float | None  # those that meet all objectives; None where there are none
     output_tokens_per_s: float
     total_tokens_per_s: float  # prompt and output
     ttft_ms: Distribution
@@ -67,8 +78,20 @@ class Summary:
     e2e_ms: Distribution
     client_cpu_share: float  # of one core, so that a client that was the bottleneck shows
 
+    @property
+    def level(self) -> str:
+        """What this level is called: the number of streams, or arrivals per second."""
+        return f"{self.rate:g}/s" if self.rate is not None else str(self.concurrency)
 
-def summarize(timings: Sequence[RequestTiming], concurrency: int, client_cpu_s: float = 0.0) -> Summary:
+
+def summarize(
+    timings: Sequence[RequestTiming],
+    concurrency: int | None,
+    client_cpu_s: float = 0.0,
+    *,
+    rate: float | None = None,
+    num_good: int | None = None,
+) -> Summary:
     """Failed requests count as failed and enter no other number. Raises `ValueError` without any timing."""
     duration_s = max(t.end_s for t in timings) - min(t.start_s for t in timings)
     good = [t for t in timings if t.error is None]
@@ -76,12 +99,15 @@ def summarize(timings: Sequence[RequestTiming], concurrency: int, client_cpu_s: 
     num_output_tokens = sum(t.num_output_tokens for t in good)
     return Summary(
         concurrency=concurrency,
+        rate=rate,
         num_requests=len(timings),
         num_failed=len(timings) - len(good),
         duration_s=duration_s,
         num_prompt_tokens=num_prompt_tokens,
+        num_cached_tokens=sum(t.num_cached_tokens for t in good),
         num_output_tokens=num_output_tokens,
         requests_per_s=len(good) / duration_s,
+        good_requests_per_s=None if num_good is None else num_good / duration_s,
         output_tokens_per_s=num_output_tokens / duration_s,
         total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / duration_s,
         ttft_ms=Distribution.of_seconds([t.ttft_s for t in good if t.token_times_s]),

@@ -26,19 +26,22 @@ def show_facts(console: Console, facts: dict[str, str]) -> None:
 def show_levels(console: Console, levels: Sequence[Summary]) -> None:
     """One column per load level."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    table.add_column("concurrency")
+    table.add_column("arrivals" if levels[0].rate is not None else "concurrency")
     for level in levels:
-        table.add_column(str(level.concurrency), justify="right", no_wrap=True)
+        table.add_column(level.level, justify="right", no_wrap=True)
     rows: dict[str, Callable[[Summary], str]] = {
         "requests": lambda s: f"{s.num_requests} ({s.num_failed} failed)" if s.num_failed else str(s.num_requests),
         "seconds": lambda s: f"{s.duration_s:.1f}",
         "output tokens/s": lambda s: f"{s.output_tokens_per_s:.1f}",
         "total tokens/s": lambda s: f"{s.total_tokens_per_s:.1f}",
+        "prompt tokens, cached": lambda s: f"{s.num_cached_tokens / max(1, s.num_prompt_tokens):.0%}",
         "TTFT ms p50 / p90 / p99": lambda s: _percentiles(s.ttft_ms),
         "ITL ms p50 / p90 / p99": lambda s: _percentiles(s.itl_ms),
         "E2E ms p50 / p90 / p99": lambda s: _percentiles(s.e2e_ms),
         "client CPU, of one core": lambda s: f"{s.client_cpu_share:.0%}",
     }
+    if levels[0].good_requests_per_s is not None:
+        rows["good requests/s, of all"] = lambda s: f"{s.good_requests_per_s:.2f} of {s.requests_per_s:.2f}"
     for title, cell in rows.items():
         table.add_row(title, *(cell(level) for level in levels))
     console.print(table)

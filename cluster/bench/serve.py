@@ -1,4 +1,8 @@
-"""`quire bench serve`: closed-loop load on an OpenAI-compatible server, one level of concurrency after the other."""
+"""`quire bench serve`: load on an OpenAI-compatible server, one level after the other.
+
+A level is a number of streams, each of which sends its next request when its last one has ended, or a rate at which
+requests arrive, however many are open by then.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
+import numpy as np
 
 from ..cli_http import base_url_of
 from . import Endpoint
 from .client import BenchError, Target, timed_request
 from .latency import RequestTiming, Summary, summarize
-from .workload import random_token_prompts, random_word_prompts
+from .slo import Objective, num_good
+from .workload import Lengths, Question, questions
 
-Prompt = str | list[int]
+MIN_REQUESTS = 8  # of a level whose number is not given
+SECONDS_OF_ARRIVALS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,15 +33,43 @@ class Load:
     url: str
     model: str | None  # None: the first that the server lists
     endpoint: Endpoint
-    concurrency: tuple[int, ...]
-    num_requests: int | None  # per level; None: 8 per stream
-    input_len: int
-    output_len: int
+    concurrency: tuple[int, ...]  # one level for each, unless there are rates
+    rates: tuple[float, ...]  # requests per second, arriving as a Poisson process: one level for each
+    num_requests: int | None  # per level; None: 8 per stream, or 30 s of arrivals
+    prefix_len: int  # tokens that all prompts of a level begin with, before their own
+    input_len: Lengths
+    output_len: Lengths
     temperature: float
     vocab_size: int
     seed: int
     api_key: str | None
     timeout_s: float  # without a byte from the server
+    objectives: tuple[Objective, ...] = ()
+
+    @property
+    def levels(self) -> list[Level]:
+        if self.rates:
+            return [Level(None, rate, self.num_requests or self._arrivals(rate)) for rate in self.rates]
+        return [
+            Level(streams, None, self.num_requests or max(MIN_REQUESTS, 8 * streams)) for streams in self.concurrency
+        ]
+
+    @staticmethod
+    def _arrivals(rate: float) -> int:
+        return max(MIN_REQUESTS, round(SECONDS_OF_ARRIVALS * rate))
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Either `concurrency` streams at any time, or `rate` arrivals per second."""
+
+    concurrency: int | None
+    rate: float | None
+    num_requests: int
+
+    @property
+    def title(self) -> str:
+        return f"{self.rate:g} requests/s" if self.rate is not None else f"{self.concurrency} streams"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +83,10 @@ class Result:
     errors: list[str]  # the distinct ones, at most a few
 
 
-def num_requests_of(load: Load, concurrency: int) -> int:
-    return load.num_requests or max(8, 8 * concurrency)
-
-
-async def run(load: Load, on_level: Callable[[int, int], None], on_request: Callable[[], None]) -> Result:
+async def run(load: Load, on_level: Callable[[Level], None], on_request: Callable[[], None]) -> Result:
     """Load the server at each level. Raises `BenchError` when it cannot be reached or refuses a first request.
 
-    `on_level(concurrency, num_requests)` is called before each level and `on_request()` after each request.
+    `on_level` is called before each level and `on_request` after each request.
     """
     headers = {"Content-Type": "application/json"}
     if load.api_key:
@@ -67,41 +98,67 @@ async def run(load: Load, on_level: Callable[[int, int], None], on_request: Call
         target, server_version = await _meet(session, load)
         levels: list[Summary] = []
         errors: dict[str, None] = {}  # the distinct ones, in order
-        for index, concurrency in enumerate(load.concurrency):
-            num_requests = num_requests_of(load, concurrency)
-            on_level(concurrency, num_requests)
-            prompts = _prompts(load, num_requests, seed=load.seed + index + 1)
+        for index, level in enumerate(load.levels):
+            on_level(level)
+            seed = load.seed + index + 1
+            asked = _questions(load, level.num_requests, seed)
             cpu_s = time.process_time()
-            timings = await _closed_loop(session, target, prompts, concurrency, on_request)
-            levels.append(summarize(timings, concurrency, time.process_time() - cpu_s))
+            if level.rate is not None:
+                timings = await _open_loop(session, target, asked, level.rate, seed, on_request)
+            else:
+                timings = await _closed_loop(session, target, asked, level.concurrency or 1, on_request)
+            cpu_s = time.process_time() - cpu_s
+            good = num_good(timings, load.objectives) if load.objectives else None
+            levels.append(summarize(timings, level.concurrency, cpu_s, rate=level.rate, num_good=good))
             errors.update((t.error, None) for t in timings if t.error is not None)
     return Result(target.model, server_version, target.ignore_eos, levels, list(errors)[:5])
 
 
-def _prompts(load: Load, num_prompts: int, seed: int) -> Sequence[Prompt]:
-    if load.endpoint == "completions":
-        return random_token_prompts(num_prompts, load.input_len, load.vocab_size, seed)
-    return random_word_prompts(num_prompts, load.input_len, seed)
+def _questions(load: Load, count: int, seed: int) -> list[Question]:
+    return questions(load.endpoint, count, load.prefix_len, load.input_len, load.output_len, load.vocab_size, seed)
 
 
 async def _closed_loop(
     session: aiohttp.ClientSession,
     target: Target,
-    prompts: Sequence[Prompt],
+    asked: Sequence[Question],
     concurrency: int,
     on_request: Callable[[], None],
 ) -> list[RequestTiming]:
     """`concurrency` streams at any time: each sends its next request when its last one has ended."""
-    waiting: Iterator[Prompt] = iter(prompts)
+    waiting: Iterator[Question] = iter(asked)
     timings: list[RequestTiming] = []
 
     async def stream() -> None:
-        for prompt in waiting:
-            timings.append(await timed_request(session, target, prompt))
+        for question in waiting:
+            timings.append(await timed_request(session, target, question))
             on_request()
 
     await asyncio.gather(*(stream() for _ in range(concurrency)))
     return timings
+
+
+async def _open_loop(
+    session: aiohttp.ClientSession,
+    target: Target,
+    asked: Sequence[Question],
+    rate: float,
+    seed: int,
+    on_request: Callable[[], None],
+) -> list[RequestTiming]:
+    """Requests arrive independently of each other (a Poisson process), and of how fast they are answered."""
+    gaps_s = np.random.default_rng(seed).exponential(1 / rate, size=len(asked))
+    clock = asyncio.get_running_loop()
+    start_s = clock.time()
+
+    async def arrive(question: Question, after_s: float) -> RequestTiming:
+        await asyncio.sleep(start_s + after_s - clock.time())
+        timing = await timed_request(session, target, question)
+        on_request()
+        return timing
+
+    arrivals = zip(asked, np.cumsum(gaps_s), strict=True)
+    return list(await asyncio.gather(*(arrive(question, float(after_s)) for question, after_s in arrivals)))
 
 
 async def _meet(session: aiohttp.ClientSession, load: Load) -> tuple[Target, str | None]:
@@ -112,12 +169,12 @@ async def _meet(session: aiohttp.ClientSession, load: Load) -> tuple[Target, str
     model = load.model or (names[0] if names else None)
     if model is None:
         raise BenchError(f"{base_url} serves no model.")
-    (prompt,) = _prompts(load, 1, load.seed)
-    target = Target(base_url, model, load.endpoint, load.output_len, load.temperature, ignore_eos=True)
-    first = await timed_request(session, target, prompt)
+    (question,) = _questions(load, 1, load.seed)
+    target = Target(base_url, model, load.endpoint, load.temperature, ignore_eos=True)
+    first = await timed_request(session, target, question)
     if first.error is not None and "ignore_eos" in first.error:
         target = replace(target, ignore_eos=False)
-        first = await timed_request(session, target, prompt)
+        first = await timed_request(session, target, question)
     if first.error is not None:
         raise BenchError(f"The first request failed: {first.error}")
     try:

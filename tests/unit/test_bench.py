@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from aiohttp import web
+from rich.console import Console
 
+from quire.cluster.bench import Endpoint
 from quire.cluster.bench import serve as bench
+from quire.cluster.bench.chart import bar, show_chart
 from quire.cluster.bench.client import BenchError, SseReader
 from quire.cluster.bench.latency import Distribution, RequestTiming, summarize
-from quire.cluster.bench.workload import random_token_prompts, random_word_prompts
+from quire.cluster.bench.slo import Objective, num_good
+from quire.cluster.bench.workload import Lengths, Question, questions, random_token_prompts, random_word_prompts
 from quire.cluster.cli_http import base_url_of, error_message
 
 
@@ -29,6 +34,73 @@ def test_summary_is_exact() -> None:
     assert summary.ttft_ms == Distribution(mean=750.0, p50=750.0, p90=950.0, p99=995.0)
     assert (summary.itl_ms.mean, summary.itl_ms.p50) == (pytest.approx(4000 / 3), 500.0)
     assert (summary.e2e_ms.mean, summary.client_cpu_share) == (2750.0, 0.25)
+
+
+def test_goodput_counts_requests_that_keep_every_objective() -> None:
+    timings = [
+        RequestTiming(0.0, 1.2, (0.5, 0.9, 1.1), num_output_tokens=4),  # TTFT 500 ms, 200 ms per token
+        RequestTiming(0.0, 1.2, (0.6, 1.1), num_output_tokens=3),  # TTFT 600 ms
+        RequestTiming(0.0, 1.5, (0.4, 1.4), num_output_tokens=3),  # 500 ms per token
+        RequestTiming(0.0, 0.3, (0.3,), num_output_tokens=1),  # no second token: nothing to wait for
+        RequestTiming(0.0, 0.1, (0.1,), error="in the stream: no"),
+        RequestTiming(0.0, 0.1),  # not a single token
+    ]
+    assert num_good(timings, [Objective.parse("ttft:500")]) == 3
+    assert num_good(timings, [Objective.parse("ttft:500"), Objective.parse("itl:200.1")]) == 2
+    assert num_good(timings, [Objective.parse("e2e:1200")]) == 3
+    summary = summarize(timings, None, rate=2.0, num_good=3)
+    assert (summary.level, summary.good_requests_per_s) == ("2/s", 2.0)
+    assert (summarize(timings, 4).level, summarize(timings, 4).good_requests_per_s) == ("4", None)
+
+
+@pytest.mark.parametrize("text", ["ttft", "ttft:0", "tpot:5", "itl:x", ""])
+def test_objectives_that_mean_nothing(text: str) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        Objective.parse(text)
+
+
+def test_lengths() -> None:
+    assert (Lengths.parse("128"), Lengths.parse("16:64")) == (Lengths(128, 128), Lengths(16, 64))
+    assert (str(Lengths(128, 128)), str(Lengths(16, 64))) == ("128", "16 to 64")
+    for text in ("0", "64:16", "a", "", "1:2:3"):
+        with pytest.raises(ValueError, match=r".*"):
+            Lengths.parse(text)
+
+
+def test_questions_share_a_prefix_and_nothing_else() -> None:
+    def asked(seed: int, endpoint: Endpoint = "completions") -> list[Question]:
+        return questions(endpoint, 50, 20, Lengths(3, 6), Lengths(7, 9), vocab_size=5000, seed=seed)
+
+    prompts = [question.prompt for question in asked(1)]
+    assert len({tuple(prompt[:20]) for prompt in prompts}) == 1
+    assert {len(prompt) for prompt in prompts} == {23, 24, 25, 26}
+    assert len({tuple(prompt[20:]) for prompt in prompts}) == 50
+    assert {question.output_len for question in asked(1)} == {7, 8, 9}
+    assert asked(1) == asked(1)
+    assert prompts[0][:20] != asked(2)[0].prompt[:20]
+    words = [str(question.prompt).split() for question in asked(1, "chat")]
+    assert len({tuple(each[:20]) for each in words}) == 1
+    assert {len(each) for each in words} == {23, 24, 25, 26}
+
+
+def test_bars_are_in_proportion() -> None:
+    assert [bar(value, 8.0, width=8) for value in (8.0, 4.0, 1.5, 0.0)] == ["█" * 8, "█" * 4, "█▌", ""]
+    assert bar(0.0, 0.0) == ""
+
+
+def test_chart_has_a_bar_per_level_and_measure() -> None:
+    fast, slow = (
+        summarize([RequestTiming(0.0, 10.0, (1.0, 1.0 + ms), num_output_tokens=tokens)], streams)
+        for streams, tokens, ms in ((1, 100, 0.01), (8, 50, 0.02))
+    )
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    show_chart(console, [fast, slow])
+    assert isinstance(console.file, io.StringIO)
+    lines = console.file.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[0].split() == ["output", "tokens/s", "1", "10.0", "█" * 40]
+    assert lines[1].split() == ["8", "5.0", "█" * 20]
+    assert lines[6].split()[:5] == ["ITL", "p50,", "ms", "1", "10.0"]
 
 
 def test_summary_of_failures_only() -> None:
@@ -106,6 +178,7 @@ class FakeServer:
         usage = {
             "prompt_tokens": len(body["prompt"]) if "prompt" in body else 9,
             "completion_tokens": body["max_tokens"],
+            "prompt_tokens_details": {"cached_tokens": 2},
         }
         await response.write(f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n".encode())
         self.open -= 1
@@ -140,8 +213,10 @@ def load(server: FakeServer, **changes: Any) -> bench.Load:
         "endpoint": "completions",
         "concurrency": (1, 3),
         "num_requests": 6,
-        "input_len": 11,
-        "output_len": 4,
+        "rates": (),
+        "prefix_len": 0,
+        "input_len": Lengths(11, 11),
+        "output_len": Lengths(4, 4),
         "temperature": 0.0,
         "vocab_size": 1000,
         "seed": 0,
@@ -153,19 +228,40 @@ def load(server: FakeServer, **changes: Any) -> bench.Load:
 
 async def run(load: bench.Load) -> tuple[bench.Result, list[str]]:
     seen: list[str] = []
-    result = await bench.run(load, lambda c, n: seen.append(f"{c} streams, {n} requests"), lambda: seen.append("."))
+    result = await bench.run(
+        load, lambda level: seen.append(f"{level.title}, {level.num_requests}"), lambda: seen.append(".")
+    )
     return result, seen
 
 
 async def test_levels_lengths_and_progress(server: FakeServer) -> None:
     result, seen = await run(load(server))
     assert (result.model, result.exact_output_len, result.errors, result.server_version) == ("tiny", True, [], None)
-    assert seen == ["1 streams, 6 requests", *"......", "3 streams, 6 requests", *"......"]
+    assert seen == ["1 streams, 6", *"......", "3 streams, 6", *"......"]
     assert [(s.num_failed, s.num_prompt_tokens, s.num_output_tokens) for s in result.levels] == [(0, 66, 24)] * 2
     assert server.most_open <= 3
     assert len(server.bodies) == 13  # one to warm up
     assert len({tuple(body["prompt"]) for body in server.bodies}) == 13
     assert all(body["max_tokens"] == 4 and body["ignore_eos"] and body["stream"] for body in server.bodies)
+
+
+async def test_arrivals_at_a_rate(server: FakeServer) -> None:
+    settings = {"rates": (500.0, 1000.0), "prefix_len": 5, "objectives": (Objective("ttft", 60_000.0),)}
+    result, seen = await run(load(server, **settings))
+    assert seen == ["500 requests/s, 6", *"......", "1000 requests/s, 6", *"......"]
+    assert [(s.level, s.num_failed, s.num_prompt_tokens, s.num_cached_tokens) for s in result.levels] == [
+        ("500/s", 0, 96, 12),
+        ("1000/s", 0, 96, 12),
+    ]
+    assert all(s.good_requests_per_s == s.requests_per_s for s in result.levels)
+    assert len({tuple(body["prompt"][:5]) for body in server.bodies[1:7]}) == 1
+
+
+def test_a_level_takes_its_time_unless_told_otherwise() -> None:
+    nobody = FakeServer()
+    assert [level.num_requests for level in load(nobody, num_requests=None).levels] == [8, 24]
+    rates = load(nobody, num_requests=None, rates=(0.1, 2.0)).levels
+    assert [(level.rate, level.num_requests) for level in rates] == [(0.1, 8), (2.0, 60)]
 
 
 async def test_chat_endpoint(server: FakeServer) -> None:

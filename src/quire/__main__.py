@@ -1,0 +1,5 @@
+"""`python -m quire` is the command `quire`."""
+
+from quire.cluster.cli import main
+
+main()

@@ -1,0 +1,128 @@
+"""The whole comparison: rounds of contestants, one after the other, in an order that turns with each round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from . import answers
+from .checkpoint import export, num_parameters
+from .limits import Limits, measure
+from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, one_wave, workloads
+from .servers import Server, quire_server, running, vllm_server
+
+WAVE = 8  # streams over HTTP against as many prompts offline
+BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to compare. `folder` is for logs and checkpoints; checkpoints that are there are used again."""
+
+    contestants: Sequence[str]  # of quire, vllm, hf
+    precisions: Sequence[str]
+    concurrency: Sequence[int]
+    hf_batches: Sequence[int]
+    output_len: int
+    rounds: int
+    vllm_python: Path | None
+    folder: Path
+    threads: int
+
+
+@dataclass(slots=True)
+class Comparison:
+    """Everything that was measured, in order."""
+
+    limits: list[Limits] = field(default_factory=list)  # one per round: the machine drifts
+    weight_bytes: dict[str, int] = field(default_factory=dict)
+    served: list[Served] = field(default_factory=list)
+    waves: list[tuple[str, float, float]] = field(default_factory=list)  # precision, HTTP and offline tokens/s
+    hf: list[tuple[str, int, float]] = field(default_factory=list)  # precision, batch, output tokens/s
+    answers: dict[str, list[answers.Answers]] = field(default_factory=dict)  # by "contestant precision"
+
+
+def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
+    """Measure all of `plan` into `found`. `say` is told what is being done. Raises `QuireError` where somebody fails;
+    what was measured before is kept."""
+    size = num_parameters()
+    found.weight_bytes = {precision: size * BYTES_PER_WEIGHT[precision] for precision in plan.precisions}
+    for index in range(plan.rounds):
+        say(f"round {index + 1} of {plan.rounds}: the machine's limits")
+        found.limits.append(measure(plan.threads))
+        for precision in plan.precisions:
+            contestants = [name for name in plan.contestants if name == "quire" or precision != "int8"]
+            for name in contestants if index % 2 == 0 else reversed(contestants):
+                where = f"round {index + 1} of {plan.rounds} · {precision} · {name}: "
+                _measure_one(plan, found, name, precision, index, partial(_say_with, say, where))
+
+
+def _say_with(say: Callable[[str], None], prefix: str, text: str) -> None:
+    say(prefix + text)
+
+
+def _measure_one(
+    plan: Plan, found: Comparison, name: str, precision: str, index: int, say: Callable[[str], None]
+) -> None:
+    if name == "hf":
+        say("generate")
+        checkpoint = export(plan.folder / precision, precision)
+        answered, rates = hf_results(checkpoint, precision, plan.hf_batches, plan.output_len, plan.threads)
+        found.answers.setdefault(f"hf {precision}", []).append(answered)
+        found.hf += [(precision, batch, rate) for batch, rate in rates.items()]
+        return
+    if name == "vllm":
+        assert plan.vllm_python is not None
+        server = vllm_server(plan.vllm_python, export(plan.folder / precision, precision), precision)
+    else:
+        server = quire_server(precision)
+    wave = _load(plan, found, server, precision, index, say)
+    if name == "quire":
+        say("offline")
+        offline = offline_tokens_per_s(precision, WAVE, plan.output_len, plan.folder)
+        found.waves.append((precision, wave, offline))
+
+
+def _load(
+    plan: Plan, found: Comparison, server: Server, precision: str, index: int, say: Callable[[str], None]
+) -> float:
+    """Put every load on one server; returns the output tokens per second of one wave of streams."""
+    say("starts")
+    log = plan.folder / f"{server.name}-{precision}-{index}.log"
+    with running(server, log) as (url, _):
+        answered = answers.of_server(url)
+        found.answers.setdefault(f"{server.name} {precision}", []).append(answered)
+        for number, workload in enumerate(workloads(plan.concurrency, plan.output_len)):
+            found.served.append(_level(url, server.name, precision, index, workload, number, say))
+        if server.name != "quire":
+            return 0.0
+        wave = one_wave(WAVE, plan.output_len)
+        return _level(url, server.name, precision, index, wave, len(plan.concurrency) + 1, say).output_tokens_per_s
+
+
+def _level(
+    url: str, name: str, precision: str, index: int, workload: Workload, number: int, say: Callable[[str], None]
+) -> Served:
+    done = 0
+
+    def on_request() -> None:
+        nonlocal done
+        done += 1
+        say(f"{workload.concurrency} streams, {workload.title}: {done} of {workload.num_requests}")
+
+    # A seed of its own for every level, so that no prompt is cached; the same for all contestants.
+    summary = load_server(url, workload, seed=1000 * index + 10 * number, on_request=on_request)
+    return Served(
+        index,
+        name,
+        precision,
+        workload,
+        summary.output_tokens_per_s,
+        summary.ttft_ms.p50,
+        summary.itl_ms.p50,
+        summary.itl_ms.mean,
+        summary.num_cached_tokens / summary.num_prompt_tokens,
+        summary.client_cpu_share,
+    )

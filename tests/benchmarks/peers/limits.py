@@ -1,0 +1,54 @@
+"""What the machine can do at most: memory bandwidth and matrix products, with all cores."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+GIB = 1 << 30
+GEMM_SIZE = 2048
+REPEATS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The best of some repeats each. GB are 10^9 bytes."""
+
+    num_threads: int
+    copy_gb_per_s: float  # bytes read and bytes written
+    sum_gb_per_s: float  # bytes read
+    float32_tflop_per_s: float
+    bfloat16_tflop_per_s: float
+
+    def tokens_per_s(self, weight_bytes: int) -> float:
+        """The most that one stream can have when each of its tokens reads all weights."""
+        return self.sum_gb_per_s * 1e9 / weight_bytes
+
+
+def measure(num_threads: int) -> Limits:
+    """Takes some seconds and 2 GiB."""
+    torch.set_num_threads(num_threads)
+    source = torch.ones(GIB // 4)
+    target = torch.empty_like(source)
+    copy_s = _best_s(lambda: target.copy_(source))
+    sum_s = _best_s(lambda: source.sum())
+    return Limits(num_threads, 2 * GIB / copy_s / 1e9, GIB / sum_s / 1e9, _gemm(torch.float32), _gemm(torch.bfloat16))
+
+
+def _gemm(dtype: torch.dtype) -> float:
+    a = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype)
+    b = torch.ones(GEMM_SIZE, GEMM_SIZE, dtype=dtype)
+    return 2 * GEMM_SIZE**3 / _best_s(lambda: a @ b) / 1e12
+
+
+def _best_s(work: Callable[[], object]) -> float:
+    work()  # pages are there, threads are up
+    best_s = float("inf")
+    for _ in range(REPEATS):
+        start_s = time.perf_counter()
+        work()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return best_s

@@ -1,0 +1,122 @@
+"""What is measured of each contestant: the same load through the same client, or the same work in a process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from quire.cluster.bench.latency import Summary
+from quire.cluster.bench.serve import Load, run
+from quire.cluster.bench.workload import Lengths
+from quire.engine.errors import QuireError
+
+from .servers import engine_options
+
+MAX_REQUESTS = 32  # of a level: one with many streams takes long enough with one request each
+VOCAB_SIZE = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A closed loop of `concurrency` streams. Lengths are in tokens."""
+
+    concurrency: int
+    num_requests: int
+    prefix_len: int
+    input_len: int
+    output_len: int
+
+    @property
+    def title(self) -> str:
+        prompt = f"{self.prefix_len} shared + {self.input_len}" if self.prefix_len else f"{self.input_len}"
+        return f"{prompt} in, {self.output_len} out"
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """One level of load on one server."""
+
+    round: int
+    server: str
+    precision: str
+    workload: Workload
+    output_tokens_per_s: float
+    ttft_ms: float  # medians
+    itl_ms: float
+    mean_itl_ms: float
+    cached_share: float  # of the prompt tokens
+    client_cpu_share: float
+
+
+def workloads(concurrency: Sequence[int], output_len: int) -> list[Workload]:
+    """Prompts of 128 tokens at every level; 512 shared ones + 32 at the second one (8 streams)."""
+    plain = [Workload(c, min(MAX_REQUESTS, max(3, 2 * c)), 0, 128, output_len) for c in concurrency]
+    shared = sorted(concurrency)[min(1, len(concurrency) - 1)]
+    return [*plain, Workload(shared, min(MAX_REQUESTS, max(3, 2 * shared)), 512, 32, output_len)]
+
+
+def one_wave(num_streams: int, output_len: int) -> Workload:
+    """What `quire bench offline` does with as many prompts, all at once, over HTTP."""
+    return Workload(num_streams, num_streams, 0, 128, output_len)
+
+
+def load_server(url: str, workload: Workload, seed: int, on_request: Callable[[], None]) -> Summary:
+    """Raises `QuireError` where a request failed: rates of what is left would say nothing."""
+    lengths = (Lengths(workload.input_len, workload.input_len), Lengths(workload.output_len, workload.output_len))
+    load = Load(
+        url=url,
+        model=None,
+        endpoint="completions",
+        concurrency=(workload.concurrency,),
+        rates=(),
+        num_requests=workload.num_requests,
+        prefix_len=workload.prefix_len,
+        input_len=lengths[0],
+        output_len=lengths[1],
+        temperature=0.0,
+        vocab_size=VOCAB_SIZE,
+        seed=seed,
+        api_key=None,
+        timeout_s=600.0,
+    )
+    result = asyncio.run(run(load, lambda _: None, on_request))
+    (summary,) = result.levels
+    if result.errors or not result.exact_output_len:
+        raise QuireError(f"{url}: {workload.title}: {result.errors or 'answers have lengths of their own'}")
+    return summary
+
+
+def offline_tokens_per_s(precision: str, num_prompts: int, output_len: int, folder: Path) -> float:
+    """`quire bench offline` in a process of its own."""
+    result = folder / "offline.json"
+    command = (
+        sys.executable, "-m", "quire", "bench", "offline", "--num-prompts", str(num_prompts), "--input-len", "128",
+        "--output-len", str(output_len), "--json", str(result), *engine_options(precision),
+    )  # fmt: skip
+    _run(command)
+    rate: float = json.loads(result.read_text())["result"]["output_tokens_per_s"]
+    return rate
+
+
+def hf_results(
+    checkpoint: Path, precision: str, batches: Sequence[int], output_len: int, threads: int
+) -> tuple[list[list[int]], dict[int, float]]:
+    """The answers of `transformers`' `generate`, and its output tokens per second by batch."""
+    command = (
+        sys.executable, "-m", "tests.benchmarks.peers.hf", str(checkpoint), "--dtype", precision,
+        "--output-len", str(output_len), "--threads", str(threads), "--batch", *map(str, batches),
+    )  # fmt: skip
+    document = json.loads(_run(command).splitlines()[-1])
+    return document["answers"], {int(batch): rate for batch, rate in document["output_tokens_per_s"].items()}
+
+
+def _run(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+    if done.returncode != 0:
+        raise QuireError(f"{' '.join(command[:5])} failed:\n{done.stderr[-2000:]}")
+    return done.stdout

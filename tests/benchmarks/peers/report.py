@@ -1,0 +1,165 @@
+"""A comparison as Markdown, in the words of RESULTS.md. Every figure is the median over the rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from statistics import median
+from typing import TypeVar
+
+from .answers import num_equal
+from .compare import Comparison
+from .limits import Limits
+from .measure import Served, Workload
+
+T = TypeVar("T")
+
+AIM_ONE_STREAM, AIM_MANY, AIM_HF, AIM_LIMIT, AIM_SERVE_PATH = 1.5, 2.0, 2.0, 0.7, 0.9
+
+
+def markdown(found: Comparison) -> str:
+    """All tables that there is something for."""
+    parts = [_limits(found)]
+    parts += [_served(found)] if found.served else []
+    parts += [_share_of_limit(found)] if any(s.workload.concurrency == 1 for s in found.served) else []
+    parts += [_hf(found)] if found.hf else []
+    parts += [_serve_path(found)] if found.waves else []
+    parts.append(_answers(found))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _limits(found: Comparison) -> str:
+    def of(pick: Callable[[Limits], float]) -> float:
+        return median(pick(limits) for limits in found.limits)
+
+    rows = [
+        ("copy of 1 GiB, read + written", f"{of(lambda x: x.copy_gb_per_s):.1f} GB/s"),
+        ("sum of 1 GiB, read", f"{of(lambda x: x.sum_gb_per_s):.1f} GB/s"),
+        ("float32 matrix product", f"{of(lambda x: x.float32_tflop_per_s):.2f} TFLOP/s"),
+        ("bfloat16 matrix product", f"{of(lambda x: x.bfloat16_tflop_per_s):.2f} TFLOP/s"),
+    ]
+    return _table((f"limit, {found.limits[0].num_threads} threads", "measured"), rows)
+
+
+def _served(found: Comparison) -> str:
+    rows = []
+    for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
+        ours, peer = (_of(found, name, precision, workload) for name in ("quire", "vllm"))
+        ratio = ours[0] / peer[0] if ours and peer else None
+        aim = AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY
+        rows.append(
+            (
+                precision,
+                workload.title,
+                str(workload.concurrency),
+                *_cells(ours),
+                *_cells(peer),
+                "" if ratio is None else f"**{ratio:.2f}×** (aim {aim:g}×)",
+            )
+        )
+    measured = ("tok/s", "TTFT ms", "ITL ms", "cached")
+    columns = ("precision", "load", "streams", *(f"Quire {m}" for m in measured), *(f"vLLM {m}" for m in measured))
+    return _table((*columns, "tok/s ratio"), rows)
+
+
+def _cells(values: tuple[float, float, float, float] | None) -> tuple[str, ...]:
+    if values is None:
+        return ("",) * 4
+    rate, ttft, itl, cached = values
+    return f"{rate:.1f}", f"{ttft:,.0f}", f"{itl:.1f}", f"{cached:.0%}"
+
+
+def _of(found: Comparison, server: str, precision: str, workload: Workload) -> tuple[float, float, float, float] | None:
+    """Output tokens/s, TTFT, ITL, share of cached prompt tokens."""
+    chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (server, precision, workload)]
+    if not chosen:
+        return None
+
+    def of(pick: Callable[[Served], float]) -> float:
+        return median(map(pick, chosen))
+
+    return (
+        of(lambda s: s.output_tokens_per_s),
+        of(lambda s: s.ttft_ms),
+        of(lambda s: s.itl_ms),
+        of(lambda s: s.cached_share),
+    )
+
+
+def _share_of_limit(found: Comparison) -> str:
+    bandwidth = median(limits.sum_gb_per_s for limits in found.limits)
+    rows = []
+    for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
+        if workload.concurrency != 1 or workload.prefix_len:
+            continue
+        limit = bandwidth * 1e9 / found.weight_bytes[precision]
+        for name in ("quire", "vllm"):
+            chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
+            if chosen:
+                # What a token costs once the prompt is computed: the limit is one of decoding.
+                rate = 1e3 / median(s.mean_itl_ms for s in chosen)
+                rows.append((precision, name, f"{rate:.1f}", f"{limit:.1f}", f"**{rate / limit:.0%}**"))
+    title = "One stream, decoding (1 / mean ITL), against the weights read once per token at the speed of the sum"
+    return f"{title} (aim for our best precision: {AIM_LIMIT:.0%}):\n\n" + _table(
+        ("precision", "", "tok/s", "limit tok/s", "share"), rows
+    )
+
+
+def _hf(found: Comparison) -> str:
+    rows = []
+    for precision, batch in _in_order((precision, batch) for precision, batch, _ in found.hf):
+        rate = median(r for p, b, r in found.hf if (p, b) == (precision, batch))
+        ours = [s for s in found.served if (s.server, s.precision) == ("quire", precision)]
+        same = [s.output_tokens_per_s for s in ours if s.workload.concurrency == batch and not s.workload.prefix_len]
+        ratio = f"**{median(same) / rate:.2f}×** (aim {AIM_HF:g}×)" if same else ""
+        rows.append((precision, str(batch), f"{rate:.1f}", f"{median(same):.1f}" if same else "", ratio))
+    return _table(("precision", "batch", "HF generate tok/s", "Quire over HTTP tok/s", "ratio"), rows)
+
+
+def _serve_path(found: Comparison) -> str:
+    rows = []
+    for precision in _in_order(precision for precision, _, _ in found.waves):
+        http = median(w[1] for w in found.waves if w[0] == precision)
+        offline = median(w[2] for w in found.waves if w[0] == precision)
+        # Round by round: the two were measured within a minute of each other.
+        share = median(w[1] / w[2] for w in found.waves if w[0] == precision)
+        rows.append((precision, f"{http:.1f}", f"{offline:.1f}", f"**{share:.0%}** (aim {AIM_SERVE_PATH:.0%})"))
+    return _table(("precision", "8 streams over HTTP tok/s", "8 prompts offline tok/s", "share"), rows)
+
+
+def _answers(found: Comparison) -> str:
+    """Who answers as whom, and each as itself in the round before."""
+    lines = []
+    for name, rounds in found.answers.items():
+        if len(rounds) > 1:
+            verdict = "the same" if all(answered == rounds[0] for answered in rounds) else "**not** the same"
+            lines.append(f"- {name}: {verdict} tokens in all {len(rounds)} rounds")
+    reference = found.answers.get("hf float32")
+    for name, rounds in found.answers.items():
+        if reference is not None and name != "hf float32":
+            equal = num_equal(rounds[0], reference[0])
+            lines.append(
+                f"- {name}: {equal} of {len(reference[0])} greedy answers are token by token those of hf float32"
+            )
+    return "\n".join(lines)
+
+
+def faults(found: Comparison) -> list[str]:
+    """What must not be: Quire in float32 answers unlike `transformers`, or unlike itself."""
+    wrong = [
+        f"{name} answers differently from one round to the next"
+        for name, rounds in found.answers.items()
+        if name.startswith("quire") and any(answered != rounds[0] for answered in rounds)
+    ]
+    ours, reference = found.answers.get("quire float32"), found.answers.get("hf float32")
+    if ours and reference and ours[0] != reference[0]:
+        wrong.append("quire float32 does not answer as transformers does")
+    return wrong
+
+
+def _in_order(items: Iterable[T]) -> list[T]:
+    return list(dict.fromkeys(items))
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

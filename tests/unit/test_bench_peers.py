@@ -1,0 +1,105 @@
+"""The comparison with peers: what its tables say of given measurements, and that servers end with their block."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.benchmarks.peers.compare import Comparison
+from tests.benchmarks.peers.limits import Limits
+from tests.benchmarks.peers.measure import Served, Workload, workloads
+from tests.benchmarks.peers.report import faults, markdown
+from tests.benchmarks.peers.servers import PeerError, Server, running
+
+ONE = Workload(1, 3, 0, 128, 128)
+EIGHT = Workload(8, 16, 0, 128, 128)
+
+
+def served(round_: int, server: str, workload: Workload, rate: float, itl_ms: float) -> Served:
+    return Served(round_, server, "float32", workload, rate, 100.0, itl_ms, itl_ms, 0.5, 0.01)
+
+
+def comparison() -> Comparison:
+    return Comparison(
+        limits=[Limits(2, 20.0, 16.0, 0.2, 0.4), Limits(2, 22.0, 24.0, 0.2, 0.4)],
+        weight_bytes={"float32": 500_000_000},
+        served=[
+            served(0, "quire", ONE, 28.0, 25.0),
+            served(0, "vllm", ONE, 10.0, 100.0),
+            served(1, "vllm", ONE, 18.0, 100.0),
+            served(1, "quire", ONE, 32.0, 50.0),
+            served(0, "quire", EIGHT, 150.0, 50.0),
+        ],
+        waves=[("float32", 90.0, 100.0), ("float32", 40.0, 50.0)],
+        hf=[("float32", 8, 50.0), ("float32", 8, 100.0)],
+        answers={
+            "quire float32": [[[1, 2], [3]], [[1, 2], [3]]],
+            "hf float32": [[[1, 2], [3]], [[1, 2], [3]]],
+            "vllm float32": [[[1, 2], [4]], [[1, 2], [4]]],
+        },
+    )
+
+
+def test_tables_show_medians_and_ratios() -> None:
+    text = markdown(comparison())
+    assert "| sum of 1 GiB, read | 20.0 GB/s |" in text
+    assert (
+        "| float32 | 128 in, 128 out | 1 | 30.0 | 100 | 37.5 | 50% | 14.0 | 100 | 100.0 | 50% | **2.14×** (aim 1.5×) |"
+        in text
+    )
+    assert "| float32 | 128 in, 128 out | 8 | 150.0 | 100 | 50.0 | 50% |  |  |  |  |  |" in text
+    assert "| float32 | quire | 26.7 | 40.0 | **67%** |" in text
+    assert "| float32 | 8 | 75.0 | 150.0 | **2.00×** (aim 2×) |" in text
+    assert "| float32 | 65.0 | 75.0 | **85%** (aim 90%) |" in text
+    assert "- vllm float32: 1 of 2 greedy answers" in text
+
+
+def test_answers_that_must_not_be() -> None:
+    assert faults(comparison()) == []
+    unsteady = comparison()
+    unsteady.answers["quire float32"][1] = [[1, 2], [5]]
+    assert faults(unsteady) == ["quire float32 answers differently from one round to the next"]
+    wrong = comparison()
+    wrong.answers["quire float32"] = [[[1, 2], [5]]] * 2
+    assert faults(wrong) == ["quire float32 does not answer as transformers does"]
+
+
+def test_shared_prefix_is_put_on_the_second_level() -> None:
+    assert workloads((32, 1, 8), 64)[-1] == Workload(8, 16, 512, 32, 64)
+    assert [w.num_requests for w in workloads((1, 8, 32), 128)] == [3, 16, 32, 16]
+
+
+SERVER = """
+import subprocess, sys, http.server
+stubborn = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(60)"
+child = subprocess.Popen([sys.executable, "-c", stubborn])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(str(child.pid).encode())
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_gone_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.benchmarks.peers.servers.STOP_TIMEOUT_S", 0.5)
+    server = Server("fake", (sys.executable, "-c", SERVER, "{port}"), "/")
+    started: list[psutil.Process] = []
+
+    def interrupted() -> None:
+        with running(server, tmp_path / "log") as (_, process):
+            started.extend([process, *process.children()])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert len(started) == 2
+    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)
+
+
+def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
+    server = Server("fake", (sys.executable, "-c", "raise SystemExit('no such model')"), "/")
+    with pytest.raises(PeerError, match="no such model"), running(server, tmp_path / "log"):
+        pass
