@@ -13,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .pooling import PoolingType
 
+Quantization = Literal["int8", "fp8"]
+
 
 class Section(BaseModel):
     """Base of every configuration section: frozen, strict about names, and documented where it is defined."""
@@ -42,8 +44,8 @@ class ModelConfig(Section):
     load_format: Literal["auto", "dummy"] = Field(
         "auto", description="dummy: random weights of the right shapes, for benchmarks."
     )
-    quantization: Literal["int8"] | None = Field(
-        None, description="int8: weights in 8 bits, one scale per row; a quarter of float32's memory. Not exact."
+    quantization: Quantization | None = Field(
+        None, description="int8 or fp8: weights in 8 bits, one scale per row; a quarter of float32's memory. Not exact."
     )
     pooling: PoolingType | None = Field(
         None, description="What an embedding is made of; what the model's own files say, else last, when not given."

@@ -53,6 +53,21 @@ class Backend(Protocol):
 
     def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor: ...
 
+    def linear_fp8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def experts(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        routing: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        *,
+        activation: str,
+        gate_up_scales: Tensor | None,
+        down_scales: Tensor | None,
+    ) -> Tensor: ...
+
 
 _forced: list[str] = []  # tests only: the innermost `forced_backend` is the last
 

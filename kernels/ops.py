@@ -1,4 +1,4 @@
-"""The operations on the paged KV cache, and linear layers: the only signatures of this package that others call.
+"""The operations on the paged KV cache, linear layers and experts: all signatures of this package that others call.
 
 A cache is a pair of tensors `[num_blocks, block_size, num_kv_heads, head_dim]`, one pair per layer. Slot
 `block_id * block_size + offset` holds one token. The blocks of request r, in order, stand in `block_table[r]`:
@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from . import fp8
+from .activation import ACTIVATIONS
 from .dispatch import backend_for
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -182,6 +183,55 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
     Returns [num_rows, out_features], a new tensor.
     """
     return backend_for(x.device).linear_int8(x, weight, scales, bias)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear_int8` with weights in `fp8.DTYPE`."""
+    return backend_for(x.device).linear_fp8(x, weight, scales, bias)
+
+
+def experts(
+    x: Tensor,
+    chosen: Tensor,
+    routing: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    activation: str,
+    gate_up_scales: Tensor | None = None,
+    down_scales: Tensor | None = None,
+) -> Tensor:
+    """Each token's sum over its experts of `routing * down(activation(gate(x)) * up(x))`. Modifies no argument.
+
+    Args:
+        x: [num_tokens, hidden_size].
+        chosen: [num_tokens, experts_per_token] int64; which of the experts, each at most once per token. What is
+            outside of 0 .. num_experts - 1 stands for an expert that is elsewhere, and adds nothing.
+        routing: [num_tokens, experts_per_token] float32.
+        gate_up: [num_experts, 2 * size, hidden_size], gate above up, contiguous; the dtype of `x`, or int8 or
+            `fp8.DTYPE` with scales.
+        down: [num_experts, hidden_size, size], likewise.
+        activation: one of `activation.ACTIVATIONS`.
+        gate_up_scales, down_scales: [num_experts, rows] float32; row r of a matrix in 8 bits is multiplied by its own.
+    Returns [num_tokens, hidden_size], a new tensor, the dtype of `x`.
+    """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    num_experts, hidden_size, size = down.shape
+    if x.shape[1:] != (hidden_size,) or gate_up.shape != (num_experts, 2 * size, hidden_size):
+        raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit")
+    if chosen.shape != routing.shape or len(chosen) != len(x):
+        raise ValueError(f"chosen {tuple(chosen.shape)} and routing {tuple(routing.shape)} do not fit {len(x)} tokens")
+    return backend_for(x.device).experts(
+        x,
+        chosen,
+        routing,
+        gate_up,
+        down,
+        activation=activation,
+        gate_up_scales=gate_up_scales,
+        down_scales=down_scales,
+    )
 
 
 def _check_cache(key_cache: Tensor, value_cache: Tensor) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from quire.engine.config import ModelConfig
+from quire.engine.config import ModelConfig, Quantization
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import Implementation, ModelInfo
 
@@ -15,36 +16,38 @@ from .blueprints import NativeBlueprint, blueprint_of
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .layers.moe import ExpertWeights
-from .layers.parameter import Int8Parameter
+from .layers.parameter import Fp8Parameter, Int8Parameter, ScaledParameter
 from .models.decoder import Decoder
 from .models.model import Blueprint
 from .parallel import ParallelContext
 
 # Where nearly all weights are. Norms, biases, routers and learned positions are small, and stay as they are.
 _QUANTIZED = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, ExpertWeights)
+_PARAMETERS: Mapping[Quantization, type[ScaledParameter]] = {"int8": Int8Parameter, "fp8": Fp8Parameter}
 
 
 def blueprint_for(config: ModelConfig, info: ModelInfo) -> Blueprint:
     """How a model is built as it is configured. Raises `ConfigError` like `blueprint_of`, and where it cannot be."""
     blueprint = blueprint_of(info)
-    return blueprint if config.quantization is None else quantized(blueprint)
+    return blueprint if config.quantization is None else quantized(blueprint, config.quantization)
 
 
-def quantized(blueprint: Blueprint) -> Blueprint:
-    """The same model with int8 weights. Raises `ConfigError` where its layers are not ours."""
+def quantized(blueprint: Blueprint, kind: Quantization) -> Blueprint:
+    """The same model with weights in 8 bits. Raises `ConfigError` where its layers are not ours."""
     if not isinstance(blueprint, NativeBlueprint):
         raise ConfigError(
             f"model.quantization: {blueprint.architecture} is computed by transformers, whose layers Quire cannot "
             "quantize. Leave the option out."
         )
-    return Int8Blueprint(blueprint)
+    return QuantizedBlueprint(blueprint, kind)
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Blueprint:
+class QuantizedBlueprint:
     """A native model whose large matrices are quantized while they are read, so that it never lies in memory whole."""
 
     native: NativeBlueprint
+    kind: Quantization
 
     @property
     def architecture(self) -> str:
@@ -53,13 +56,13 @@ class Int8Blueprint:
     @property
     def implementation(self) -> Implementation:
         native = self.native.implementation
-        return Implementation(native.kind, f"{native.reason}, its weights in int8")
+        return Implementation(native.kind, f"{native.reason}, its weights in {self.kind}")
 
     def build(self, parallel: ParallelContext) -> Decoder:
         model = self.native.build(parallel)
         for module in model.modules():
             if isinstance(module, _QUANTIZED):
-                _quantize(module)
+                _quantize(module, _PARAMETERS[self.kind])
         return model
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
@@ -69,7 +72,7 @@ class Int8Blueprint:
         self.native.check(model, info)
 
 
-def _quantize(module: nn.Module) -> None:
+def _quantize(module: nn.Module, parameter: type[ScaledParameter]) -> None:
     """Nothing was written to the weight yet, so the memory that it asked for was never touched."""
     with torch.no_grad():
-        module.weight = Int8Parameter.like(module.weight)  # type: ignore[arg-type]
+        module.weight = parameter.like(module.weight)  # type: ignore[arg-type]

@@ -1,6 +1,7 @@
 """Float32 torch references: the plainest code that says what each operation means. Slow, and read before the others."""
 
 from .attention import paged_attention, write_kv
-from .linear import linear, linear_int8
+from .linear import linear, linear_fp8, linear_int8
+from .moe import experts
 
-__all__ = ["linear", "linear_int8", "paged_attention", "write_kv"]
+__all__ = ["experts", "linear", "linear_fp8", "linear_int8", "paged_attention", "write_kv"]

@@ -2,6 +2,7 @@
 
 from .attention import paged_attention
 from .cache import write_kv
-from .linear import linear, linear_int8
+from .linear import linear, linear_fp8, linear_int8
+from .moe import experts
 
-__all__ = ["linear", "linear_int8", "paged_attention", "write_kv"]
+__all__ = ["experts", "linear", "linear_fp8", "linear_int8", "paged_attention", "write_kv"]

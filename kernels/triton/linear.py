@@ -1,9 +1,20 @@
-"""Linear layers on a GPU: the vendor's GEMM, which a kernel of ours would have to beat first."""
+"""Linear layers on a GPU.
+
+Weights in the dtype of the model are the vendor's GEMM's, which a kernel of ours would have to beat first. Weights in 8
+bits are read as they are, by a kernel that widens a tile on its way to the matrix instruction: half the bytes of
+bfloat16 where bytes are what a step waits for.
+"""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
+import triton
 from torch import Tensor
+
+from . import tiles
+from .linear_kernels import weight8_kernel
+from .numbers import PLAIN, dot_options, e4m3_format
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -12,5 +23,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """See `ops.linear_int8`. The weight is widened for each use: half the memory, not more speed."""
-    return F.linear(x, weight.to(x.dtype).mul_(scales[:, None].to(x.dtype)), bias)
+    """See `ops.linear_int8`."""
+    return _linear_weight8(x, weight, scales, bias, PLAIN.value)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """See `ops.linear_fp8`."""
+    return _linear_weight8(x, weight.view(torch.uint8), scales, bias, e4m3_format(x.device))
+
+
+def _linear_weight8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_format: int) -> Tensor:
+    num_rows, in_features = x.shape
+    out_features = weight.shape[0]
+    out = x.new_empty(num_rows, out_features)
+    if num_rows == 0:
+        return out
+    if x.stride(1) != 1 or weight.stride(1) != 1:
+        raise ValueError("the last dimensions of x and weight must be contiguous")
+    tile = tiles.gemm(x.device, "weight8", num_rows=num_rows, dtype=x.dtype)
+    # Programs that share weight rows are neighbours: a weight comes from memory once, and from the L2 cache after.
+    grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_features, tile.block_n))
+    weight8_kernel[grid](
+        out, x, weight, scales, scales if bias is None else bias,
+        num_rows, out_features, in_features, x.stride(0), weight.stride(0),
+        HAS_BIAS=bias is not None, WEIGHT_FORMAT=weight_format,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, **dot_options(x.dtype),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )  # fmt: skip
+    return out

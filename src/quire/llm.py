@@ -39,7 +39,7 @@ class LLM:
         device: Literal["auto", "cpu", "cuda"] = "auto",
         load_format: Literal["auto", "dummy"] = "auto",
         implementation: Literal["auto", "native", "transformers"] = "auto",
-        quantization: Literal["int8"] | None = None,
+        quantization: Literal["int8", "fp8"] | None = None,
         tensor_parallel_size: int = 1,
         pipeline_parallel_size: int = 1,
         expert_parallel: bool = False,

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).parents[2]
-if str(ROOT / "src") not in sys.path:
-    sys.path.insert(0, str(ROOT / "src"))  # a bare machine runs the checkout without installing it
+# A bare machine runs the checkout without installing it.
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "kernels")]
 
 
 def main() -> int:
@@ -22,8 +22,7 @@ def main() -> int:
         print(f"No GPU: torch {torch.__version__} sees no CUDA device. Nothing was checked.", file=sys.stderr)
         return 2
     import triton
-
-    from tests.kernels.triton_checks import run_checks
+    from triton_checks import run_checks
 
     print(
         f"{torch.cuda.get_device_name()} · torch {torch.__version__} · triton {triton.__version__}"

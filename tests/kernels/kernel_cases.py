@@ -6,7 +6,7 @@ that belong to no visible block are far out of range.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -116,6 +116,24 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> Inputs:
     return Inputs(fused.to(device)[:, : case.num_heads], key_cache.to(device), value_cache.to(device), sinks, metadata)
 
 
+def alone(inputs: Inputs, request: int) -> Inputs:
+    """A batch of one request of theirs."""
+    metadata = inputs.metadata
+    start, end = metadata.query_start_loc_np[request : request + 2]
+    starts = np.array([0, end - start], np.int32)
+    only = replace(
+        metadata,
+        query_start_loc=torch.from_numpy(starts),
+        seq_lens=metadata.seq_lens[request : request + 1],
+        block_table=metadata.block_table[request : request + 1],
+        slot_mapping=metadata.slot_mapping[start:end],
+        query_start_loc_np=starts,
+        seq_lens_np=metadata.seq_lens_np[request : request + 1],
+        plans={},
+    )
+    return Inputs(inputs.query[start:end].clone(), inputs.key_cache, inputs.value_cache, inputs.sinks, only)
+
+
 def attend(inputs: Inputs, case: Case) -> Tensor:
     """The rows that belong to requests."""
     caches = inputs.key_cache, inputs.value_cache
@@ -154,4 +172,7 @@ CASES = [
     Case(MIXED, num_heads=7, num_kv_heads=1, head_dim=80, fp8=True, sliding_window=9, softcap=5.0, padding=1),
     Case(MIXED, dtype=torch.bfloat16, fp8=True, sinks=True),
     Case(MIXED, dtype=torch.float16, fp8=True, head_dim=128),
+    # Keys of short requests in several splits, with some guessed tokens, and a window that begins within a split.
+    Case(((3, 1100), (1, 513), (8, 520)), num_heads=4, num_kv_heads=2, sinks=True, softcap=4.0, padding=1),
+    Case(((2, 1300), (1, 700)), num_heads=2, num_kv_heads=1, head_dim=32, sliding_window=600, block_size=64),
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quire.kernels import ops
+from quire.kernels import fp8, ops
 from quire.kernels.cpu.linear import MAX_ROWS
 from quire.kernels.dispatch import forced_backend
 
@@ -47,6 +47,15 @@ def test_int8_agrees_with_the_reference(num_rows: int, shape: tuple[int, int]) -
     torch.testing.assert_close(
         ops.linear_int8(x, weight, scales, bias), expected, rtol=1e-5, atol=2e-6 * shape[1] ** 0.5
     )
+
+
+@pytest.mark.parametrize("num_rows", [1, 25])
+def test_fp8_agrees_with_the_reference(num_rows: int) -> None:
+    x, weight, bias = _inputs(num_rows, 52, 576)
+    stored, scales = fp8.quantize(weight, 0.01), torch.rand(52, generator=torch.Generator().manual_seed(3)) / 100
+    with forced_backend("reference"):
+        expected = ops.linear_fp8(x, stored, scales, bias)
+    torch.testing.assert_close(ops.linear_fp8(x, stored, scales, bias), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:

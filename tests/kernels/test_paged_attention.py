@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CASES, KEY_SCALE, MIXED, TOLERANCE, VALUE_SCALE, Case, Inputs, attend, build
+from kernel_cases import CASES, KEY_SCALE, MIXED, TOLERANCE, VALUE_SCALE, Case, alone, attend, build
 from torch import Tensor
 
 from quire.kernels import ops
@@ -41,23 +41,6 @@ def test_matches_reference_and_reads_nothing_else(case: Case) -> None:
     assert not expected.isnan().any()
     torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[case.dtype], rtol=0)
     assert all(torch.equal(a, b) for a, b in zip(bits(*tensors), before, strict=True))
-
-
-def alone(inputs: Inputs, request: int) -> Inputs:
-    metadata = inputs.metadata
-    start, end = metadata.query_start_loc_np[request : request + 2]
-    starts = np.array([0, end - start], np.int32)
-    only = replace(
-        metadata,
-        query_start_loc=torch.from_numpy(starts),
-        seq_lens=metadata.seq_lens[request : request + 1],
-        block_table=metadata.block_table[request : request + 1],
-        slot_mapping=metadata.slot_mapping[start:end],
-        query_start_loc_np=starts,
-        seq_lens_np=metadata.seq_lens_np[request : request + 1],
-        plans={},
-    )
-    return Inputs(inputs.query[start:end].clone(), inputs.key_cache, inputs.value_cache, inputs.sinks, only)
 
 
 @pytest.mark.parametrize(

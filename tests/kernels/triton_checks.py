@@ -1,18 +1,25 @@
 """Runs the Triton kernels over cases and compares with the reference. On a GPU, or on CPU with TRITON_INTERPRET=1.
 
-`python -m tests.kernels.triton_checks` prints one JSON object, check name -> null or what was wrong. The interpreter is
+`python tests/kernels/triton_checks.py` prints one JSON object, check name -> null or what was wrong. The interpreter is
 chosen when triton is first imported, so it needs a process of its own.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import torch
+from expert_cases import EXPERT_CASES, EXPERT_TOLERANCE, ExpertCase, build_experts, run_experts
+from kernel_cases import CASES, TOLERANCE, Case, alone, attend, build
 
 from quire.kernels import fp8, ops
 from quire.kernels.dispatch import forced_backend
-from tests.kernels.kernel_cases import CASES, TOLERANCE, Case, attend, build
+
+INVARIANT = [
+    Case(((1, 1100), (1, 9), (20, 50), (3, 600)), num_heads=9, num_kv_heads=3),
+    Case(((1, 600), (1, 30), (9, 40)), dtype=torch.bfloat16, sliding_window=550),
+]
 
 
 def attention_error(case: Case, device: str) -> float:
@@ -24,6 +31,18 @@ def attention_error(case: Case, device: str) -> float:
         expected = attend(inputs.to_float32(), case)
     error = (out.float() - expected).abs()
     return float("inf") if error.isnan().any() else float(error.max())
+
+
+def is_the_same_alone(case: Case, device: str) -> bool:
+    """A request gets the same bits alone and in the batch."""
+    inputs = build(case, device)
+    starts = inputs.metadata.query_start_loc_np
+    with forced_backend("triton"):
+        together = attend(inputs, case)
+        return all(
+            torch.equal(attend(alone(inputs, request), case), together[starts[request] : starts[request + 1]])
+            for request in range(len(case.lens))
+        )
 
 
 def write_kv_is_exact(
@@ -48,17 +67,76 @@ def write_kv_is_exact(
     return torch.equal(*(pair.view(torch.uint8) for pair in caches))
 
 
-def run_checks(device: str) -> dict[str, str | None]:
-    results: dict[str, str | None] = {}
+def linear_error(kind: torch.dtype, num_rows: int, dtype: torch.dtype, device: str, bias: bool) -> float:
+    """Largest deviation of a layer with weights in 8 bits, of sizes that no tile divides."""
+    out_features, in_features = 70, 100
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, in_features + 3, generator=generator).to(device, dtype)[:, :in_features]
+    weight = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
+    scales = weight.abs().amax(dim=1) / 127
+    stored = weight / scales[:, None]
+    stored = (stored.round() if kind == torch.int8 else stored).to(kind).to(device)
+    added = torch.randn(out_features, generator=generator).to(device, dtype) if bias else None
+    operation = ops.linear_int8 if kind == torch.int8 else ops.linear_fp8
+    with forced_backend("triton"):
+        out = operation(x, stored, scales.to(device), added)
+    with forced_backend("reference"):
+        expected = operation(x.float(), stored, scales.to(device), None if added is None else added.float())
+    return float((out.float() - expected).abs().nan_to_num(nan=torch.inf).max())
+
+
+def experts_error(case: ExpertCase, device: str) -> float:
+    """Largest deviation from the reference."""
+    arguments = build_experts(case, device)
+    with forced_backend("triton"):
+        out = run_experts(arguments)
+    with forced_backend("reference"):
+        expected = run_experts(arguments)
+    return float((out.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max())
+
+
+def checks() -> dict[str, Callable[[str], str | None]]:
+    """By name; a check takes a device and says what is wrong."""
+    named: dict[str, Callable[[str], str | None]] = {}
     for case in CASES:
-        error, allowed = attention_error(case, device), TOLERANCE[case.dtype]
-        results[case.name] = None if error <= allowed else f"error {error:.2e}, allowed {allowed:.0e}"
-    for dtype in ops.DTYPES:
-        name = f"write_kv-{str(dtype).removeprefix('torch.')}"
-        results[name] = None if write_kv_is_exact(dtype, device) else "the caches differ from the reference"
-    exact = write_kv_is_exact(torch.bfloat16, device, cache_dtype=fp8.DTYPE)
-    results["write_kv-fp8"] = None if exact else "the caches differ from the reference"
-    return results
+        named[case.name] = lambda device, case=case: beyond(attention_error(case, device), TOLERANCE[case.dtype])
+    for case in INVARIANT:
+        named[f"alone-{case.name}"] = lambda device, case=case: wrong(
+            is_the_same_alone(case, device), "other bits than alone"
+        )
+    for kind, num_rows, dtype, bias in (
+        (torch.int8, 1, torch.float32, True),
+        (torch.int8, 70, torch.float32, False),
+        (torch.int8, 17, torch.bfloat16, True),
+        (fp8.DTYPE, 5, torch.float32, False),
+        (fp8.DTYPE, 33, torch.bfloat16, True),
+    ):
+        name = f"linear-{str(kind).removeprefix('torch.')}-{num_rows}-{str(dtype).removeprefix('torch.')}"
+        named[name] = lambda device, case=(kind, num_rows, dtype), bias=bias: beyond(
+            linear_error(*case, device, bias), TOLERANCE[case[2]]
+        )
+    for experts in EXPERT_CASES:
+        named[experts.name] = lambda device, case=experts: beyond(
+            experts_error(case, device), EXPERT_TOLERANCE[case.dtype]
+        )
+    for dtype, cache_dtype in (*((dtype, dtype) for dtype in ops.DTYPES), (torch.bfloat16, fp8.DTYPE)):
+        name = "fp8" if cache_dtype == fp8.DTYPE else str(dtype).removeprefix("torch.")
+        named[f"write_kv-{name}"] = lambda device, dtype=dtype, cache_dtype=cache_dtype: wrong(
+            write_kv_is_exact(dtype, device, cache_dtype=cache_dtype), "the caches differ from the reference"
+        )
+    return named
+
+
+def beyond(error: float, allowed: float) -> str | None:
+    return None if error <= allowed else f"error {error:.2e}, allowed {allowed:.0e}"
+
+
+def wrong(right: bool, problem: str) -> str | None:
+    return None if right else problem
+
+
+def run_checks(device: str) -> dict[str, str | None]:
+    return {name: check(device) for name, check in checks().items()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""int8 weights: exact where the weights lie on the grid of 8 bits, close where they do not."""
+"""Weights in 8 bits: exact where they lie on the grid of int8, close where they do not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tiny_families import TINY_FAMILIES, TinyFamily
 
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.model_source import load_model_info
-from quire.workers.layers.parameter import Int8Parameter, ShardedParameter, replicated
+from quire.workers.layers.parameter import Fp8Parameter, Int8Parameter, ShardedParameter, replicated
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
 from quire.workers.parallel import ParallelContext
@@ -26,8 +26,8 @@ def on_grid(weight: torch.Tensor) -> torch.Tensor:
     return (weight / scales).round() * scales
 
 
-def executor_of(model: FamilyUnderTest) -> LocalExecutor:
-    sections = {"model": {"num_threads": 1, "quantization": "int8"}, "cache": {"num_kv_blocks": 100}}
+def executor_of(model: FamilyUnderTest, quantization: str = "int8") -> LocalExecutor:
+    sections = {"model": {"num_threads": 1, "quantization": quantization}, "cache": {"num_kv_blocks": 100}}
     return LocalExecutor(EngineConfig.model_validate(sections), model.info)
 
 
@@ -65,10 +65,12 @@ def test_exact_on_the_grid(tmp_path: Path, family: str) -> None:
     model.executor.shutdown()
 
 
-def test_close_off_the_grid(tmp_path: Path) -> None:
-    """An element is off by at most half a step of 1/127 of its row's largest; such large weights move logprobs."""
-    model = FamilyUnderTest(TINY_FAMILIES["llama"], tmp_path)
-    executor = executor_of(model)
+@pytest.mark.parametrize(("family", "quantization"), [("llama", "int8"), ("llama", "fp8"), ("qwen3-moe", "fp8")])
+def test_close_off_the_grid(tmp_path: Path, family: str, quantization: str) -> None:
+    """An element is off by at most half a step, 1/127 of its row's largest in int8 and 1/8 of itself in fp8; such large
+    weights move logprobs."""
+    model = FamilyUnderTest(TINY_FAMILIES[family], tmp_path)
+    executor = executor_of(model, quantization)
     answers = model.driver(executor, cache={"num_kv_blocks": 100}).greedy(model.prompts, 1, TOP)
     executor.shutdown()
     model.executor.shutdown()
@@ -86,6 +88,14 @@ def test_rounding() -> None:
     assert parameter.scales[0].item() == pytest.approx(0.01)
     assert parameter.scales[2].item() == pytest.approx(2.0)
     assert parameter.embed(torch.tensor([1, 2])).tolist() == [[0.0, 0.0, 0.0, 0.0], [-254.0, 0.0, 2.0, 4.0]]
+
+
+def test_rounding_to_fp8() -> None:
+    parameter = Fp8Parameter.like(ShardedParameter(torch.empty(2, 4), replicated((2, 4))))
+    parameter.fill(torch.tensor([[4.48, -4.48, 0.30, 0.0], [-896.0, 2.0, 34.0, 35.0]]))
+    assert parameter.data.float().tolist() == [[448.0, -448.0, 30.0, 0.0], [-448.0, 1.0, 16.0, 18.0]]
+    assert parameter.scales.tolist() == pytest.approx([0.01, 2.0])
+    assert parameter.embed(torch.tensor([1])).tolist() == [[-896.0, 2.0, 32.0, 36.0]]
 
 
 def test_a_quarter_of_the_memory(tmp_path: Path) -> None:

@@ -4,14 +4,14 @@ whole (expert parallel). Either way each rank adds its part of every token's sum
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
 
+from quire.kernels import ops
+
 from ..models.spec import MoESpec
 from ..parallel import ParallelContext
-from .activation import ACTIVATIONS
 from .parameter import Piece, ShardedParameter, replicated, whole
 
 
@@ -71,7 +71,6 @@ class MixtureOfExperts(nn.Module):
         super().__init__()
         self._spec = spec
         self._parallel = parallel
-        self._activation = ACTIVATIONS[spec.activation]
         size, shard = spec.intermediate_size, ExpertShard.of(spec, parallel)
         self._experts = shard.experts
         self.router = Router(spec.num_experts, hidden_size)
@@ -80,23 +79,18 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
-        weights, experts = self.router(x).topk(self._spec.num_experts_per_token, dim=-1)
+        routing, chosen = self.router(x).topk(self._spec.num_experts_per_token, dim=-1)
         if self._spec.renormalize:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        # Assignments sorted by expert, so that each expert's tokens are one matrix.
-        order = experts.flatten().argsort(stable=True)
-        tokens = order // self._spec.num_experts_per_token
-        weights = weights.flatten()[order, None].to(x.dtype)
-        counts = experts.flatten().bincount(minlength=self._spec.num_experts).tolist()
-        ends = list(accumulate(counts))
-        out = torch.zeros_like(x)
-        for place, expert in enumerate(self._experts):
-            if counts[expert]:
-                own = slice(ends[expert] - counts[expert], ends[expert])
-                out.index_add_(0, tokens[own], self._run(place, x[tokens[own]]).mul_(weights[own]))
+            routing = routing / routing.sum(dim=-1, keepdim=True)
+        gate_up, down = self.gate_up.weight, self.down.weight
+        out = ops.experts(
+            x,
+            chosen - self._experts.start,
+            routing,
+            gate_up.data,
+            down.data,
+            activation=self._spec.activation,
+            gate_up_scales=gate_up.scales,
+            down_scales=down.scales,
+        )
         return self._parallel.all_reduce(out)
-
-    def _run(self, place: int, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> what this rank has of the sum of its expert number `place`, the same shape."""
-        gate, up = self.gate_up.weight.expert_linear(place, x).chunk(2, dim=-1)
-        return self.down.weight.expert_linear(place, self._activation(gate).mul_(up))

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, cast
+from typing import ClassVar, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from quire.kernels import ops
+from quire.kernels import fp8, ops
 
 from ..models.spec import WHOLE
-
-_INT8_MAX = 127  # -128 is left out, so that the scale is the same on both sides
 
 Index = tuple[slice, ...]
 
@@ -49,6 +47,7 @@ class ShardedParameter(nn.Parameter):
     """One rank's share of a weight. `pieces` says, by name, what fills it; what no piece covers is zero."""
 
     pieces: Mapping[str, Piece]
+    scales: Tensor | None = None  # what its rows are to be multiplied by, where they lie in 8 bits
 
     def __new__(cls, data: Tensor, pieces: Mapping[str, Piece]) -> ShardedParameter:
         parameter = super().__new__(cls, data, requires_grad=False)
@@ -73,52 +72,77 @@ class ShardedParameter(nn.Parameter):
         """[num_rows, in_features] -> [num_rows, out_features], by this matrix [out_features, in_features]."""
         return ops.linear(x, self, bias)
 
-    def expert_linear(self, expert: int, x: Tensor) -> Tensor:
-        """`linear` by one of these matrices [num_experts, out_features, in_features]."""
-        return ops.linear(x, self[expert])
-
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size], rows of this matrix."""
         return F.embedding(token_ids, self)
 
 
-class Int8Parameter(ShardedParameter):
+class ScaledParameter(ShardedParameter):
     """A matrix, or one per expert, held in 8 bits. Row r of it is `self[r] * scales[r]`.
 
-    Each row has the scale that its largest value needs (symmetric, per output channel), rounded to nearest, so that an
-    element is off by at most half of that scale. What multiplies the matrix stays as precise as it was.
+    Each row has the scale that its largest value needs (symmetric, per output channel). What multiplies the matrix
+    stays as precise as it was.
     """
+
+    storage: ClassVar[torch.dtype]
+    largest: ClassVar[float]  # what a row's largest value is stored as
 
     scales: Tensor  # [..., out_features] float32
     computed: torch.dtype  # of what multiplies the matrix
 
     @classmethod
-    def like(cls, parameter: ShardedParameter) -> Int8Parameter:
+    def like(cls, parameter: ShardedParameter) -> Self:
         """Room for the same pieces."""
-        data = torch.zeros(parameter.shape, dtype=torch.int8, device=parameter.device)
-        made = cls(data, parameter.pieces)
+        data = torch.zeros(parameter.shape, dtype=cls.storage, device=parameter.device)
+        made = cast(Self, cls(data, parameter.pieces))
         made.scales = torch.ones(parameter.shape[:-1], dtype=torch.float32, device=parameter.device)
         made.computed = parameter.dtype
         return made
 
-    def __new__(cls, data: Tensor, pieces: Mapping[str, Piece]) -> Int8Parameter:
-        return cast(Int8Parameter, super().__new__(cls, data, pieces))
-
     def fill(self, values: Tensor, target: Index | None = None) -> None:
         target = target or whole(tuple(self.shape))
         values = values.float()
-        scales = values.abs().amax(dim=-1).div_(_INT8_MAX).clamp_(min=torch.finfo(torch.float32).tiny)
-        self.data[target].copy_((values / scales[..., None]).round_())
+        scales = values.abs().amax(dim=-1).div_(self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
+        self.data[target].copy_(self._rounded(values / scales[..., None]))
         self.scales[target[:-1]].copy_(scales)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        # As bytes: not every backend selects rows of a type that it does not compute with.
+        stored = self.data.view(torch.uint8).index_select(0, token_ids).view(self.storage)
+        return (stored.float() * self.scales[token_ids, None]).to(self.computed)
+
+    @staticmethod
+    def _rounded(values: Tensor) -> Tensor:
+        """What is stored of numbers up to `largest`."""
+        raise NotImplementedError
+
+
+class Int8Parameter(ScaledParameter):
+    """Evenly spaced: an element is off by at most half of its row's scale."""
+
+    storage = torch.int8
+    largest = 127.0  # -128 is left out, so that the scale is the same on both sides
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_int8(x, self.data, self.scales, bias)
 
-    def expert_linear(self, expert: int, x: Tensor) -> Tensor:
-        return ops.linear_int8(x, self.data[expert], self.scales[expert])
+    @staticmethod
+    def _rounded(values: Tensor) -> Tensor:
+        return values.round()
 
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return (F.embedding(token_ids, self.data) * self.scales[token_ids, None]).to(self.computed)
+
+class Fp8Parameter(ScaledParameter):
+    """e4m3, with 3 bits of mantissa: small elements are as precise, for their size, as large ones."""
+
+    storage = fp8.DTYPE
+    largest = fp8.LARGEST
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.linear_fp8(x, self.data, self.scales, bias)
+
+    @staticmethod
+    def _rounded(values: Tensor) -> Tensor:
+        return fp8.quantize(values, 1.0)
 
 
 def replicated(shape: tuple[int, ...]) -> dict[str, Piece]:

@@ -1,0 +1,52 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (what a Triton kernel takes has no Python type)
+"""The kernel of linear layers whose weights have 8 bits."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .numbers import dot, widen
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def weight8_kernel(
+    out,  # [num_rows, out_features], contiguous
+    x,  # [num_rows, in_features]
+    weight,  # [out_features, in_features] int8, or bytes of e4m3
+    scales,  # [out_features] float32
+    bias,  # [out_features], or anything
+    num_rows,
+    out_features,
+    in_features,
+    x_stride,
+    weight_stride,
+    HAS_BIAS: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """A program takes BLOCK_M rows of x and BLOCK_N of the weight. A scale is one of a whole row, so it multiplies the
+    sum; products and sums are those of the numbers as they are stored."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows too many repeat the last one: no mask in the loop but that of the features.
+    x_rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride
+    weight_rows = weight + tl.minimum(feature, out_features - 1).to(tl.int64)[:, None] * weight_stride
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, in_features, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < in_features)[None, :]
+        a = tl.load(x_rows + k[None, :], mask=inside, other=0.0)
+        b = tl.load(weight_rows + k[None, :], mask=inside, other=0)
+        acc = dot(a, tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST)), acc, PRECISION, UPCAST)
+    acc = acc * tl.load(scales + feature, mask=feature < out_features, other=0.0)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + feature, mask=feature < out_features, other=0.0).to(tl.float32)[None, :]
+    place = row.to(tl.int64)[:, None] * out_features + feature[None, :]
+    mask = (row < num_rows)[:, None] & (feature < out_features)[None, :]
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=mask)

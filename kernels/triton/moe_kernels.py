@@ -1,0 +1,142 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (what a Triton kernel takes has no Python type)
+"""The kernels of a mixture of experts. `moe` says how they work together, and launches them."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .numbers import dot, widen
+
+
+@triton.jit
+def _activate(x, ACTIVATION: tl.constexpr):
+    # One result of all branches: the compiler goes on behind a `return`.
+    if ACTIVATION == "silu":
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == "gelu":
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(y)) / 2 = sigmoid(2 y)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        tl.static_assert(ACTIVATION == "relu", "an activation that there is no code for")
+        y = tl.maximum(x, 0.0)
+    return y
+
+
+@triton.jit
+def _expert_of(tile_ends, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
+    """The expert whose tile this program works at, NUM_EXPERTS: there are fewer tiles; and the number of the tile
+    among the expert's own."""
+    tile = tl.program_id(0)
+    expert = tl.arange(0, EXPERTS_PADDED)
+    ends = tl.load(tile_ends + expert, mask=expert < NUM_EXPERTS, other=2**31 - 1)
+    before = ends <= tile
+    return tl.sum(before.to(tl.int32), axis=0), tile - tl.max(tl.where(before, ends, 0), axis=0)
+
+
+@triton.jit
+def gate_up_kernel(
+    out,  # [num_assignments, size], contiguous: in the order of the assignments
+    x,  # [num_tokens, hidden_size]
+    weight,  # [num_experts, 2 * size, hidden_size], contiguous
+    scales,  # [num_experts, 2 * size] float32 of weights in 8 bits, or anything
+    order,  # [num_assignments] int64: assignments, sorted by expert
+    ends,  # [num_experts] int32: one past an expert's last place in `order`
+    tile_ends,  # [num_experts] int32: one past its last tile
+    x_stride,
+    size,
+    hidden_size,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """activation(x @ gate.T) * (x @ up.T) for BLOCK_M assignments of one expert and BLOCK_N features."""
+    expert, tile = _expert_of(tile_ends, NUM_EXPERTS, EXPERTS_PADDED)
+    if expert == NUM_EXPERTS:
+        return
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    place = begin + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    used = place < end
+    assignment = tl.load(order + place, mask=used, other=0)
+    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside_size = feature < size
+    x_rows = x + (assignment // EXPERTS_PER_TOKEN)[:, None] * x_stride
+    gate_feature = expert.to(tl.int64) * 2 * size + tl.minimum(feature, size - 1)
+    gate_rows = weight + gate_feature[:, None] * hidden_size
+    up_rows = gate_rows + size.to(tl.int64) * hidden_size
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, hidden_size, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < hidden_size)[None, :]
+        a = tl.load(x_rows + k[None, :], mask=inside, other=0.0)
+        g = widen(tl.load(gate_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
+        gate = dot(a, tl.trans(g), gate, PRECISION, UPCAST)
+        u = widen(tl.load(up_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
+        up = dot(a, tl.trans(u), up, PRECISION, UPCAST)
+    if HAS_SCALES:
+        gate = gate * tl.load(scales + gate_feature)[None, :]
+        up = up * tl.load(scales + gate_feature + size)[None, :]
+    # Rounded where layers one after the other would round.
+    dtype = x.dtype.element_ty
+    gate = _activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    result = (gate * up.to(dtype).to(tl.float32)).to(dtype)
+    tl.store(out + assignment[:, None] * size + feature[None, :], result, mask=used[:, None] & inside_size[None, :])
+
+
+@triton.jit
+def down_kernel(
+    out,  # [num_assignments, hidden_size] float32, contiguous: in the order of the assignments
+    x,  # [num_assignments, size], contiguous
+    weight,  # [num_experts, hidden_size, size], contiguous
+    scales,  # [num_experts, hidden_size] float32 of weights in 8 bits, or anything
+    routing,  # [num_assignments] float32: what an assignment counts
+    order,  # as in `gate_up_kernel`
+    ends,
+    tile_ends,
+    size,
+    hidden_size,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """x @ weight.T times its weight in the sum, for BLOCK_M assignments of one expert and BLOCK_N features."""
+    expert, tile = _expert_of(tile_ends, NUM_EXPERTS, EXPERTS_PADDED)
+    if expert == NUM_EXPERTS:
+        return
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert)
+    place = begin + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    used = place < end
+    assignment = tl.load(order + place, mask=used, other=0)
+    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    weight_feature = expert.to(tl.int64) * hidden_size + tl.minimum(feature, hidden_size - 1)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, size, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        inside = (k < size)[None, :]
+        a = tl.load(x + assignment[:, None] * size + k[None, :], mask=inside, other=0.0)
+        b = tl.load(weight + weight_feature[:, None] * size + k[None, :], mask=inside, other=0)
+        acc = dot(a, tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST)), acc, PRECISION, UPCAST)
+    if HAS_SCALES:
+        acc = acc * tl.load(scales + weight_feature)[None, :]
+    acc = acc * tl.load(routing + assignment, mask=used, other=0.0)[:, None]
+    mask = used[:, None] & (feature < hidden_size)[None, :]
+    tl.store(out + assignment[:, None] * hidden_size + feature[None, :], acc, mask=mask)

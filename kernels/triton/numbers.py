@@ -1,0 +1,55 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (what a Triton kernel takes has no Python type)
+"""What several kernels do with numbers: read those in 8 bits, and multiply tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import devices
+
+# How the bytes of float8 e4m3 become numbers: FORMAT of `widen`.
+PLAIN, E4M3_BY_HAND, E4M3_NATIVE = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def widen(x, DTYPE: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
+    """Loaded numbers as DTYPE, without a change of value where DTYPE holds it. Bytes of e4m3 are decoded."""
+    if FORMAT == E4M3_NATIVE:
+        x = x.to(tl.float8e4nv, bitcast=True)
+    elif FORMAT == E4M3_BY_HAND:
+        # Older GPUs and the interpreter do not know the type. The bits of an e4m3, moved to where a float16 has its
+        # exponent, are a number 256 times as small.
+        bits = x.to(tl.int16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        x = half.to(tl.float32) * 256.0
+    elif UPCAST:  # the interpreter makes no bfloat16 of an integer
+        x = x.to(tl.float32)
+    return x.to(DTYPE)
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + a @ b, float32."""
+    if UPCAST:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+def e4m3_format(device: torch.device) -> int:
+    """How a device decodes e4m3: by an instruction from compute capability 8.9 on."""
+    native = (devices.capability(device) or (0, 0)) >= (8, 9)
+    return int((E4M3_NATIVE if native else E4M3_BY_HAND).value)
+
+
+def dot_options(dtype: torch.dtype) -> dict[str, object]:
+    """PRECISION and UPCAST of `dot` for operands of a dtype."""
+    return {
+        # float32 models are run for exactness: TF32 would leave 10 bits of mantissa.
+        "PRECISION": "tf32x3" if dtype == torch.float32 else "tf32",
+        # Triton's interpreter keeps bfloat16 as integers and would multiply the bit patterns.
+        "UPCAST": dtype == torch.bfloat16 and triton.knobs.runtime.interpret,
+    }

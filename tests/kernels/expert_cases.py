@@ -1,0 +1,74 @@
+"""Mixtures of experts for the kernel tests, shared by the CPU tests and the checks of the Triton kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from quire.kernels import fp8, ops
+
+
+@dataclass(frozen=True)
+class ExpertCase:
+    num_tokens: int
+    num_experts: int = 5
+    experts_per_token: int = 2
+    hidden_size: int = 48
+    size: int = 40
+    activation: str = "silu"
+    dtype: torch.dtype = torch.float32
+    weights: torch.dtype | None = None  # in 8 bits
+    elsewhere: int = 0  # experts that other ranks have: half of them before ours, half behind
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.num_tokens}x{self.experts_per_token}of{self.num_experts}-{self.hidden_size}-{self.size}"
+        parts = ["experts", shape, self.activation, str(self.dtype).removeprefix("torch.")]
+        parts += [str(self.weights).removeprefix("torch.")] if self.weights else []
+        return "-".join([*parts, *([f"elsewhere{self.elsewhere}"] if self.elsewhere else [])])
+
+
+EXPERT_CASES = [
+    ExpertCase(1),
+    ExpertCase(37, activation="gelu"),
+    ExpertCase(70, num_experts=3, experts_per_token=3, activation="gelu_tanh"),
+    ExpertCase(9, num_experts=17, experts_per_token=4, activation="relu", elsewhere=6),
+    ExpertCase(40, dtype=torch.bfloat16, elsewhere=2),
+    ExpertCase(20, weights=torch.int8),
+    ExpertCase(20, dtype=torch.bfloat16, weights=fp8.DTYPE),
+]
+
+# Sums of some tens of products of order 1, twice. In bfloat16 what lies between the two products is rounded as well.
+EXPERT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
+
+
+def build_experts(case: ExpertCase, device: str = "cpu") -> dict[str, Tensor | str | None]:
+    """Arguments of `ops.experts`. One expert at least is chosen by nobody where there are more than are chosen."""
+    generator = torch.Generator().manual_seed(case.num_tokens)
+    everywhere = case.num_experts + case.elsewhere
+    most = everywhere if everywhere == case.experts_per_token else everywhere - 1
+    scores = torch.rand(case.num_tokens, most, generator=generator)
+    routing, chosen = scores.topk(case.experts_per_token, dim=-1)
+    arguments: dict[str, Tensor | str | None] = {
+        "x": torch.randn(case.num_tokens, case.hidden_size, generator=generator).to(device, case.dtype),
+        "chosen": (chosen - case.elsewhere // 2).to(device),
+        "routing": routing.to(device),
+        "activation": case.activation,
+    }
+    shapes = {"gate_up": (2 * case.size, case.hidden_size), "down": (case.hidden_size, case.size)}
+    for name, shape in shapes.items():
+        weight = torch.randn(case.num_experts, *shape, generator=generator) / shape[1] ** 0.5
+        scales = weight.abs().amax(dim=-1) / 127
+        if case.weights is None:
+            arguments[name] = weight.to(device, case.dtype)
+            continue
+        stored = weight / scales[..., None]
+        arguments[name] = (stored.round() if case.weights == torch.int8 else stored).to(case.weights).to(device)
+        arguments[f"{name}_scales"] = scales.to(device)
+    return arguments
+
+
+def run_experts(arguments: dict[str, Tensor | str | None]) -> Tensor:
+    return ops.experts(**arguments)  # type: ignore[arg-type]

@@ -1,0 +1,46 @@
+"""A mixture of experts on CPU against the float32 reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from expert_cases import EXPERT_CASES, EXPERT_TOLERANCE, ExpertCase, build_experts, run_experts
+
+from quire.kernels.dispatch import forced_backend
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name)
+def test_agrees_with_the_reference(case: ExpertCase) -> None:
+    arguments = build_experts(case)
+    out = run_experts(arguments)
+    with forced_backend("reference"):
+        expected = run_experts(arguments)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(out, expected, atol=EXPERT_TOLERANCE[case.dtype], rtol=0)
+
+
+def test_experts_elsewhere_add_nothing() -> None:
+    """What two ranks have of the sums is what one has."""
+    arguments = build_experts(ExpertCase(12, num_experts=6))
+    halves = [
+        run_experts(
+            {
+                **arguments,
+                "chosen": arguments["chosen"] - first,  # type: ignore[operator]
+                "gate_up": arguments["gate_up"][first : first + 3],  # type: ignore[index]
+                "down": arguments["down"][first : first + 3],  # type: ignore[index]
+            }
+        )
+        for first in (0, 3)
+    ]
+    torch.testing.assert_close(halves[0] + halves[1], run_experts(arguments))
+
+
+def test_wrong_arguments_are_refused() -> None:
+    arguments = build_experts(ExpertCase(3))
+    with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh, relu, got 'tanh'"):
+        run_experts({**arguments, "activation": "tanh"})
+    with pytest.raises(ValueError, match="do not fit 2 tokens"):
+        run_experts({**arguments, "x": arguments["x"][:2]})  # type: ignore[index]
+    with pytest.raises(ValueError, match=r"x \(3, 47\), gate_up"):
+        run_experts({**arguments, "x": torch.zeros(3, 47)})

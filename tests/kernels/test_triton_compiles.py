@@ -1,0 +1,82 @@
+"""Every Triton kernel compiles to machine code of an H100, as it would be launched there, without one."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from expert_cases import ExpertCase, build_experts, run_experts
+from kernel_cases import Case, attend, build
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from ahead_of_time import SHARED_MEMORY, compiled_launches
+
+from quire.kernels import fp8, ops
+
+MIXED = ((1, 600), (40, 300))  # a decode with two splits and a chunk
+BF16 = torch.bfloat16
+
+
+def names(launched: list) -> list[str]:
+    """Of the kernels, after a look at what they need."""
+    for kernel in launched:
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY
+    return [kernel.name for kernel in launched]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(MIXED, num_heads=32, num_kv_heads=8, head_dim=128, dtype=BF16),
+        Case(MIXED, num_heads=16, num_kv_heads=8, head_dim=80, block_size=256, dtype=BF16, fp8=True),
+        Case(MIXED, num_heads=8, num_kv_heads=4, head_dim=256, dtype=BF16, sliding_window=100, softcap=50.0),
+        Case(MIXED, num_heads=64, num_kv_heads=8, head_dim=64, dtype=torch.float16, sinks=True),
+        Case(MIXED, num_heads=9, num_kv_heads=3, head_dim=64),
+    ],
+    ids=lambda case: case.name,
+)
+def test_paged_attention(case: Case) -> None:
+    inputs = build(case)
+    with compiled_launches() as launched:
+        attend(inputs, case)
+    merged = [] if case.sliding_window else ["merge_kernel"]  # a window has few keys: one split
+    assert names(launched) == ["short_kernel", *merged, "long_kernel"]
+    if case.dtype != torch.float32:
+        by_name = {kernel.name: kernel.asm["ptx"] for kernel in launched}
+        assert "wgmma.mma_async" in by_name["long_kernel"], "prefill without the matrix instructions of the GPU"
+        assert "mma.sync" in by_name["short_kernel"]
+        assert "cp.async" in by_name["short_kernel"], "keys are not loaded ahead"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_write_kv(dtype: torch.dtype) -> None:
+    caches = torch.zeros(2, 4, 16, 3, 80, dtype=dtype)
+    rows = torch.zeros(2, 5, 3, 80, dtype=dtype)
+    with compiled_launches() as launched:
+        ops.write_kv(*rows, *caches, torch.arange(5))
+    assert names(launched) == ["_write_kv_kernel"]
+
+
+@pytest.mark.parametrize("kind", [torch.int8, fp8.DTYPE])
+@pytest.mark.parametrize("num_rows", [1, 200])
+def test_linear_in_8_bits(kind: torch.dtype, num_rows: int) -> None:
+    operation = ops.linear_int8 if kind == torch.int8 else ops.linear_fp8
+    x, weight = torch.zeros(num_rows, 512, dtype=BF16), torch.zeros(256, 512).to(kind)
+    with compiled_launches() as launched:
+        operation(x, weight, torch.ones(256), torch.zeros(256, dtype=BF16))
+    assert names(launched) == ["weight8_kernel"]
+    assert ("mma.sync" if num_rows == 1 else "wgmma.mma_async") in launched[0].asm["ptx"]
+
+
+@pytest.mark.parametrize(("num_tokens", "weights"), [(4, None), (400, None), (4, fp8.DTYPE)])
+def test_experts(num_tokens: int, weights: torch.dtype | None) -> None:
+    case = ExpertCase(num_tokens, 8, 2, hidden_size=256, size=128, dtype=BF16, weights=weights)
+    arguments = build_experts(case)
+    with compiled_launches() as launched:
+        run_experts(arguments)
+    assert names(launched) == ["gate_up_kernel", "down_kernel"]
+    assert all(("mma.sync" if num_tokens == 4 else "wgmma.mma_async") in kernel.asm["ptx"] for kernel in launched)
