@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self, cast
+from typing import ClassVar, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +84,7 @@ class ScaledParameter(ShardedParameter):
     stays as precise as it was.
     """
 
-    storage: ClassVar[torch.dtype]
+    stored_as: ClassVar[torch.dtype]
     largest: ClassVar[float]  # what a row's largest value is stored as
 
     scales: Tensor  # [..., out_features] float32
@@ -93,8 +93,8 @@ class ScaledParameter(ShardedParameter):
     @classmethod
     def like(cls, parameter: ShardedParameter) -> Self:
         """Room for the same pieces."""
-        data = torch.zeros(parameter.shape, dtype=cls.storage, device=parameter.device)
-        made = cast(Self, cls(data, parameter.pieces))
+        data = torch.zeros(parameter.shape, dtype=cls.stored_as, device=parameter.device)
+        made = cls(data, parameter.pieces)
         made.scales = torch.ones(parameter.shape[:-1], dtype=torch.float32, device=parameter.device)
         made.computed = parameter.dtype
         return made
@@ -108,7 +108,7 @@ class ScaledParameter(ShardedParameter):
 
     def embed(self, token_ids: Tensor) -> Tensor:
         # As bytes: not every backend selects rows of a type that it does not compute with.
-        stored = self.data.view(torch.uint8).index_select(0, token_ids).view(self.storage)
+        stored = self.data.view(torch.uint8).index_select(0, token_ids).view(self.stored_as)
         return (stored.float() * self.scales[token_ids, None]).to(self.computed)
 
     @staticmethod
@@ -120,7 +120,7 @@ class ScaledParameter(ShardedParameter):
 class Int8Parameter(ScaledParameter):
     """Evenly spaced: an element is off by at most half of its row's scale."""
 
-    storage = torch.int8
+    stored_as = torch.int8
     largest = 127.0  # -128 is left out, so that the scale is the same on both sides
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -134,7 +134,7 @@ class Int8Parameter(ScaledParameter):
 class Fp8Parameter(ScaledParameter):
     """e4m3, with 3 bits of mantissa: small elements are as precise, for their size, as large ones."""
 
-    storage = fp8.DTYPE
+    stored_as = fp8.DTYPE
     largest = fp8.LARGEST
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
