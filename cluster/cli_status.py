@@ -41,7 +41,7 @@ def of_service(service: Service) -> Report:
     problem = health.get("error", {}).get("message")
     return {
         "url": service.root,
-        "healthy": health["status"] == "ok",
+        "healthy": health["status"] in ("ok", "asleep"),
         "status": health["status"],
         "problem": problem,
         "models": health["models"],
@@ -104,7 +104,7 @@ def _engines(models: list[Report]) -> Table:
             numbers = (str(engine["num_running"]), str(engine["num_waiting"]))
             table.add_row(model["id"], engine["id"], engine["status"], *numbers, engine["problem"] or "")
         if not model["engines"] or (model["problem"] and all(e["problem"] is None for e in model["engines"])):
-            table.add_row(model["id"], "", model["status"], "", "", model["problem"])
+            table.add_row(model["id"], "", model["status"], "", "", model["problem"] or "")
     return table
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Group
 from rich.live import Live
@@ -127,6 +128,12 @@ def draw(frame: Frame, service: str, status: str) -> Group:
     return Group(*parts)
 
 
+def said_of(health: dict[str, Any]) -> str:
+    """The status of a service, and which of its models have been scaled to zero."""
+    asleep = [model["id"] for model in health["models"] if model["status"] == "asleep"]
+    return f"{health['status']}   asleep: {', '.join(asleep)}" if asleep else str(health["status"])
+
+
 def _table(rows: tuple[EngineRow, ...]) -> Table:
     table = Table("model", "engine", box=None, padding=(0, 1))
     for name in ("run", "wait", "KV cache", "hits", "out/s", "in/s", "preempt"):
@@ -169,7 +176,7 @@ class _Scrapes:
         self._frame = frame_of(self._before, self._before, 1.0)
 
     def next(self) -> Group:
-        status = self._service.health()["status"]
+        status = said_of(self._service.health())
         now, at = self._service.samples(), time.monotonic()
         self._frame = frame_of(now, self._before, at - self._at)
         self._before, self._at = now, at

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from fastapi import FastAPI
 from prometheus_client.core import Metric
@@ -34,15 +35,20 @@ from .metrics_exchange import MetricsExchange
 from .ray_metrics import RayExporter
 from .router import POLICIES
 from .served_models import ServedModels
+from .sleeping import SleepWatch, serve_states
 from .waking import EngineWaker
 
 
 class EngineBackend:
-    """Implements `api.backend.Backend` over the engines of one application."""
+    """Implements `api.backend.Backend` over the engines of one application. `is_asleep` says of a model without an
+    engine whether it is meant to have none now."""
 
-    def __init__(self, client: EngineClient, models: ServedModels) -> None:
+    def __init__(
+        self, client: EngineClient, models: ServedModels, is_asleep: Callable[[str], bool] = lambda _: False
+    ) -> None:
         self._client = client
         self._models = models
+        self._is_asleep = is_asleep
 
     def models(self) -> Sequence[ModelCard]:
         return self._models.cards()
@@ -67,7 +73,10 @@ class EngineBackend:
             found = EngineHealth(link.record.engine_id, link.problem, stats.num_running, stats.num_waiting)
             engines.setdefault(link.record.model, []).append(found)
         faults = self._models.faults()
-        models = [ModelHealth(name, engines.get(name, []), fault) for name, fault in faults.items()]
+        models = [
+            ModelHealth(name, engines.get(name, []), fault, is_asleep=self._is_asleep(name))
+            for name, fault in faults.items()
+        ]
         problem = self._client.problem()
         return ServiceHealth(models, None if problem is None else f"New engines are not noticed: {problem}.")
 
@@ -111,11 +120,16 @@ class Gateway:
             on_waiting=self._waker.wake,
             on_late_report=self._metrics.reported,
         )
-        self._backend = EngineBackend(self._client, self._models)
+        self._sleep = SleepWatch(
+            {engine.model.name: name for name, engine in config.engines().items()},
+            self._models_without_engine,
+            partial(serve_states, context.app_name),
+        )
+        self._backend = EngineBackend(self._client, self._models, self._sleep.is_asleep)
         self._exchange = MetricsExchange(
             GcsStore(), context.app_name, self._gateway_id, self._metrics.families, self._hear_others
         )
-        chores = [self._exchange.run(), RayExporter(self._metrics.families).run()]
+        chores = [self._exchange.run(), RayExporter(self._metrics.families).run(), self._sleep.run()]
         self._keys: KeyRing | None = None
         if config.api.keys_file is not None:
             self._keys = KeyRing(config.api.keys_file, num_gateways=self._client.num_gateways)
@@ -129,6 +143,10 @@ class Gateway:
         for engine in engines:
             lengths[engine.model] = max(engine.max_model_len, lengths.get(engine.model, 0))
         self._models.limit(lengths)
+
+    def _models_without_engine(self) -> list[str]:
+        served = {link.record.model for link in self._client.links()}
+        return [name for name in self._models.faults() if name not in served]
 
     def _hear_others(self, families: Sequence[Metric]) -> None:
         self._metrics.others = families

@@ -2,6 +2,9 @@
 
 200 as long as one model can be served: a load balancer must not turn away from a service of which most works. `status`
 says whether all of it does, and `quire status` fails when it does not. 503 otherwise, with OpenAI's error body besides.
+
+A model that has been scaled to zero is `asleep`: nothing is wrong with it, and a request wakes it. The service is
+asleep when all of its models are.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from quire.engine.errors import OverloadedError
 
 from .errors import body_of, status_of
 
-Status = Literal["ok", "degraded", "unhealthy"]
+Status = Literal["ok", "asleep", "degraded", "unhealthy"]
 
 
 class EngineHealth(msgspec.Struct, frozen=True):
@@ -33,14 +36,18 @@ class EngineHealth(msgspec.Struct, frozen=True):
 
 
 class ModelHealth(msgspec.Struct, frozen=True):
-    """The engines of one model. `fault` keeps all of them from being used: the gateway cannot load its tokenizer."""
+    """The engines of one model. `fault` keeps all of them from being used: the gateway cannot load its tokenizer.
+    `is_asleep`: there is no engine because none is wanted now."""
 
     id: str
     engines: Sequence[EngineHealth] = ()
     fault: str | None = None
+    is_asleep: bool = False
 
     @property
     def status(self) -> Status:
+        if self.is_asleep and self.fault is None and not self.engines:
+            return "asleep"
         num_ok = sum(engine.problem is None for engine in self.engines)
         if self.fault is not None or num_ok == 0:
             return "unhealthy"
@@ -52,7 +59,7 @@ class ModelHealth(msgspec.Struct, frozen=True):
         if self.fault is not None:
             return self.fault
         if not self.engines:
-            return "No engine is connected."
+            return None if self.is_asleep else "No engine is connected."
         problems = [f"{engine.id}: {engine.problem}" for engine in self.engines if engine.problem is not None]
         if not problems:
             return None
@@ -71,7 +78,9 @@ class ServiceHealth(msgspec.Struct, frozen=True):
         statuses = {model.status for model in self.models}
         if self.fault is not None or statuses == {"unhealthy"}:
             return "unhealthy"
-        return "ok" if statuses == {"ok"} else "degraded"
+        if statuses == {"asleep"}:
+            return "asleep"
+        return "ok" if statuses <= {"ok", "asleep"} else "degraded"
 
     @property
     def problem(self) -> str | None:

@@ -3,6 +3,10 @@
 /health says that engines move; a fresh one may move and still not be able to answer. So a gateway asks each model for
 one token before it calls itself ready, once: a canary that queued with everybody else each time would call a busy
 service dead. Afterwards the health of the engines decides.
+
+A model that is asleep (scaled to zero) is not asked for a canary, which would wake it: probes would keep it awake for
+ever. Requests for it are answered all the same, once an engine has started; so a service of which every model is asleep
+takes requests, and says so with status 200.
 """
 
 from __future__ import annotations
@@ -29,9 +33,11 @@ ANSWER_WITHIN_S = 2.0  # probes are impatient: until the canary is there, the an
 
 
 class Ready(msgspec.Struct):
-    """`models` are those that can be used now."""
+    """`models` are those that can be used now, `asleep` those that a request would wake. `status` is `asleep` when
+    there are only such."""
 
     models: list[str]
+    asleep: list[str] = []
     status: str = "ready"
 
 
@@ -49,7 +55,10 @@ class Readiness:
         health = self._backend.health()
         if health.status == "unhealthy":
             raise OverloadedError(health.problem or "No engine makes progress.")
-        alive = [model.id for model in health.models if model.status != "unhealthy"]
+        asleep = [model.id for model in health.models if model.status == "asleep"]
+        alive = [model.id for model in health.models if model.status in ("ok", "degraded")]
+        if asleep and not alive:
+            return Ready([], asleep, "asleep")
         waiting = [self._canary(name) for name in alive if name not in self._proven]
         if len(waiting) == len(alive):  # none is proven: it is worth a moment
             await asyncio.wait(waiting, timeout=ANSWER_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
@@ -57,7 +66,7 @@ class Readiness:
         if not usable:
             problems = [self._problems.get(name, "The first token has not come yet.") for name in alive]
             raise OverloadedError(" ".join(dict.fromkeys(problems)))
-        return Ready(usable)
+        return Ready(usable, asleep)
 
     def _canary(self, model: str) -> asyncio.Task[None]:
         """The one that is under way for a model, or a new one."""

@@ -51,6 +51,7 @@ class FakeBackend:
         self.reports_aborts = True  # False: as if the engine were lost before
         self.last_words: dict[str, EngineOutput] = {}
         self.unhealthy: str | None = None
+        self.is_asleep = False
         self.gate = asyncio.Event()
         self.gate.set()
         self.requests: list[EngineRequest] = []
@@ -176,6 +177,8 @@ class FakeBackend:
         return self.remembered.pop(key, [])
 
     def health(self) -> ServiceHealth:
+        if self.is_asleep:
+            return ServiceHealth([ModelHealth(self.served.name, is_asleep=True)])
         engine = EngineHealth("engine-0", self.unhealthy, num_running=len(self.running), num_waiting=2)
         return ServiceHealth([ModelHealth(self.served.name, [engine])])
 

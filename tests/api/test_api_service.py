@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import quire
 from quire.cluster.api.app import create_app
-from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
+from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth, health_response
 from quire.cluster.metrics import EngineStats, GatewayMetrics, metric_names
 from quire.cluster.metrics_exchange import MetricsExchange
 from quire.engine.errors import OverloadedError
@@ -61,6 +62,21 @@ def test_health_of_several_models(problems: dict[str, list[str | None]], status:
     health = ServiceHealth(models)
     assert (health.status, health.problem) == (status, problem)
     assert ServiceHealth(models, "no directory").status == "unhealthy"
+
+
+def test_a_model_that_has_been_scaled_to_zero_is_asleep() -> None:
+    """Nothing is wrong with it, as long as it has no engine; with others that move, the service is well."""
+    asleep, well, lame = ModelHealth("a", is_asleep=True), ModelHealth("b", [EngineHealth("b0")]), ModelHealth("c")
+    assert (asleep.status, asleep.problem) == ("asleep", None)
+    assert [ServiceHealth(models).status for models in ([asleep], [asleep, well], [asleep, lame])] == [
+        "asleep", "ok", "degraded",
+    ]  # fmt: skip
+    assert ServiceHealth([asleep, lame]).problem == "c: No engine is connected."
+    assert ModelHealth("a", [EngineHealth("a0", "stuck")], is_asleep=True).status == "unhealthy"
+    assert ModelHealth("a", fault="no tokenizer.json", is_asleep=True).status == "unhealthy"
+    response = health_response(ServiceHealth([asleep]))
+    told = {"id": "a", "status": "asleep", "problem": None, "engines": []}
+    assert (response.status_code, json.loads(response.body)) == (200, {"status": "asleep", "models": [told]})
 
 
 def test_a_model_whose_tokenizer_is_broken_is_not_healthy() -> None:

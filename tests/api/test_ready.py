@@ -12,7 +12,7 @@ from quire.cluster.api import readiness
 from quire.engine.errors import OverloadedError
 
 MODEL = "smollm2-135m-instruct"
-READY = (200, {"models": [MODEL], "status": "ready"})
+READY = (200, {"models": [MODEL], "asleep": [], "status": "ready"})
 
 
 async def ready(client: httpx.AsyncClient) -> tuple[int, object]:
@@ -64,4 +64,13 @@ async def test_readiness_ends_with_health(client: httpx.AsyncClient, backend: Fa
     status, message = await ready(client)
     assert (status, backend.unhealthy in str(message)) == (503, True)
     backend.unhealthy = None
+    assert await ready(client) == READY
+
+
+async def test_nobody_is_woken_to_see_whether_it_is_ready(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    """A service that is scaled to zero takes requests, and its probes do not keep it awake."""
+    backend.is_asleep = True
+    assert await ready(client) == (200, {"models": [], "asleep": [MODEL], "status": "asleep"})
+    assert backend.requests == []
+    backend.is_asleep = False
     assert await ready(client) == READY

@@ -60,6 +60,18 @@ def test_a_healthy_service(server: FakeServer, run: Any) -> None:
     ]
 
 
+def test_a_service_that_is_scaled_to_zero_is_well(server: FakeServer, run: Any) -> None:
+    asleep = {"id": "m", "status": "asleep", "problem": None, "engines": []}
+    server.answers["/health"] = (200, {"status": "asleep", "models": [asleep]})
+    server.answers["/metrics"] = [(200, metrics())] * 2
+    code, out, _ = run("status", "--url", server.url)
+    assert code == 0
+    assert rows(out)[0] == ["service", f"{server.url}:", "asleep"]
+    assert ["m", "asleep"] in rows(out)
+    code, out, _ = run("top", "--once", "--interval", "0.2", "--url", server.url)
+    assert (code, rows(out)[0]) == (0, [server.url, "asleep", "asleep:", "m"])
+
+
 @pytest.mark.parametrize(("http_status", "status"), [(200, "degraded"), (503, "unhealthy")])
 def test_a_service_that_is_not_all_well(server: FakeServer, run: Any, http_status: int, status: str) -> None:
     server.answers["/health"] = (http_status, {"status": status, "models": [MODEL, LAME]})
@@ -181,7 +193,7 @@ def test_one_frame(server: FakeServer, run: Any) -> None:
     assert lines[1][:6] == ["engines", "1", "running", "3", "waiting", "2"]
     assert lines[3] == ["model", "engine", "run", "wait", "KV", "cache", "hits", "out/s", "in/s", "preempt"]
     assert lines[4][:7] == ["m", "e1", "3", "2", "██········", "25%", "40%"]
-    assert 100 < float(lines[4][7]) <= 500  # 100 tokens in 0.2 s and a little
+    assert 0 < float(lines[4][7]) <= 500  # 100 tokens in 0.2 s and a little, or more on a busy machine
 
 
 def test_top_without_a_service_is_one_line(server: FakeServer, run: Any) -> None:

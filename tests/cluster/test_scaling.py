@@ -166,6 +166,11 @@ def busiest(engines: list[psutil.Process]) -> psutil.Process:
     return engines[spent.index(max(spent))]
 
 
+def health(url: str) -> tuple[int, str]:
+    response = httpx.get(f"{url}/health")
+    return response.status_code, response.json()["status"]
+
+
 def num_running_engines() -> int:
     from ray import serve
 
@@ -240,11 +245,13 @@ def test_scale_to_zero_and_wake(deploy: Callable[..., str]) -> None:
     }
     url = deploy({"autoscaling_config": scaling})
     assert processes(ENGINES) == []
+    wait_for(lambda: health(url) == (200, "asleep"), 10, lambda: health(url))
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         started = time.monotonic()
         first = list(pool.map(lambda index: answer(url, index), range(NUM_STREAMS)))
         woken_s = time.monotonic() - started
         wait_for(lambda: not processes(ENGINES), 60, lambda: processes("ray::"))
+        wait_for(lambda: health(url) == (200, "asleep"), 10, lambda: health(url))
         assert list(pool.map(lambda index: answer(url, index), range(NUM_STREAMS))) == first
     assert woken_s < 60, woken_s
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from fakes import MODEL, DictStore, start_engine, until
 from ray.exceptions import RayError
 
-from quire.cluster import waking
+from quire.cluster import sleeping, waking
 from quire.cluster.directory import Directory
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.router import LeastLoaded
+from quire.cluster.sleeping import SleepWatch
 from quire.cluster.waking import EngineWaker
 from quire.engine.errors import OverloadedError
 from quire.engine.outputs import EngineRequest
@@ -84,3 +86,49 @@ async def test_nobody_asks_for_requests_that_are_given_up() -> None:
     await asyncio.sleep(0.3)
     assert handle.num_calls == num_calls
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "replicas", "asleep"),
+    [
+        ("HEALTHY", {}, True),
+        ("HEALTHY", {"RUNNING": 0}, True),
+        ("HEALTHY", {"RUNNING": 1}, False),  # Serve has not noticed yet that it is dead
+        ("UPSCALING", {}, False),
+        ("DOWNSCALING", {"STOPPING": 1}, False),
+        ("UNHEALTHY", {}, False),
+    ],
+)
+async def test_asleep_is_what_serve_wants_none_of(status: str, replicas: dict[str, int], asleep: bool) -> None:
+    states = {"Engine": SimpleNamespace(status=status, replica_states=replicas)}
+    lacking: list[str] = [MODEL]
+    watch = SleepWatch({MODEL: "Engine"}, lambda: lacking, lambda: states)  # type: ignore[arg-type,return-value]
+    following = asyncio.create_task(watch.run())
+    await asyncio.sleep(0.05)
+    assert watch.is_asleep(MODEL) is asleep
+    following.cancel()
+
+
+async def test_serve_is_asked_only_about_models_without_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a model that has one again is not asleep, whatever Serve said last; nor is one that Serve says nothing of."""
+    monkeypatch.setattr(sleeping, "POLL_S", 0.01)
+    lacking, num_looks, silent = [MODEL], 0, False
+
+    def look() -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        if silent:
+            raise RayError("the controller is gone")
+        return {"Engine": SimpleNamespace(status="HEALTHY", replica_states={})}
+
+    watch = SleepWatch({MODEL: "Engine"}, lambda: lacking, look)
+    following = asyncio.create_task(watch.run())
+    await until(lambda: watch.is_asleep(MODEL))
+    silent = True
+    await until(lambda: not watch.is_asleep(MODEL))
+    silent, lacking = False, []
+    await asyncio.sleep(0.05)
+    before = num_looks
+    await asyncio.sleep(0.05)
+    assert (num_looks, watch.is_asleep(MODEL)) == (before, False)
+    following.cancel()
