@@ -12,15 +12,18 @@ from .engine_links import EngineLink
 from .messages import CacheSnapshot, CacheUpdate, FollowCache
 from .prefix_keys import CacheLayout, PromptKeys, unpack
 from .router import RoutingPolicy
+from .stream_metrics import StreamBook
 
 _LONG_PROMPT = 16_384  # tokens; hashing so many takes more than half a millisecond
 
 
 class EngineChooser:
-    """Follows the prefix caches of the engines on its links. All methods run on one event loop."""
+    """Follows the prefix caches of the engines on its links, and books its choices. All methods run on one event
+    loop."""
 
-    def __init__(self, policy: RoutingPolicy, index: CacheIndex | None = None) -> None:
+    def __init__(self, policy: RoutingPolicy, book: StreamBook | None = None, index: CacheIndex | None = None) -> None:
         self._policy = policy
+        self._book = book or StreamBook()
         self._index = index or CacheIndex()
 
     async def prepare(self, prompt: PromptKeys, links: Sequence[EngineLink]) -> None:
@@ -32,6 +35,7 @@ class EngineChooser:
     def choose(self, request: EngineRequest, prompt: PromptKeys, links: Sequence[EngineLink]) -> EngineLink:
         """One of `links`, which is not empty. The request counts as sent there from now on."""
         link, num_hit_tokens = self.look(request, prompt, links)
+        self._book.routed(link.record.model, len(links), num_hit_tokens)
         link.num_recent += 1
         link.num_recent_tokens += prompt.num_tokens - num_hit_tokens
         if self._compares(links):

@@ -36,6 +36,7 @@ from .messages import (
 from .prefix_keys import PromptKeys
 from .recalls import Recalls
 from .router import RoutingPolicy
+from .stream_metrics import StreamBook
 from .streams import Call, Stream, Trials
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,8 @@ class EngineClient:
     `failover_timeout_s` bounds how long a stream waits for an engine when there is none, `max_waiting_requests` how
     many that have not begun do so. `on_engines` is called with the connected engines when there are others than before,
     and before a new one gets its first request; `on_waiting` with a model of which an engine is waited for;
-    `on_late_report` with a model and the report of an answer that `generate` has not waited for.
+    `on_late_report` with a model and the report of an answer that `generate` has not waited for. `book` counts what
+    becomes of streams.
     """
 
     def __init__(
@@ -65,9 +67,11 @@ class EngineClient:
         on_engines: Callable[[Sequence[EngineRecord]], None] = lambda _: None,
         on_waiting: Callable[[str], None] = lambda _: None,
         on_late_report: Callable[[str, RequestReport], None] = lambda _model, _report: None,
+        book: StreamBook | None = None,
     ) -> None:
         self._links = EngineLinks(directory, identity, self)
-        self._chooser = EngineChooser(policy)
+        self._book = book or StreamBook()
+        self._chooser = EngineChooser(policy, self._book)
         self._failover_timeout_s = failover_timeout_s
         self._max_waiting_requests = max_waiting_requests
         self._on_waiting = on_waiting
@@ -146,7 +150,9 @@ class EngineClient:
         links = self.links()
         for link in links:
             link.send(Recall(key))
-        return await self._recalls.answers(key, [link.record.engine_id for link in links])
+        points = await self._recalls.answers(key, [link.record.engine_id for link in links])
+        self._book.resumed_by_client(remembered=bool(points))
+        return points
 
     # Placing streams
 
@@ -247,6 +253,7 @@ class EngineClient:
             stream.engine = None
             stream.give_up_at = stream.refusal = None
             stream.attempt += 1
+            self._book.moved(stream.model, "handed_over")
             self._place(stream)
 
     def on_lost(self, link: EngineLink, reason: str) -> None:
@@ -266,12 +273,13 @@ class EngineClient:
                 continue
             stream.give_up_at = stream.refusal = None
             stream.attempt += 1
-            if link.is_leaving:
-                self._place(stream)
-                continue
-            stream.num_losses += 1
+            stream.num_losses += not link.is_leaving
             if stream.num_losses >= MAX_LOSSES:
                 self._fail(stream, EngineError(f"{stream.num_losses} engines in a row were lost with this request."))
+                continue
+            self._book.moved(stream.model, "lost")
+            if link.is_leaving:
+                self._place(stream)
             elif stream.num_losses == MAX_LOSSES - 1:
                 self._wait(stream)
                 self._trials.add(stream)

@@ -119,6 +119,7 @@ class Gateway:
             on_engines=self._limit_context,
             on_waiting=self._waker.wake,
             on_late_report=self._metrics.reported,
+            book=self._metrics.streams,
         )
         self._sleep = SleepWatch(
             {engine.model.name: name for name, engine in config.engines().items()},

@@ -5,8 +5,8 @@ every gateway tells all of them:
 
 - Engines count for themselves (queues, cache, tokens, preemptions), under the label `engine`. Every gateway hears the
   numbers of every engine several times a second.
-- A gateway counts what only it sees (latencies, how answers ended), under the label `gateway`. The others tell them as
-  they were some seconds ago (`metrics_exchange.py`).
+- A gateway counts what only it sees (latencies, how answers ended, where streams went), under the label `gateway`. The
+  others tell them as they were some seconds ago (`metrics_exchange.py`).
 
 One target is therefore enough, the service's own port, and it must be one: scraping every gateway would count
 everything as often as there are gateways. Counters restart from zero with their process, which `rate()` takes into
@@ -25,6 +25,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from quire.engine.outputs import RequestReport, SchedulerStats
 
 from .request_metrics import RequestBook, RequestMetrics
+from .stream_metrics import StreamBook
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -81,11 +82,12 @@ class EngineStats:
 class GatewayMetrics:
     """The metrics of one gateway process, and what /metrics tells. Belongs to the event loop's thread.
 
-    `others` are the families of the other gateways, as they were told last.
+    `others` are the families of the other gateways, as they were told last; `streams` is for whoever knows engines.
     """
 
     def __init__(self, gateway_id: str = "gateway", *, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests = RequestBook(gateway_id, clock)
+        self.streams = StreamBook(gateway_id)
         self.others: Sequence[Metric] = ()
 
     def start(self, model: str, num_choices: int) -> RequestMetrics:
@@ -102,7 +104,7 @@ class GatewayMetrics:
 
     def families(self) -> list[Metric]:
         """What this gateway has counted itself."""
-        return self._requests.families()
+        return [*self._requests.families(), *self.streams.families()]
 
     def render(self, engines: Sequence[EngineStats]) -> bytes:
         """All metrics, with the numbers of the engines as they are now."""

@@ -82,11 +82,7 @@ class RequestBook:
         _note(self._metrics_of(model), report)
 
     def families(self) -> list[Metric]:
-        """Everything so far. (When a series began is left out: nobody asks, and it is a series for each.)"""
-        families = list(self._registry.collect())
-        for family in families:
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        return families
+        return samples_of(self._registry)
 
     def _metrics_of(self, model: str) -> _ModelMetrics:
         found = self._of_model.get(model)
@@ -98,6 +94,14 @@ class RequestBook:
                 waited=lambda cause: self._waits.labels(*labels, cause),
             )
         return found
+
+
+def samples_of(registry: CollectorRegistry) -> list[Metric]:
+    """Everything so far. (When a series began is left out: nobody asks, and it is a series for each.)"""
+    families = list(registry.collect())
+    for family in families:
+        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    return families
 
 
 class _ModelMetrics(NamedTuple):

@@ -239,6 +239,9 @@ def test_every_name_is_known_in_one_place() -> None:
     request.reported(RequestReport(wall_s=1.0, compute_s=0.5, wait_s={"kv_blocks": 0.5}))
     request.ended(0, "stop")
     metrics.answered("/v1/completions", "POST", 200)
+    metrics.streams.moved("m", "lost")
+    metrics.streams.routed("m", 2, 16)
+    metrics.streams.resumed_by_client(remembered=True)
     stats = SchedulerStats(num_waiting=1, num_waiting_by_cause={"KV_BLOCKS": 1}, num_recoveries={"died": 1})
     shown = {
         sample.name

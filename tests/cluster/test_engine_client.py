@@ -20,8 +20,9 @@ from quire.cluster.directory import LEASE_S, Directory, EngineRecord, Lease, Reg
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.gateway import EngineBackend
-from quire.cluster.router import LeastLoaded
+from quire.cluster.router import LeastLoaded, PrefixAffinity
 from quire.cluster.served_models import ServedModels
+from quire.cluster.stream_metrics import StreamBook
 from quire.engine.config import ModelConfig, ParallelConfig
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, TenantShareError
 from quire.engine.outputs import EngineOutput, EngineRequest, ModelRunnerOutput, ResumeTag, SchedulerOutput
@@ -696,6 +697,36 @@ async def test_an_engine_that_leaves_hands_its_streams_over(directory: Directory
     assert await asyncio.gather(*streams) == [{f"r{i}": expected(200, seed=i)} for i in range(6)]
     await until(lambda: is_idle(second))
     await second.close()
+
+
+async def test_what_becomes_of_streams_is_counted(directory: Directory) -> None:
+    """Where they are sent, that they are handed over or resumed elsewhere, and what clients come back to."""
+    book = StreamBook("g")
+    client = EngineClient(directory, "g", PrefixAffinity(), book=book)
+    await client.start()
+
+    def counted(name: str) -> dict[str | None, float]:
+        samples = [sample for family in book.families() for sample in family.samples if sample.name == f"quire:{name}"]
+        return {sample.labels.get("cause", sample.labels.get("outcome")): sample.value for sample in samples}
+
+    first = await start_engine(directory, "e1", fake_core(step_s=0.01))
+    stream = asyncio.create_task(collect(client, request("r", 100)))
+    await until(lambda: first.load().stats.num_generation_tokens > 5)
+    second = await start_engine(directory, "e2", fake_core(step_s=0.01))
+    await until(lambda: len(client.links()) == 2)
+    await leave(directory, first)
+    third = await start_engine(directory, "e3")
+    await until(lambda: len(client.links()) == 2)
+    directory.remove("e2")
+    await second.close()
+    assert await stream == {"r": expected(100)}
+    assert counted("moved_streams_total") == {"handed_over": 1, "lost": 1}
+    assert counted("routing_decisions_total") == {"only": 3}
+    await collect(client, tagged("t", 1))
+    assert [len(await client.recall(key)) for key in (b"k", b"unknown")] == [1, 0]
+    assert counted("client_resumes_total") == {"remembered": 1, "forgotten": 1}
+    await client.close()
+    await third.close()
 
 
 async def test_an_engine_that_leaves_waits_for_its_successor(directory: Directory, client: EngineClient) -> None:

@@ -14,6 +14,7 @@ from quire.cluster.directory import Directory
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.router import LeastLoaded, PrefixAffinity
+from quire.cluster.stream_metrics import StreamBook
 from quire.engine.outputs import EngineRequest
 from quire.engine.sampling_params import SamplingParams
 
@@ -82,8 +83,8 @@ async def test_requests_go_where_their_prefix_is(
             prompt = [*stem, 100 + i]
             assert await tokens_of(client, request(f"{i}-{stem[0]}", prompt)) == expected_tokens(prompt, 4, 1)
             await until(lambda home=home, before=before: num_prompts(engines[home]) == before + 41)
+    assert all(engines[home].load().stats.prefix_cache_hits > 0 for home in homes)
     for engine in engines:
-        assert engine.load().stats.prefix_cache_hits > 0
         await engine.close()
     await until(lambda: index_of(client).num_entries == 0)
 
@@ -155,3 +156,20 @@ async def test_who_does_not_route_by_prefix_is_told_nothing(directory: Directory
     assert index_of(client).layouts() == set()
     await client.close()
     await engine.close()
+
+
+def test_what_a_choice_has_found_is_counted() -> None:
+    book = StreamBook("g")
+    for num_engines, num_hit_tokens in ((1, 0), (3, 0), (3, 64), (2, 32)):
+        book.routed("m", num_engines, num_hit_tokens)
+    samples = {
+        (sample.name, sample.labels.get("outcome")): sample.value
+        for family in book.families()
+        for sample in family.samples
+    }
+    assert samples == {
+        ("quire:routing_decisions_total", "only"): 1,
+        ("quire:routing_decisions_total", "miss"): 1,
+        ("quire:routing_decisions_total", "hit"): 2,
+        ("quire:routing_hit_tokens_total", None): 96,
+    }
