@@ -5,6 +5,8 @@ from __future__ import annotations
 FACTOR = 20.0  # times the slowest step of its size: a busy machine is slow, a stopped rank never comes back
 MIN_S = 5.0  # below that, a pause of the machine would look like a hang
 MIN_STEPS = 8  # of a size, before it is judged by them: the first ones compile and warm up
+SURE_MIN_S = 2.0  # once a size is known well, its slowest step tells what pauses this machine makes
+SURE_STEPS = 256
 _DECAY = 0.99  # per step: one slow step long ago says less and less
 
 
@@ -30,7 +32,9 @@ class StepDeadline:
         """Seconds that a step may take."""
         size = num_tokens.bit_length()
         for known in range(size, -1, -1):
-            if self._num_steps.get(known, 0) >= MIN_STEPS:
+            num_steps = self._num_steps.get(known, 0)
+            if num_steps >= MIN_STEPS:
                 expected_s = self._slowest_s[known] * (1 << size - known)
-                return min(self._most_s, max(MIN_S, FACTOR * expected_s))
+                least_s = SURE_MIN_S if known == size and num_steps >= SURE_STEPS else MIN_S
+                return min(self._most_s, max(least_s, FACTOR * expected_s))
         return self._most_s

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from quire.cluster.step_deadline import FACTOR, MIN_S, MIN_STEPS, StepDeadline
+from quire.cluster.step_deadline import FACTOR, MIN_S, MIN_STEPS, SURE_MIN_S, SURE_STEPS, StepDeadline
 
 
 def observed(seconds: float, num_tokens: int, times: int = MIN_STEPS, most_s: float = 60.0) -> StepDeadline:
@@ -18,6 +18,16 @@ def test_nothing_is_judged_by_too_few_steps() -> None:
     assert StepDeadline(60.0).allowed_s(8) == 60.0
     assert observed(0.01, 8, MIN_STEPS - 1).allowed_s(8) == 60.0
     assert observed(0.01, 8).allowed_s(8) == MIN_S
+
+
+def test_a_size_that_is_known_well_is_judged_sooner() -> None:
+    """Another size is not, although it is judged by this one; nor one that has just been slow."""
+    deadline = observed(0.01, 8, SURE_STEPS)
+    assert deadline.allowed_s(8) == deadline.allowed_s(15) == SURE_MIN_S
+    assert deadline.allowed_s(16) == MIN_S
+    assert observed(0.01, 8, SURE_STEPS - 1).allowed_s(8) == MIN_S
+    deadline.observe(8, 0.2)
+    assert deadline.allowed_s(8) == FACTOR * 0.2
 
 
 def test_slow_steps_get_more() -> None:
