@@ -55,9 +55,14 @@ def bind(args: QuireConfig, options: Mapping[str, Mapping[str, Any]]) -> Applica
 
 
 def _bind_engine(name: str, engine: EngineConfig, options: Mapping[str, Any], allow_faults: bool) -> Application:
-    config = engine.model_copy(update={"model": engine.model.model_copy(update={"device": _device(engine.model)})})
+    config = with_device(engine)
     options = {"ray_actor_options": engine_actor_options(config), **ENGINE_OPTIONS, **options}
     return _deployment(Engine).options(name=name, **options).bind(config, allow_faults=allow_faults)
+
+
+def with_device(engine: EngineConfig) -> EngineConfig:
+    """`device: auto` settled by what the cluster has."""
+    return engine.model_copy(update={"model": engine.model.model_copy(update={"device": _device(engine.model)})})
 
 
 def engine_actor_options(config: EngineConfig) -> dict[str, float]:

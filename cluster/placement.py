@@ -60,13 +60,13 @@ def explain_shortage(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) 
     asked = f"{_amounts(needed)} on one node are needed"
     if count > 1:
         asked += f", {count} times" + (", each on a node of its own" if plan.strategy == "STRICT_SPREAD" else "")
-    if _fits(plan, nodes):
+    if fits(plan, nodes):
         return f"{asked}; {'a node has' if count == 1 else 'there is'} that much, but it is in use."
     there = "; ".join(_amounts({name: node.get(name, 0.0) for name in needed}) for node in nodes) or "no node"
     return f"{asked}, and {'no node has that' if count == 1 else 'the nodes do not have that'}: there is {there}."
 
 
-def _fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> bool:
+def fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> bool:
     """Whether empty nodes could hold the bundles, which are all equal."""
     bundle = plan.bundles[0]
     held = [int(min(node.get(name, 0.0) // amount for name, amount in bundle.items())) for node in nodes]
@@ -75,7 +75,7 @@ def _fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> bool:
     return sum(held) >= len(plan.bundles)
 
 
-def _live_nodes() -> list[Mapping[str, float]]:
+def live_nodes() -> list[Mapping[str, float]]:
     """The total resources of each live node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
 
@@ -89,8 +89,8 @@ def reserve(plan: PlacementPlan, timeout_s: float, *, can_grow: bool = True) -> 
 
     A cluster that cannot grow is not waited for when its nodes are too small or too few.
     """
-    if not _fits(plan, _live_nodes()):
-        shortage = explain_shortage(plan, _live_nodes())
+    if not fits(plan, live_nodes()):
+        shortage = explain_shortage(plan, live_nodes())
         if not can_grow:
             raise ExecutorError(f"The ranks have no place: {shortage}")
         logger.warning("The ranks wait up to %g s for a node to join: %s", timeout_s, shortage)
@@ -99,7 +99,7 @@ def reserve(plan: PlacementPlan, timeout_s: float, *, can_grow: bool = True) -> 
         ray.get(group.ready(), timeout=timeout_s)
     except GetTimeoutError as error:
         raise ExecutorError(
-            f"The ranks found no place within {timeout_s:g} s: {explain_shortage(plan, _live_nodes())}"
+            f"The ranks found no place within {timeout_s:g} s: {explain_shortage(plan, live_nodes())}"
         ) from _released(group, error)
     except BaseException as error:
         raise _released(group, error) from None

@@ -161,7 +161,9 @@ def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bo
             last_line = str(error).strip().splitlines()[-1]
             raise EngineError(f"The HTTP proxy could not start: {last_line}") from error
         clock.lap("Serve")
-        _deploy(service)
+        from .local_deploy import deploy  # which imports Ray, so after its environment is set
+
+        deploy(service)
         clock.lap("model")
     except BaseException:
         local.stop()
@@ -175,31 +177,6 @@ def _grpc_options(service: ServiceConfig) -> gRPCOptions | None:
     if service.grpc_port is None:
         return None
     return gRPCOptions(port=service.grpc_port, grpc_servicer_functions=[GRPC_SERVICER])
-
-
-def _deploy(service: ServiceConfig) -> None:
-    from ray import serve as ray_serve
-
-    from .app import bind
-
-    application = bind(service.quire, service.deployments)
-    try:
-        ray_serve.run(application, name=service.application, route_prefix=service.route_prefix)
-    except RuntimeError as error:
-        raise EngineError(f"The service could not start. {_reason(service.application) or error}") from error
-
-
-def _reason(application: str) -> str:
-    """The last line of what Serve says about the deployments of an application that failed."""
-    from ray import serve as ray_serve
-
-    status = ray_serve.status().applications.get(application)
-    for deployment in (status.deployments if status else {}).values():
-        lines = [line.strip() for line in deployment.message.splitlines() if line.strip()]
-        errors = [line for line in lines if "Error: " in line or "Error(" in line]
-        if errors:
-            return errors[-1].split("Error: ", 1)[-1]
-    return ""
 
 
 def _first_answers(service: ServiceConfig, models: list[str]) -> None:

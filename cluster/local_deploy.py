@@ -1,0 +1,95 @@
+"""The application on the private Ray of `quire serve`: deployed, and waited for, but not for ever."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from quire.engine.config import EngineConfig
+from quire.engine.errors import ConfigError, EngineError
+
+from . import placement
+from .config_file import ServiceConfig
+from .placement import PlacementPlan
+from .serve_api import last_error
+
+if TYPE_CHECKING:
+    from ray.serve.schema import ApplicationStatusOverview
+
+POLL_S = 0.05
+GRACE_S = 20.0  # for an engine that gives up in time to say why
+
+
+def deploy(service: ServiceConfig) -> None:
+    """Returns when all deployments are ready.
+
+    Raises `ConfigError` when this machine has not what they ask for, `EngineError` when one of them fails, or is not
+    ready in the longest `parallel.startup_timeout_s` of all engines.
+    """
+    from ray import serve
+
+    from .app import bind
+
+    check_room(service, placement.live_nodes())
+    application = bind(service.quire, service.deployments)
+    target = serve.RunTarget(application, name=service.application, route_prefix=service.route_prefix)
+    serve.run_many([target], wait_for_applications_running=False)
+    timeout_s = max(engine.parallel.startup_timeout_s for engine in service.quire.engines().values())
+    wait_until_running(lambda: serve.status().applications.get(service.application), timeout_s)
+
+
+def wait_until_running(
+    look: Callable[[], ApplicationStatusOverview | None],
+    timeout_s: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """`look` says how the application is. Raises `EngineError` with what its deployments say."""
+    deadline = clock() + timeout_s + GRACE_S
+    while True:
+        status = look()
+        if status is not None and status.status == "RUNNING":
+            return
+        if status is not None and status.status == "DEPLOY_FAILED":
+            raise EngineError(f"The service could not start. {_said(status)}")
+        if clock() > deadline:
+            said = _said(status) if status else "Serve says nothing of it."
+            raise EngineError(f"The service is not ready after {timeout_s + GRACE_S:g} s. {said}")
+        sleep(POLL_S)
+
+
+def _said(status: ApplicationStatusOverview) -> str:
+    """What the deployments that are not healthy say, else what Serve says of the application."""
+    waiting = {name: each for name, each in status.deployments.items() if each.status != "HEALTHY"}
+    said = [f"{name}: {last_error(each.message)}" for name, each in waiting.items() if each.message]
+    if not said and waiting:
+        said = [f"{name} has not started." for name in waiting]
+    return " ".join(said) or last_error(status.message)
+
+
+def check_room(service: ServiceConfig, nodes: list[Mapping[str, float]]) -> None:
+    """Whether each engine and its ranks fit on the nodes when they are empty: a private cluster does not grow.
+
+    Raises `ConfigError` that says what is missing and what is there.
+    """
+    from .app import with_device
+
+    for name, engine in service.quire.engines().items():
+        options = service.deployments.get(name, {}).get("ray_actor_options")
+        for plan in _plans(with_device(engine), options):
+            if not placement.fits(plan, nodes):
+                raise ConfigError(f"{name} has no place here: {placement.explain_shortage(plan, nodes)}")
+
+
+def _plans(engine: EngineConfig, actor_options: Mapping[str, Any] | None) -> Iterator[PlacementPlan]:
+    from .app import engine_actor_options
+
+    asked: Mapping[str, Any] = engine_actor_options(engine) if actor_options is None else actor_options
+    named: dict[str, Any] = {"CPU": asked.get("num_cpus"), "GPU": asked.get("num_gpus")}
+    named |= asked.get("resources") or {}
+    needed = {resource: float(amount) for resource, amount in named.items() if amount}
+    if needed:
+        yield PlacementPlan((needed,))
+    if engine.parallel.world_size > 1:
+        yield placement.plan_ranks(engine.parallel, on_gpu=engine.model.device == "cuda")
