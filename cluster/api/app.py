@@ -15,7 +15,7 @@ import quire
 from quire.engine.errors import ModelNotFoundError
 
 from ..metrics import CONTENT_TYPE, GatewayMetrics
-from . import openapi
+from . import docs_page, openapi
 from .backend import Backend
 from .chat import chat_completions
 from .completions import completions
@@ -51,7 +51,7 @@ def create_app(
     does so itself (Ray Serve), lest the header come twice.
     """
     context = ApiContext(backend, metrics or GatewayMetrics(), limits or ApiLimits())
-    app = FastAPI(title="Quire", version=quire.__version__, redoc_url=None)
+    app = FastAPI(title="Quire", version=quire.__version__, docs_url=None, redoc_url=None)
     described = openapi.document()
     app.openapi = lambda: described  # type: ignore[method-assign]  # what FastAPI offers for this
     if keys is not None:
@@ -119,6 +119,12 @@ def _add_service_routes(app: FastAPI, context: ApiContext) -> None:
     @app.get("/ready")
     async def ready() -> Response:
         return json_response(await readiness.check())
+
+    page = docs_page.render(openapi.document())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return Response(page, media_type="text/html")
 
     @app.get("/version")
     async def version() -> Response:

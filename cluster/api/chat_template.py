@@ -67,6 +67,7 @@ def render_chat(source: str, chat: Conversation, max_chars: int) -> str:
     except Exception as error:  # a template is a program: it can fail in any way
         what = "fails" if chat.own_template else "refuses them"
         raise InvalidRequestError(f"{blamed}: the chat template {what}: {_said(error)}", blamed) from error
+    _check_characters(text, blamed)
     return _cut_at_end_mark(text) if chat.continue_final_message else text
 
 
@@ -110,6 +111,18 @@ def _rendered(template: jinja2.Template, variables: dict[str, Any], max_chars: i
                 "context_length_exceeded",
             )
     return "".join(pieces)
+
+
+def _check_characters(text: str, blamed: str) -> None:
+    """A template can write half of a surrogate pair, which no tokenizer takes. Raises `InvalidRequestError`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = f"\\u{ord(text[error.start]):04x}"
+        raise InvalidRequestError(
+            f"{blamed}: the chat template makes {found}, half of a UTF-16 surrogate pair, which is not a character.",
+            blamed,
+        ) from error
 
 
 def _as_wanted(message: dict[str, Any], compiled: CompiledTemplate) -> dict[str, Any]:
@@ -158,5 +171,5 @@ def _cut_at_end_mark(text: str) -> str:
 
 
 def _said(error: Exception) -> str:
-    text = str(error) or type(error).__name__
+    text = str(error).encode(errors="replace").decode() or type(error).__name__
     return f"{text[:_MESSAGE_CHARS].rstrip('.')}."

@@ -144,6 +144,10 @@ _RANGES: dict[str, Schema] = {
     "session_id": {"minLength": 1, "maxLength": scheduling.MAX_SESSION_CHARS},
     "request_id": {"pattern": "^[!-~]{1,128}$"},
 }
+# Where a model allows what others do not.
+_RANGES_OF: dict[type[BaseModel], dict[str, Schema]] = {
+    CompletionRequest: {"max_tokens": {"minimum": 0, "description": "0 only with echo: the prompt and its scores."}},
+}
 _STOP = {"type": "string", "minLength": 1, "maxLength": bounds.MAX_STOP_CHARS}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 _PROMPTS: Schema = {
@@ -225,8 +229,9 @@ def _request(model: type[BaseModel], schemas: dict[str, Schema]) -> Schema:
     schemas |= schema.pop("$defs", {})
     required = schema.get("required", [])
     properties: dict[str, Schema] = schema["properties"]
+    ranges = _RANGES | _RANGES_OF.get(model, {})
     for name, found in properties.items():
-        found = _WHOLE.get(name) or _bounded(found, _RANGES.get(name, {}))
+        found = _WHOLE.get(name) or _bounded(found, ranges.get(name, {}))
         properties[name] = found if name in required else _or_null(found)
     properties |= {name: {} for name in HARMLESS if name not in properties}
     properties |= {

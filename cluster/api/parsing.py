@@ -79,6 +79,7 @@ REFUSED: dict[str, _Refused] = {
 
 _SHOWN_CHARS = 80
 _INTEGER = (int, int | None)
+_MAX_REPEATED = 10**24  # no field means more, and an error message repeats it to the last digit
 
 _WANTED = {
     "int_type": "an integer",
@@ -169,7 +170,7 @@ def _known_fields(schema: type[BaseModel], data: dict[str, Any]) -> dict[str, An
     for name, value in data.items():
         if name in known:
             if value is not None or known[name].is_required():
-                fields[name] = _as_integer(value) if known[name].annotation in _INTEGER else value
+                fields[name] = _as_integer(name, value) if known[name].annotation in _INTEGER else value
         elif name in REFUSED:
             refused = REFUSED[name]
             if value is not None and not any(_same(value, neutral) for neutral in refused.neutral):
@@ -179,9 +180,18 @@ def _known_fields(schema: type[BaseModel], data: dict[str, Any]) -> dict[str, An
     return fields
 
 
-def _as_integer(value: object) -> object:
-    """JSON has one kind of numbers: 16.0 is an integer."""
+def _as_integer(param: str, value: object) -> object:
+    """JSON has one kind of numbers: 16.0 is an integer, and 1e300 one of 301 digits."""
+    if isinstance(value, (int, float)) and not -_MAX_REPEATED < value < _MAX_REPEATED:
+        raise InvalidRequestError(f"{param}: must be an integer of far fewer digits, got {_rounded(value)}.", param)
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _rounded(value: float) -> str:
+    try:
+        return f"{float(value):.3g}"
+    except OverflowError:
+        return "an even longer one"
 
 
 def _same(value: object, neutral: object) -> bool:

@@ -22,7 +22,7 @@ from quire.cluster.api.limits import ApiLimits
 from quire.cluster.api.template_env import compile_template
 from quire.cluster.api.template_sandbox import MAX_WAITING, TemplateSandbox
 from quire.engine.config import ModelConfig
-from quire.engine.errors import ConfigError, OverloadedError
+from quire.engine.errors import ConfigError, InvalidRequestError, OverloadedError
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
 
@@ -242,6 +242,20 @@ async def test_a_hostile_template_harms_nobody(client: httpx.AsyncClient, templa
     assert time.monotonic() - begun < 30  # two seconds and the start of a process, on a busy machine
     body = {"model": MODEL, "messages": [USER], "chat_template": PLAIN}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+
+
+@pytest.mark.parametrize("template", ['{{ "\\ud800" }}', "{{ raise_exception('\\ud800') }}"])
+async def test_half_a_surrogate_pair_is_the_templates_mistake(template: str) -> None:
+    """No tokenizer takes it, and no message can carry it; the process that has met it goes on."""
+    sandbox = TemplateSandbox()
+    chat = Conversation(messages=[USER], own_template=True)
+    assert await sandbox.render(PLAIN, chat, 100) == "user=hi;"
+    process = sandbox._process
+    with pytest.raises(InvalidRequestError, match=r"chat_template: the chat template (makes \\ud800|fails: \?)"):
+        await sandbox.render(template, chat, 100)
+    assert await sandbox.render(PLAIN, chat, 100) == "user=hi;"
+    assert sandbox._process is process
+    sandbox.close()
 
 
 async def test_a_client_that_leaves_does_not_mix_up_answers() -> None:

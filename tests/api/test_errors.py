@@ -67,6 +67,13 @@ CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"logit_bias": {"49152": 1}}, "logit_bias", None, "logit_bias: token ids must be from 0 to 49151, got 49152."),
     ({"logit_bias": {"1": 101}}, "logit_bias", None, "logit_bias: must be a number >= -100 and <= 100, got 101.0."),
     ({"model": "gpt-5"}, "model", "model_not_found", f"The model 'gpt-5' does not exist. Served here: {MODEL}."),
+    ({"max_tokens": 1e300}, "max_tokens", None, "max_tokens: must be an integer of far fewer digits, got 1e+300."),
+    (
+        {"seed": -(10**400)},
+        "seed",
+        None,
+        "seed: must be an integer of far fewer digits, got an even longer one.",
+    ),
     ({"priority": 2**70}, "priority", None, f"priority: must be an integer from -1000000 to 1000000, got {2**70}."),
     ({"deadline_ms": 0}, "deadline_ms", None, "deadline_ms: must be an integer from 1 to 604800000, got 0."),
     ({"cache_salt": ""}, "cache_salt", None, "cache_salt: must have 1 to 256 characters, got 0."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,20 @@ async def test_every_route_is_described_and_every_description_is_a_route(
         for method in route.methods
     }
     assert routes == {(path, method) for path, methods in served["paths"].items() for method in methods}
+
+
+async def test_the_docs_page_names_everything_and_loads_nothing(client: httpx.AsyncClient) -> None:
+    """It is read where there is no network but the service's."""
     page = await client.get("/docs")
-    assert (page.status_code, "/openapi.json" in page.text) == (200, True)
+    assert (page.status_code, page.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    for path, methods in DOCUMENT["paths"].items():
+        for method, operation in methods.items():
+            assert f"{method.upper()} {path}" in page.text
+            assert operation["summary"] in page.text
+    for name in CompletionRequest.model_fields:
+        assert f"<code>{name}</code>" in page.text
+    assert re.findall(r"(?:href|src|action)=\W?([^\"' >]+)", page.text) == ["openapi.json"]
+    assert not re.search(r"<(script|link|img|iframe)|https?:|url\(|@import", page.text)
 
 
 def test_the_readme_names_every_field(repo_root: Path) -> None:
@@ -109,12 +122,15 @@ GOOD: list[dict[str, Any]] = [
     {"user": "me", "service_tier": "auto", "store": False, "modalities": ["text"], "n": None},
     {"stream": True, "stream_options": {"include_usage": True}},
     {"max_tokens": 3.0, "seed": -1.0},
+    {"stream": True, "stream_options": {"include_usage": None, "continuous_usage_stats": None}},
 ]
 BAD: list[dict[str, Any]] = [
     {"temperature": 3},
     {"temperature": "1"},
-    {"max_tokens": 0},
+    {"max_tokens": -1},
     {"max_tokens": 1.5},
+    {"max_completion_tokens": 0},
+    {"seed": 1e300},
     {"stop": [""]},
     {"logit_bias": {"a": 1}},
     {"logit_bias": {"1": 101}},
@@ -138,6 +154,19 @@ async def test_the_schema_and_the_service_agree(
         jsonschema.Draft202012Validator(schema_of(f"#/components/schemas/{model.__name__}")).iter_errors(request)
     )
     assert (not found, (await client.post(f"/v1/{path}", json=request)).status_code == 200) == (works, works)
+
+
+async def test_no_tokens_are_allowed_where_a_prompt_is_scored(client: httpx.AsyncClient) -> None:
+    """`max_tokens: 0` is in the schema of completions, and not in that of chats."""
+    for path, body, model, echo, status in (
+        ("completions", COMPLETION, "CompletionRequest", True, 200),
+        ("completions", COMPLETION, "CompletionRequest", False, 400),
+        ("chat/completions", CHAT, "ChatCompletionRequest", False, 400),
+    ):
+        request = {**body, "max_tokens": 0, "echo": echo}
+        assert (await client.post(f"/v1/{path}", json=request)).status_code == status
+        schema = jsonschema.Draft202012Validator(schema_of(f"#/components/schemas/{model}"))
+        assert schema.is_valid(request) is (path == "completions")
 
 
 # Fields that go with some values of others only, which a schema does not say.

@@ -92,9 +92,11 @@ def _bias_by_token_id(value: object) -> object:
 
 
 class StreamOptions(StrictModel):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False  # the usage so far in every chunk
-    include_obfuscation: bool = False  # padding against traffic analysis: never sent
+    """Null is false, as OpenAI's schema has it."""
+
+    include_usage: bool | None = False
+    continuous_usage_stats: bool | None = False  # the usage so far in every chunk
+    include_obfuscation: bool | None = False  # padding against traffic analysis: never sent
 
 
 def num_kept(truncate_prompt_tokens: int | None, max_model_len: int, max_tokens: int) -> int | None:
@@ -148,11 +150,11 @@ class GenerationRequest(ScheduledRequest):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     @property
     def num_choices(self) -> int:
