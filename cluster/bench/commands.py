@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
@@ -205,6 +205,30 @@ def router(
         document = {"bench": "router", "machine": machine, "versions": versions, "settings": asdict(trace)}
         result = {"fleets": [asdict(fleet) for fleet in fleets], "cost": asdict(cost)}
         write_json(json_path, {**document, "result": result})
+
+
+@app.command(
+    epilog="Examples:  quire bench kernels   ·   quire bench kernels --shape llama-3.1-8b --only attention,linear "
+    "--json kernels.json   ·   quire bench kernels --tune"
+)
+def kernels(
+    shape: Annotated[
+        str | None, typer.Option(help="Whose layers; llama-3.1-8b on a GPU, smollm2-135m elsewhere when not given.")
+    ] = None,
+    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")
+    ] = "auto",
+    only: Annotated[str | None, typer.Option(help="Some of attention, write_kv, linear, experts.")] = None,
+    block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
+    seconds: Annotated[float, typer.Option(min=0.0, help="For each figure, the median of its calls.")] = 0.2,
+    tune: Annotated[bool, typer.Option("--tune", help="Measure tile sizes on this GPU and write the table.")] = False,
+    json_path: Json = None,
+) -> None:
+    """The operations of a layer: GB/s and TFLOP/s, as a share of a copy and of a matrix product on the same device."""
+    from . import kernels as kernel_bench
+
+    kernel_bench.command(shape, device, dtype, only, block_size, seconds, tune, json_path)
 
 
 @app.command(epilog="Example:  quire bench offline --num-prompts 64 --load-format dummy --max-num-seqs 64")

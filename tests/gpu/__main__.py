@@ -2,13 +2,22 @@
 
 Needs torch with CUDA and triton, nothing else: no Ray, no model, no network. Exits with 1 when a check fails and with
 2 when there is no GPU.
+
+`python -m tests.gpu --bench` goes on to speed: every kernel, then steps of the engine with dummy weights in the shapes
+of Qwen3-0.6B and Llama-3.1-8B, each beside the limits measured in the same run; `--json FILE` keeps the figures. Still
+no Ray and no download; the engine needs Quire's own dependencies besides (pydantic, msgspec), and is left out without.
 """
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
+import json
 import platform
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,25 +25,82 @@ ROOT = Path(__file__).parents[2]
 # A bare machine runs the checkout without installing it.
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "kernels")]
 
+ENGINE_NEEDS = ("pydantic", "msgspec", "tokenizers", "transformers")
+
 
 def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="The Triton kernels on this GPU.")
+    parser.add_argument("--bench", action="store_true", help="speed as well: kernels, and steps of the engine")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures of --bench")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"No GPU: torch {torch.__version__} sees no CUDA device. Nothing was checked.", file=sys.stderr)
         return 2
     import triton
-    from triton_checks import run_checks
 
-    print(
+    machine = (
         f"{torch.cuda.get_device_name()} · torch {torch.__version__} · triton {triton.__version__}"
         f" · Python {platform.python_version()}"
     )
+    print(machine)
+    failed = check()
+    if options.bench:
+        figures = bench()
+        if options.json is not None:
+            options.json.write_text(json.dumps({"machine": machine, **figures}, indent=2) + "\n")
+    return 1 if failed else 0
+
+
+def check() -> int:
+    """How many checks fail."""
+    from triton_checks import run_checks
+
     results = run_checks("cuda")
     width = max(map(len, results))
     for name, problem in results.items():
         print(f"{name:<{width}}  {problem or 'ok'}")
     failed = sum(problem is not None for problem in results.values())
     print(f"{len(results) - failed} of {len(results)} checks passed")
-    return 1 if failed else 0
+    return failed
+
+
+def bench() -> dict[str, Any]:
+    """Print the tables; returns the figures."""
+    from quire.workers.kernel_bench.cases import GPU_SIZES, GROUPS, cases
+    from quire.workers.kernel_bench.measure import Timer, measure, measure_limits
+    from quire.workers.kernel_bench.shapes import SHAPES
+
+    device = torch.device("cuda")
+    timer = Timer(device, min_s=0.1)
+    limits = measure_limits(timer, device, torch.bfloat16, num_bytes=1 << 30, size=8192)
+    print(f"limits: copy {limits.copy_gb_per_s:,.0f} GB/s · matrix product {limits.matmul_tflop_per_s:,.0f} TFLOP/s")
+    figures: dict[str, Any] = {"limits": asdict(limits), "kernels": {}, "engine": {}}
+    for name in ("llama-3.1-8b", "qwen3-0.6b", "qwen3-30b-a3b"):
+        print(f"\n{name}, bfloat16")
+        todo = list(cases(SHAPES[name], GPU_SIZES, device, torch.bfloat16, 16, GROUPS))
+        results = measure(todo, timer, limits)
+        for r in results:
+            rates = f"{r.us:>10,.1f} us {r.gb_per_s:>8,.0f} GB/s {r.tflop_per_s:>8.2f} TFLOP/s"
+            print(f"{r.group:<10} {r.name:<38} {rates}  {r.share:>4.0%} of {r.bound}")
+        figures["kernels"][name] = [asdict(r) for r in results]
+    del timer
+    torch.cuda.empty_cache()
+    missing = [name for name in ENGINE_NEEDS if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"\nThe engine was not measured: {', '.join(missing)} not installed.")
+        return figures
+    from tests.gpu import engine_speed
+
+    for name, config in engine_speed.CONFIGS.items():
+        print(f"\n{name}, dummy weights, bfloat16")
+        speeds = engine_speed.measure(
+            config, limits, batches=(1, 16, 64, 256), context=1024, prefills=(2048, 8192, 32768)
+        )
+        for speed in speeds:
+            rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
+            print(f"{speed.work:<36} {rates}  {speed.share:>4.0%} of the limit")
+        figures["engine"][name] = [asdict(speed) | {"share": speed.share} for speed in speeds]
+    return figures
 
 
 if __name__ == "__main__":

@@ -1,0 +1,201 @@
+"""The operations of a layer, at the sizes that serving has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.kernels import fp8, ops
+
+from .shapes import LayerShape
+from .work import Work, attention_work, experts_work, linear_work, write_kv_work
+
+GROUPS = ("attention", "write_kv", "linear", "experts")
+Run = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    group: str
+    name: str
+    work: Work
+    dtype: torch.dtype  # in which it computes
+    make: Callable[[], Run]  # allocates what the operation needs
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of each. Contexts of decodes are (batch, tokens)."""
+
+    decodes: Sequence[tuple[int, int]]
+    prefills: Sequence[int]
+    rows: Sequence[int]  # of linear layers, and tokens of experts
+    tokens: Sequence[int]  # of `write_kv`
+
+
+GPU_SIZES = Sizes(
+    decodes=((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)),
+    prefills=(2048, 8192, 32768),
+    rows=(1, 2, 4, 8, 16, 32, 2048, 8192),
+    tokens=(1, 256, 8192),
+)
+CPU_SIZES = Sizes(
+    decodes=((1, 1024), (8, 1024), (32, 512)), prefills=(512, 2048), rows=(1, 2, 4, 8, 16, 32, 512), tokens=(1, 512)
+)
+TINY_SIZES = Sizes(decodes=((1, 40), (3, 20)), prefills=(30,), rows=(1, 5), tokens=(7,))
+
+
+def cases(
+    shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype, block_size: int, groups: Sequence[str]
+) -> Iterator[Case]:
+    """All of them, those of a group together."""
+    makers: dict[str, Callable[[], Iterator[Case]]] = {
+        "attention": lambda: _attention(shape, sizes, device, dtype, block_size),
+        "write_kv": lambda: _write_kv(shape, sizes, device, dtype, block_size),
+        "linear": lambda: _linear(shape, sizes, device, dtype),
+        "experts": lambda: _experts(shape, sizes, device, dtype),
+    }
+    for group in groups:
+        yield from makers[group]()
+
+
+def _attention(
+    shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype, block_size: int
+) -> Iterator[Case]:
+    batches = [(f"decode {batch} x {context}", [(1, context)] * batch) for batch, context in sizes.decodes]
+    batches += [(f"prefill {tokens}", [(tokens, tokens)]) for tokens in sizes.prefills]
+    for cache_dtype in (dtype, fp8.DTYPE):
+        for name, lens in batches:
+            work = attention_work(
+                lens,
+                num_heads=shape.num_heads,
+                num_kv_heads=shape.num_kv_heads,
+                head_dim=shape.head_dim,
+                size=dtype.itemsize,
+                cache_size=cache_dtype.itemsize,
+            )
+            label = name if cache_dtype == dtype else f"{name}, fp8 cache"
+            yield Case(
+                "attention",
+                label,
+                work,
+                dtype,
+                lambda lens=lens, cache=cache_dtype: attention_run(shape, lens, device, dtype, cache, block_size),  # type: ignore[misc]
+            )
+
+
+def attention_run(
+    shape: LayerShape,
+    lens: Sequence[tuple[int, int]],
+    device: torch.device,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    block_size: int,
+) -> Run:
+    """Attention of one batch; its blocks lie in any order."""
+    query_lens, seq_lens = (np.array(column, np.int32) for column in zip(*lens, strict=True))
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    blocks_each = -(-int(seq_lens.max()) // block_size)
+    num_blocks = blocks_each * len(lens)
+    num_tokens = int(starts[-1])
+    cache_shape = (2, num_blocks, block_size, shape.num_kv_heads, shape.head_dim)
+    caches = torch.randn(cache_shape, device=device, dtype=dtype).to(cache_dtype)
+    query = torch.randn(num_tokens, shape.num_heads, shape.head_dim, device=device, dtype=dtype)
+    table = torch.randperm(num_blocks, device=device).to(torch.int32).view(len(lens), blocks_each)
+    metadata = ops.AttentionMetadata(
+        query_start_loc=torch.from_numpy(starts).to(device),
+        seq_lens=torch.from_numpy(seq_lens).to(device),
+        block_table=table,
+        slot_mapping=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        query_start_loc_np=starts,
+        seq_lens_np=seq_lens,
+    )
+    return lambda: ops.paged_attention(query, caches[0], caches[1], metadata, scale=shape.head_dim**-0.5)
+
+
+def _write_kv(
+    shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype, block_size: int
+) -> Iterator[Case]:
+    heads = {"num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+
+    def make(num_tokens: int) -> Run:
+        num_blocks = 2 * -(-num_tokens // block_size)
+        key, value = torch.randn(2, num_tokens, *heads.values(), device=device, dtype=dtype)
+        caches = torch.zeros(2, num_blocks, block_size, *heads.values(), device=device, dtype=dtype)
+        slots = torch.randperm(num_blocks * block_size, device=device)[:num_tokens]
+        return lambda: ops.write_kv(key, value, caches[0], caches[1], slots)
+
+    for num_tokens in sizes.tokens:
+        work = write_kv_work(num_tokens, **heads, size=dtype.itemsize, cache_size=dtype.itemsize)
+        yield Case("write_kv", f"{num_tokens} tokens", work, dtype, lambda tokens=num_tokens: make(tokens))  # type: ignore[misc]
+
+
+def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Gate and up: the largest matrix of a layer."""
+    out_features, in_features = 2 * shape.intermediate_size, shape.hidden_size
+    for weight_dtype in (dtype, torch.int8, fp8.DTYPE):
+        if weight_dtype == fp8.DTYPE and device.type == "cpu":
+            continue  # there to save memory, and known to be slow
+        for num_rows in sizes.rows:
+            work = linear_work(
+                num_rows, out_features, in_features, size=dtype.itemsize, weight_size=weight_dtype.itemsize
+            )
+            kind = {torch.int8: "int8", fp8.DTYPE: "fp8"}.get(weight_dtype, str(dtype).removeprefix("torch."))
+            yield Case(
+                "linear",
+                f"{kind} {out_features} x {in_features}, {num_rows} rows",
+                work,
+                dtype,
+                lambda rows=num_rows, kind=weight_dtype: linear_run(  # type: ignore[misc]
+                    rows, out_features, in_features, device, dtype, kind
+                ),
+            )
+
+
+def linear_run(
+    num_rows: int, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype, weight: torch.dtype
+) -> Run:
+    """A linear layer with weights of a dtype."""
+    x = torch.randn(num_rows, in_features, device=device, dtype=dtype)
+    numbers = torch.randn(out_features, in_features, device=device, dtype=dtype)
+    if weight == dtype:
+        return lambda: ops.linear(x, numbers)
+    stored, scales = (numbers * 30).to(weight), torch.ones(out_features, device=device)
+    operation = ops.linear_int8 if weight == torch.int8 else ops.linear_fp8
+    return lambda: operation(x, stored, scales)
+
+
+def _experts(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    if not shape.num_experts:
+        return
+    for num_tokens in sizes.rows:
+        chosen = _chosen(shape, num_tokens)
+        work = experts_work(
+            num_tokens,
+            shape.experts_per_token,
+            len(chosen.unique()),
+            hidden_size=shape.hidden_size,
+            intermediate_size=shape.intermediate_size,
+            size=dtype.itemsize,
+        )
+        name = f"{shape.experts_per_token} of {shape.num_experts}, {num_tokens} tokens"
+        yield Case("experts", name, work, dtype, lambda chosen=chosen: experts_run(shape, chosen, device, dtype))  # type: ignore[misc]
+
+
+def _chosen(shape: LayerShape, num_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(num_tokens)
+    return torch.rand(num_tokens, shape.num_experts, generator=generator).topk(shape.experts_per_token).indices
+
+
+def experts_run(shape: LayerShape, chosen: Tensor, device: torch.device, dtype: torch.dtype) -> Run:
+    """A mixture of experts for tokens that chose these."""
+    hidden_size, size = shape.hidden_size, shape.intermediate_size
+    x = torch.randn(len(chosen), hidden_size, device=device, dtype=dtype)
+    gate_up = torch.randn(shape.num_experts, 2 * size, hidden_size, device=device, dtype=dtype)
+    down = torch.randn(shape.num_experts, hidden_size, size, device=device, dtype=dtype)
+    routing, chosen = torch.rand(chosen.shape, device=device), chosen.to(device)
+    return lambda: ops.experts(x, chosen, routing, gate_up, down, activation="silu")

@@ -1,0 +1,127 @@
+"""The table of tile sizes, `kernels/triton/tiles.json`, measured on the GPU at hand.
+
+For each entry, every candidate runs the work that the entry is for; what does not fit the GPU is passed over, and the
+fastest stays. A candidate changes the order in which sums are made, not what is summed: `python -m tests.gpu`
+afterwards says whether the results are still right.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quire.kernels import fp8
+
+from .cases import Run, attention_run, experts_run, linear_run
+from .measure import Timer
+from .shapes import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """An entry of the table. `make` gives the work, `candidates` are instances of the entry's kind of tile."""
+
+    entry: str
+    candidates: list[Any]
+    make: Callable[[], Run]
+
+
+def jobs(device: torch.device) -> list[Job]:
+    """One for every entry in the table of tiles for bfloat16 and 8 bits; float32 is not for speed."""
+    return [*_attention_jobs(device), *_gemm_jobs(device)]
+
+
+def _attention_jobs(device: torch.device) -> list[Job]:
+    from quire.kernels.triton.tiles import AttentionTile
+
+    found = []
+    for head_dim, cache, short in itertools.product((64, 128, 256), (torch.bfloat16, fp8.DTYPE), (True, False)):
+        shape = LayerShape(32, 8, head_dim, 0, 0)
+        lens = [(1, 4096)] * 16 if short else [(4096, 4096)]
+        rows = (16,) if short else (64, 128)
+        sizes = itertools.product(rows, (16, 32, 64, 128), (4,) if short else (4, 8), (2, 3, 4))
+        kind = "fp8" if cache == fp8.DTYPE else "bf16"
+        found.append(
+            Job(
+                f"attention.{'short' if short else 'long'}.d{head_dim}.{kind}",
+                [AttentionTile(*size) for size in sizes],
+                lambda shape=shape, lens=lens, cache=cache: attention_run(  # type: ignore[misc]
+                    shape, lens, device, torch.bfloat16, cache, 16
+                ),
+            )
+        )
+    return found
+
+
+def _gemm_jobs(device: torch.device) -> list[Job]:
+    from quire.kernels.triton.tiles import GemmTile
+
+    experts = LayerShape(0, 0, 0, 2048, 768, num_experts=64, experts_per_token=8)
+
+    def expert_job(rows: int) -> Run:
+        tokens = rows * experts.num_experts // experts.experts_per_token
+        chosen = torch.rand(tokens, experts.num_experts).topk(experts.experts_per_token).indices
+        return experts_run(experts, chosen, device, torch.bfloat16)
+
+    found = []
+    for rows in (16, 32, 64, 128):
+        own = {min(rows, 64), rows}
+        sizes = itertools.product(sorted(own), (32, 64, 128), (64, 128, 256), (4, 8), (3, 4))
+        tiles = [GemmTile(*size) for size in sizes]
+        num_rows = 2048 if rows == 128 else rows
+        found.append(
+            Job(
+                f"weight8.m{rows}.bf16",
+                tiles,
+                lambda rows=num_rows: linear_run(rows, 28672, 4096, device, torch.bfloat16, torch.int8),  # type: ignore[misc]
+            )
+        )
+        found.append(Job(f"moe.m{rows}.bf16", tiles, lambda rows=num_rows: expert_job(rows)))  # type: ignore[misc]
+    return found
+
+
+def run(todo: list[Job], device: torch.device, min_s: float, on_job: Callable[[str], None]) -> Path:
+    """Measure all candidates and write the section of this GPU. Returns the path of the table."""
+    import triton
+
+    from quire.kernels.triton import tiles
+
+    timer = Timer(device, min_s)
+    best = {}
+    for job in todo:
+        on_job(job.entry)
+        fastest = fastest_of(job, lambda work: seconds_or_inf(timer, work))
+        if fastest is not None:
+            best[job.entry] = fastest
+    source = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+    tiles.write_section(tiles.device_class(device), best, source)
+    return tiles.PATH
+
+
+def fastest_of(job: Job, seconds: Callable[[Run], float]) -> Any:
+    """The candidate with which the work takes the least time; None where none works."""
+    from quire.kernels.triton import tiles
+
+    work = job.make()
+    times = {}
+    for tile in job.candidates:
+        with tiles.overridden(job.entry, tile):
+            times[tile] = seconds(work)
+    fastest = min(times, key=lambda tile: times[tile])
+    return fastest if math.isfinite(times[fastest]) else None
+
+
+def seconds_or_inf(timer: Timer, work: Run) -> float:
+    """The time of a run; infinity where its tiles need more registers or shared memory than there are."""
+    from triton.runtime.errors import OutOfResources
+
+    try:
+        return timer.seconds(work)
+    except OutOfResources:
+        return math.inf
