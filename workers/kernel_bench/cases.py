@@ -177,7 +177,7 @@ def _experts(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch
         work = experts_work(
             num_tokens,
             shape.experts_per_token,
-            len(chosen.unique()),
+            int(chosen.flatten().bincount().count_nonzero()),
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             size=dtype.itemsize,
