@@ -28,6 +28,7 @@ from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from . import placement, transport
 from .messages import RankAnswer, encoder
 from .rank_links import RankLink, RankServer, broadcast, gather
+from .rank_logs import last_words
 from .ray_local import LocalRay
 from .step_deadline import StepDeadline
 from .transport import TransportError, new_secret
@@ -265,7 +266,10 @@ class Gang:
                 try:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayError as error:
-                    raise _as_quire_error(error, f"Rank {rank_of[ref]} could not {doing}") from error
+                    failure = _as_quire_error(error, f"Rank {rank_of[ref]} could not {doing}")
+                    if isinstance(error, RayActorError):
+                        failure = ExecutorError(f"{failure.message} {last_words(error.actor_id)}".rstrip())
+                    raise failure from error
         return [results[rank] for rank in range(len(refs))]
 
     def _gather_answers(self) -> None:

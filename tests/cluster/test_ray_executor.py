@@ -46,6 +46,35 @@ def test_a_rank_that_cannot_load_says_why(cluster: str) -> None:
     wait_for(nothing_is_left, 20, lambda: (processes(WORKER), placement_group_table()))
 
 
+class Deadly:
+    """Whoever receives it says a word and dies."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("import os; os.write(2, b'the disk is\\nfull\\n'); os._exit(3)",)
+
+
+def test_a_rank_that_dies_while_it_starts_is_told_with_its_last_words(cluster: str) -> None:
+    config = EngineConfig.model_validate({"model": "smollm2-135m-instruct", "parallel": {"tensor_parallel_size": 2}})
+    told = r"Rank 0 could not open the store of the ranks: .* It wrote last: .*the disk is \| full$"
+    with pytest.raises(ExecutorError, match=told) as caught:
+        RayExecutor(config, Deadly())  # type: ignore[arg-type]
+    assert "\n" not in caught.value.message
+    wait_for(nothing_is_left, 20, lambda: (processes(WORKER), placement_group_table()))
+
+
+def test_a_rank_that_hangs_while_it_starts_is_given_up_in_time(cluster: str) -> None:
+    parallel = {"tensor_parallel_size": 2, "startup_timeout_s": 5.0}
+    config = EngineConfig.model_validate({"model": "smollm2-135m-instruct", "parallel": parallel})
+
+    class Sleepy:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return exec, ("import time; time.sleep(600)",)
+
+    with pytest.raises(ExecutorError, match=r"^Ranks \[0\] did not open the store of the ranks within \d s\.$"):
+        RayExecutor(config, Sleepy())  # type: ignore[arg-type]
+    wait_for(nothing_is_left, 20, lambda: (processes(WORKER), placement_group_table()))
+
+
 def test_a_plan_that_does_not_fit_says_what_is_missing(cluster: str) -> None:
     with pytest.raises(ExecutorError, match=r"1 CPU and 2 GPU on one node are needed, and no node has that: there is"):
         reserve(plan_ranks(ParallelConfig(tensor_parallel_size=2), on_gpu=True), timeout_s=0.5)
