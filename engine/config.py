@@ -47,6 +47,9 @@ class ModelConfig(Section):
     quantization: Quantization | None = Field(
         None, description="int8 or fp8: weights in 8 bits, one scale per row; a quarter of float32's memory. Not exact."
     )
+    enforce_eager: bool = Field(
+        False, description="On GPU, launch every kernel of every step instead of CUDA graphs of decode steps."
+    )
     pooling: PoolingType | None = Field(
         None, description="What an embedding is made of; what the model's own files say, else last, when not given."
     )

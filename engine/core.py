@@ -11,18 +11,17 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import msgspec
 
 from .cache_history import KVEvent
 from .config import EngineConfig
 from .errors import ConfigError, EngineError, ExecutorError
-from .executor import Executor
+from .executor import Executor, PendingStep
 from .gates import Gate
 from .kv_cache_manager import KVCacheManager
 from .kv_cache_spec import KVCacheConfig, KVCacheSpec, block_bytes, group_layers
-from .outputs import EngineOutput, EngineRequest, ModelRunnerOutput, RequestReport, SchedulerStats
+from .outputs import EngineOutput, EngineRequest, RequestReport, SchedulerStats
 from .scheduler import Scheduler
 from .step_plan import ScheduledStep
 from .step_share import PipelineShare
@@ -63,7 +62,7 @@ class EngineCore:
         self._max_inflight_steps = config.scheduler.max_inflight_steps or executor.preferred_inflight_steps()
         share = PipelineShare(self._max_inflight_steps) if config.parallel.pipeline_parallel_size > 1 else None
         self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates, share)
-        self._inflight: deque[tuple[ScheduledStep, Future[ModelRunnerOutput]]] = deque()
+        self._inflight: deque[tuple[ScheduledStep, PendingStep]] = deque()
         executor.initialize_kv_cache(self._kv_cache_config)
         logger.info(
             "KV cache: %d blocks of %d tokens in %d group(s); context up to %d tokens",
@@ -109,9 +108,9 @@ class EngineCore:
             if not outputs:
                 self._wait()
             return outputs
-        step, future = self._inflight.popleft()
+        step, pending = self._inflight.popleft()
         try:
-            result = future.result()
+            result = pending.result()
         except ExecutorError as error:
             logger.warning("A step failed; its requests start again: %s", error.message)
             return outputs + self._recover(step, error)

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from typing import Protocol
 
 from .kv_cache_spec import KVCacheConfig, KVCacheSpec
 from .outputs import ModelRunnerOutput, SchedulerOutput
 
 
+class PendingStep(Protocol):
+    """A step under way. A `concurrent.futures.Future` is one."""
+
+    def result(self) -> ModelRunnerOutput:
+        """Wait for the step. Raises `ExecutorError` where it cannot be executed."""
+        ...
+
+
 class Executor(Protocol):
     """Runs steps on a model that is already loaded when the executor exists.
 
-    Steps are executed in the order in which they are given. A step that cannot be executed fails its future with
+    Steps are executed in the order in which they are given. A step that cannot be executed fails with
     `ExecutorError`; every later one fails as well until `restart()`.
     """
 
@@ -33,7 +40,7 @@ class Executor(Protocol):
         """Allocate the cache on every rank. Called once before the first step, and again after `restart()`."""
         ...
 
-    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+    def execute(self, step: SchedulerOutput) -> PendingStep:
         """Start one step; do not wait for it."""
         ...
 

@@ -1,85 +1,215 @@
-"""One step on one rank: update rows, gather inputs, forward, sample."""
+"""One step on one rank: update rows, gather inputs, forward, sample.
+
+A step is *launched*: what it needs goes to the device in one copy, and everything is queued there without waiting for
+any of it. The token that a row samples stays on the device and is the next step's input, which may be launched before
+anybody has seen it:
+
+    host      launch 1   launch 2   read 1   launch 3   read 2
+    device    |--------- step 1 ---||------- step 2 ---||--- step 3 ...
+
+On CPU every operation is done when it has been launched; all else is the same.
+"""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from quire.engine.kv_cache_spec import KVCacheConfig
 from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
 
-from .input_batch import InputBatch, gather_inputs
+from .attention_metadata import build_attention_metadata
+from .cuda_graphs import DecodeGraphs, GraphBackend, graph_sizes
+from .device_rows import BlockChanges, DeviceRows
+from .input_batch import InputBatch, gather_inputs, write_idle
+from .input_buffers import BatchShape, DeviceInputs, HostInputs, InputBuffers
+from .launched_step import HostCopies, LaunchedStep
 from .layers.attention import LayerCache
 from .models.model import Model
 from .request_table import RequestTable
-from .sampler import sample
+from .sampler import SampledScores, sample
+
+
+@dataclass(frozen=True, slots=True)
+class StepLimits:
+    """How large steps may be, and how many may be under way."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_inflight_steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Unsettled:
+    """A step whose tokens the request table has as references."""
+
+    launched: LaunchedStep
+    indices: IntArray  # [num_sampling] in the batch
+    rows: IntArray  # [num_sampling]
+    generation: IntArray  # [num_sampling] of the rows
+    positions: IntArray  # [num_sampling] where the tokens stand
 
 
 class ModelRunner:
-    """Runs steps on a loaded model and an allocated cache. Owns the request table; not thread-safe."""
+    """Runs steps on a loaded model and an allocated cache. Owns the request table; one thread launches."""
 
     def __init__(
         self,
         model: Model,
         caches: list[LayerCache],
         config: KVCacheConfig,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
+        limits: StepLimits,
         device: torch.device,
     ) -> None:
         self._model = model
         self._caches = caches
+        self._limits = limits
         self._device = device
-        self._block_size = config.block_size
-        self._table = RequestTable(max_num_seqs, max_model_len, config.block_size, len(config.groups), model.vocab_size)
+        num_seqs, num_groups = limits.max_num_seqs, len(config.groups)
+        self._table = RequestTable(num_seqs, limits.max_model_len, config.block_size, num_groups, model.vocab_size)
+        self._rows = DeviceRows(self._table, device)
+        self._buffers = InputBuffers(
+            num_seqs, limits.max_num_batched_tokens, num_groups, limits.max_inflight_steps, device
+        )
+        self._graphs: DecodeGraphs | None = None
+        self._unsettled: deque[_Unsettled] = deque()
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
         self._group_of_layer = [groups[layer] for layer in model.own_layers]
 
     @torch.inference_mode()
-    def execute(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step. Every rank of the last stage returns the same; the others sample nothing."""
-        self._table.update(step)
-        batch = gather_inputs(step, self._table, self._block_size, self._device)
-        metadata = [batch.metadata[group] for group in self._group_of_layer]
-        hidden = self._model(batch.token_ids, batch.positions, self._caches, metadata)
-        if not self._model.gives_logits:
-            return ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=np.full((len(step.rows), 1), -1, np.int32))
-        sampled_token_ids, logprobs = self._sample(hidden, batch, len(step.rows))
-        table = self._table
-        return ModelRunnerOutput(
-            step_id=step.step_id,
-            sampled_token_ids=sampled_token_ids,
-            logprobs=logprobs,
-            prompt_logprobs=table.prompt_logprobs.compute(step, table.token_ids, self._model, hidden),
-            embeddings=table.pooling.compute(step, self._model, hidden),
+    def capture_graphs(self, backend: GraphBackend, *, progress: bool = False) -> None:
+        """From now on decode steps are graphs. To be called before the first step."""
+        most = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
+        self._graphs = DecodeGraphs(
+            backend, self._prepare_idle, self._forward_in_place, graph_sizes(most), progress=progress
         )
 
-    def _sample(self, hidden: torch.Tensor, batch: InputBatch, num_reqs: int) -> tuple[IntArray, BatchLogprobs | None]:
-        """Sample for the rows that reach their last known token, and append the tokens to them.
+    @torch.inference_mode()
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """Start one step. Every rank of the last stage has the same result; the others sample nothing."""
+        while self._unsettled and self._unsettled[0].launched.is_known:
+            self._settle()
+        table = self._table
+        table.update(step)
+        size = self._graph_size(step)
+        shape = BatchShape(len(step.rows), step.total_num_scheduled_tokens) if size is None else BatchShape(size, size)
+        target = self._buffers.begin(shape)
+        batch = gather_inputs(step, table, target)
+        changes = BlockChanges(table, target)
+        inputs = self._buffers.upload(shape)
+        changes.apply(self._rows, inputs)
+        if self._graphs is not None and size is not None:
+            hidden = self._graphs.replay(size)
+        else:
+            hidden = self._forward(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
+        if not self._model.gives_logits:
+            nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=_no_tokens(step))
+            return LaunchedStep(HostCopies(self._device), lambda: nothing)
+        return self._finish(step, batch, inputs, hidden)
 
-        Returns the tokens of all requests of the batch, [num_reqs, 1], and the logprobs that some of them want.
+    def _graph_size(self, step: SchedulerOutput) -> int | None:
+        """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
+        if self._graphs is None or self._table.pooling.is_pooled(step.rows).any():
+            return None
+        return self._graphs.size_for(step)
+
+    def _forward(
+        self, host: HostInputs, inputs: DeviceInputs, max_blocks: int, *, reads_references: bool = True
+    ) -> Tensor:
+        """The hidden states of all tokens, [num_tokens, hidden_size]. `host` and `inputs` hold the same numbers."""
+        token_ids = self._rows.resolve(inputs.token_ids) if reads_references else inputs.token_ids
+        by_group = build_attention_metadata(host, inputs, self._rows.block_tables, max_blocks)
+        metadata = [by_group[group] for group in self._group_of_layer]
+        return self._model(token_ids, inputs.positions, self._caches, metadata)
+
+    def _prepare_idle(self, size: int) -> None:
+        """Inputs of `size` requests of one token, which is stored nowhere. They read the null block."""
+        shape = BatchShape(size, size)
+        write_idle(self._buffers.begin(shape))
+        self._buffers.upload(shape)
+
+    def _forward_in_place(self, size: int) -> Tensor:
+        """The forward of whatever inputs are there for a batch of `size` tokens: the one that is captured."""
+        return self._forward(*self._buffers.current(BatchShape(size, size)), self._rows.max_blocks)
+
+    def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, hidden: Tensor) -> LaunchedStep:
+        """Sample, and start to copy what the step is asked for to the host."""
+        table, copies = self._table, HostCopies(self._device)
+        sampled = self._sample(step, batch, inputs, hidden, copies)
+        prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, hidden, copies)
+        embeddings = table.pooling.compute(step, self._model, hidden, copies)
+
+        def read() -> ModelRunnerOutput:
+            token_ids, logprobs = sampled()
+            return ModelRunnerOutput(
+                step_id=step.step_id,
+                sampled_token_ids=token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs(),
+                embeddings=embeddings(),
+            )
+
+        launched = LaunchedStep(copies, read)
+        if len(batch.sampling_rows):
+            rows = batch.sampling_rows
+            positions = table.append_references(rows)
+            self._unsettled.append(
+                _Unsettled(launched, batch.sampling_indices, rows, table.generation[rows], positions)
+            )
+        return launched
+
+    def _sample(
+        self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, hidden: Tensor, copies: HostCopies
+    ) -> Callable[[], tuple[IntArray, BatchLogprobs | None]]:
+        """Sample for the rows that reach their last known token. The tokens stay on the device for the next step.
+
+        Returns what gives, when `copies` are there, the tokens of all requests of the batch, [num_reqs, 1], and the
+        logprobs that some of them want.
         """
-        sampled_token_ids = np.full((num_reqs, 1), -1, np.int32)
-        rows = batch.sampling_rows
-        if len(rows) == 0:
-            return sampled_token_ids, None
-        logits = self._model.logits(hidden.index_select(0, batch.logits_indices))
-        parameters = self._table.sampling.gather(rows, self._table.num_tokens[rows], self._table.token_ids, batch.masks)
+        rows, table = batch.sampling_rows, self._table
+        num_sampling = len(rows)
+        if num_sampling == 0:
+            return lambda: (_no_tokens(step), None)
+        logits = self._model.logits(hidden.index_select(0, inputs.logits_indices[:num_sampling]))
+        if table.sampling.reads_tokens(rows):
+            while self._unsettled:  # the forward is under way: the device does not wait with us
+                self._settle()
+        parameters = table.sampling.gather(rows, table.num_tokens[rows], table.token_ids, batch.masks)
         sampled = sample(logits, parameters)
-        token_ids = sampled.token_ids.cpu().numpy().astype(np.int32)
-        self._table.append(rows, token_ids)
-        sampled_token_ids[batch.sampling_indices, 0] = token_ids
-        return sampled_token_ids, _in_batch_order(sampled.logprobs, batch)
+        self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
+        token_ids = copies.start(sampled.token_ids.int())
+        scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
+
+        def read() -> tuple[IntArray, BatchLogprobs | None]:
+            all_token_ids = _no_tokens(step)
+            all_token_ids[batch.sampling_indices, 0] = token_ids.numpy()
+            return all_token_ids, None if scores is None else _in_batch_order(scores, batch)
+
+        return read
+
+    def _settle(self) -> None:
+        """Write down what the oldest step has sampled; waits for it where nobody has."""
+        step = self._unsettled.popleft()
+        token_ids = step.launched.result().sampled_token_ids[step.indices, 0]
+        self._table.settle(step.rows, step.generation, step.positions, token_ids)
 
 
-def _in_batch_order(logprobs: BatchLogprobs | None, batch: InputBatch) -> BatchLogprobs | None:
+def _no_tokens(step: SchedulerOutput) -> IntArray:
+    return np.full((len(step.rows), 1), -1, np.int32)
+
+
+def _in_batch_order(sampled: SampledScores, batch: InputBatch) -> BatchLogprobs:
     """The sampler counts the rows that sample; outputs count all requests of the batch."""
-    if logprobs is None:
-        return None
+    scores = sampled.scores
     return BatchLogprobs(
-        indices=batch.sampling_indices[logprobs.indices],
-        token_ids=logprobs.token_ids,
-        logprobs=logprobs.logprobs,
-        sampled_ranks=logprobs.sampled_ranks,
+        indices=batch.sampling_indices[sampled.indices],
+        token_ids=scores.token_ids.numpy(),
+        logprobs=scores.logprobs.numpy(),
+        sampled_ranks=scores.ranks.numpy(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 from quire.engine.outputs import FloatArray, IntArray, NewRow, SchedulerOutput
 from quire.engine.pooling import PoolingParams
 
+from .launched_step import HostCopies
 from .models.model import Model
 
 
@@ -43,13 +45,16 @@ class PoolingRows:
     def is_pooled(self, rows: IntArray) -> npt.NDArray[np.bool_]:
         return self._is_pooled[rows]
 
-    def compute(self, step: SchedulerOutput, model: Model, hidden: Tensor) -> list[tuple[int, FloatArray]]:
-        """The embeddings of the prompts whose last token is in this step, by index in its batch.
+    def compute(
+        self, step: SchedulerOutput, model: Model, hidden: Tensor, copies: HostCopies
+    ) -> Callable[[], list[tuple[int, FloatArray]]]:
+        """The embeddings of the prompts whose last token is in this step, by index in its batch; to be called when
+        `copies` are there.
 
         hidden: [num_tokens, hidden_size] of the step.
         """
         if not self._rows:
-            return []
+            return list
         found, end = [], 0
         for index, row in enumerate(step.rows.tolist()):
             start, computed = end, int(step.num_computed_tokens[index])
@@ -60,9 +65,9 @@ class PoolingRows:
             is_last = computed + end - start == pooled.num_prompt_tokens
             _add(pooled, model, hidden[start:end], is_first=computed == 0, is_last=is_last)
             if is_last:
-                found.append((index, _finished(pooled)))
+                found.append((index, copies.start(_finished(pooled))))
                 del self._rows[row]
-        return found
+        return lambda: [(index, vector.numpy()) for index, vector in found]
 
 
 def _add(pooled: _Pooled, model: Model, hidden: Tensor, *, is_first: bool, is_last: bool) -> None:
@@ -77,7 +82,8 @@ def _add(pooled: _Pooled, model: Model, hidden: Tensor, *, is_first: bool, is_la
             pooled.vector = model.last_hidden_state(hidden[-1:])[0].float()
 
 
-def _finished(pooled: _Pooled) -> FloatArray:
+def _finished(pooled: _Pooled) -> Tensor:
+    """[dimensions] float32, on the device."""
     vector, params = pooled.vector, pooled.params
     if vector is None:
         raise ValueError(f"a prompt of {pooled.num_prompt_tokens} tokens was not computed from its first token on")
@@ -86,5 +92,4 @@ def _finished(pooled: _Pooled) -> FloatArray:
     vector = vector[: params.dimensions]
     if params.normalize:
         vector = torch.nn.functional.normalize(vector, dim=0)
-    embedding: FloatArray = vector.cpu().numpy()
-    return embedding
+    return vector

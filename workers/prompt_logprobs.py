@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from quire.engine.outputs import IntArray, NewRow, PromptLogprobs, SchedulerOutput
 
+from .launched_step import HostCopies
 from .models.model import Model
-from .sampler.logprobs import logprobs_of
+from .sampler.logprobs import TokenScores, logprobs_of
 
 _SLICE_ELEMENTS = 1 << 23  # logits computed at a time: 32 MiB, however long the prompts are
 
@@ -53,27 +55,20 @@ class PromptLogprobRows:
             self._wanted[new.row] = _Wanted(new.first_prompt_logprob, new.num_prompt_tokens, num_top)
 
     def compute(
-        self, step: SchedulerOutput, token_ids: IntArray, model: Model, hidden: Tensor
-    ) -> list[tuple[int, PromptLogprobs]]:
-        """What a step brings, by index in its batch.
+        self, step: SchedulerOutput, token_ids: IntArray, model: Model, hidden: Tensor, copies: HostCopies
+    ) -> Callable[[], list[tuple[int, PromptLogprobs]]]:
+        """What a step brings, by index in its batch; to be called when `copies` are there.
 
         token_ids: [max_num_seqs, max_len] the tokens of every row; hidden: [num_tokens, hidden_size] of the step.
         """
         spans = self._spans(step) if self._wanted else []
         if not spans:
-            return []
+            return list
         tokens = np.concatenate([np.arange(span.token, span.token + span.count) for span in spans])
         own = np.concatenate([token_ids[span.row, span.first : span.first + span.count] for span in spans])
         num_top = min(max(span.num_top for span in spans), model.vocab_size)
-        ids, logprobs, ranks = _in_slices(model, hidden, tokens, own.astype(np.int64), num_top)
-        found, start = [], 0
-        for span in spans:
-            end = start + span.count
-            columns = 1 + min(span.num_top, num_top)
-            part = PromptLogprobs(span.first, ids[start:end, :columns], logprobs[start:end, :columns], ranks[start:end])
-            found.append((span.index, part))
-            start = end
-        return found
+        parts = [part.map(copies.start) for part in _in_slices(model, hidden, tokens, own.astype(np.int64), num_top)]
+        return lambda: _by_span(spans, parts)
 
     def _spans(self, step: SchedulerOutput) -> list[_Span]:
         rows, computed = step.rows.tolist(), step.num_computed_tokens.tolist()
@@ -95,13 +90,25 @@ class PromptLogprobRows:
 
 def _in_slices(
     model: Model, hidden: Tensor, tokens: np.ndarray, own: np.ndarray, num_top: int
-) -> tuple[IntArray, np.ndarray, IntArray]:
+) -> Iterator[TokenScores]:
     """`logprobs_of` over all positions, with the logits of some of them at a time."""
     size = max(_SLICE_ELEMENTS // model.vocab_size, 1)
-    parts = []
     for start in range(0, len(tokens), size):
         at = torch.from_numpy(tokens[start : start + size]).to(hidden.device)
         chosen = torch.from_numpy(own[start : start + size]).to(hidden.device)
-        parts.append(logprobs_of(model.logits(hidden.index_select(0, at)), chosen, num_top))
-    ids, logprobs, ranks = zip(*parts, strict=True)
-    return np.concatenate(ids), np.concatenate(logprobs), np.concatenate(ranks)
+        yield logprobs_of(model.logits(hidden.index_select(0, at)), chosen, num_top)
+
+
+def _by_span(spans: list[_Span], parts: list[TokenScores]) -> list[tuple[int, PromptLogprobs]]:
+    """Each request's part of the scores of all positions, which are on the host."""
+    ids = np.concatenate([part.token_ids.numpy() for part in parts])
+    logprobs = np.concatenate([part.logprobs.numpy() for part in parts])
+    ranks = np.concatenate([part.ranks.numpy() for part in parts])
+    found, start = [], 0
+    for span in spans:
+        end = start + span.count
+        columns = 1 + span.num_top
+        part = PromptLogprobs(span.first, ids[start:end, :columns], logprobs[start:end, :columns], ranks[start:end])
+        found.append((span.index, part))
+        start = end
+    return found

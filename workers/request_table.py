@@ -12,10 +12,14 @@ from .sampler import SamplingRows
 
 
 class RequestTable:
-    """The rows of one worker. The model runner is its only owner.
+    """The rows of one worker, on the host. The model runner is its only owner.
 
-    `token_ids[row, :num_tokens[row]]` is the prompt and every output token known here. With several steps in flight
-    that may be ahead of the engine, never behind: the runner appends what it samples.
+    `token_ids[row, :num_tokens[row]]` is the prompt and every output token. A token that was sampled in a step whose
+    result is still on the device stands there as a *reference*: `-(row + 1)`, the last token that the row has sampled,
+    which is what `DeviceRows` keeps. `settle` replaces it by the token. No step computes another token of a row than
+    known ones and the last: so at most one of the tokens that a step reads is a reference.
+
+    `generation[row]` changes whenever another request takes the row, so that late tokens are recognised.
     """
 
     def __init__(
@@ -23,13 +27,15 @@ class RequestTable:
     ) -> None:
         max_blocks = -(-max_model_len // block_size)
         self.max_model_len = max_model_len
+        self.block_size = block_size
         self.token_ids: IntArray = np.zeros((max_num_seqs, max_model_len), np.int32)
         self.num_tokens: IntArray = np.zeros(max_num_seqs, np.int32)
-        # per group [max_num_seqs, max_blocks]
-        self.block_tables: list[IntArray] = [np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_groups)]
+        self.generation: IntArray = np.zeros(max_num_seqs, np.int32)
+        self.block_tables: IntArray = np.zeros((num_groups, max_num_seqs, max_blocks), np.int32)
         self.sampling = SamplingRows(max_num_seqs, vocab_size)
         self.prompt_logprobs = PromptLogprobRows()
         self.pooling = PoolingRows(max_num_seqs)
+        self._changed: list[tuple[int, int]] = []  # (first, count) in the flat block tables
 
     def update(self, step: SchedulerOutput) -> None:
         """Apply the changes that a step brings, in the order that its record promises."""
@@ -38,17 +44,32 @@ class RequestTable:
         for new in step.new_rows:
             self._write_row(new)
         for update in step.block_updates:
-            end = update.offset + len(update.block_ids)
-            self.block_tables[update.group][update.row, update.offset : end] = update.block_ids
+            self._write_blocks(update.group, update.row, update.offset, update.block_ids)
         if step.last_token_ids is not None:
             self._tell(step, step.last_token_ids)
 
-    def append(self, rows: IntArray, token_ids: IntArray) -> None:
-        """Add one sampled token to each of `rows`. A row that is full has reached its last position: none is needed."""
+    def take_block_changes(self) -> np.ndarray:
+        """[m] int64, the entries of the flat block tables that were written since the last call."""
+        changed, self._changed = self._changed, []
+        if not changed:
+            return _NOTHING
+        return np.concatenate([np.arange(first, first + count) for first, count in changed])
+
+    def append_references(self, rows: IntArray) -> IntArray:
+        """Each of `rows` is about to sample a token. Returns its position, [len(rows)]; -1 where there is no room.
+
+        A row that is full has reached its last position: none is needed.
+        """
         lengths = self.num_tokens[rows]
         fits = lengths < self.max_model_len
-        self.token_ids[rows[fits], lengths[fits]] = token_ids[fits]
+        self.token_ids[rows[fits], lengths[fits]] = -(rows[fits] + 1)
         self.num_tokens[rows] += fits
+        return np.where(fits, lengths, np.int32(-1))
+
+    def settle(self, rows: IntArray, generation: IntArray, positions: IntArray, token_ids: IntArray) -> None:
+        """The tokens of `append_references` are known, [len(rows)] all. Rows of another generation are left alone."""
+        own = (self.generation[rows] == generation) & (positions >= 0)
+        self.token_ids[rows[own], positions[own]] = token_ids[own]
 
     def _tell(self, step: SchedulerOutput, last_token_ids: IntArray) -> None:
         """Write down what the engine knows of the rows that sample. Of most of it this is the first word here."""
@@ -58,10 +79,19 @@ class RequestTable:
         self.num_tokens[rows] = ends
 
     def _write_row(self, new: NewRow) -> None:
+        self.generation[new.row] += 1
         self.token_ids[new.row, : len(new.token_ids)] = new.token_ids
         self.num_tokens[new.row] = len(new.token_ids)
-        for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
-            table[new.row, : len(block_ids)] = block_ids
+        for group, block_ids in enumerate(new.block_ids):
+            self._write_blocks(group, new.row, 0, block_ids)
         self.sampling.set_row(new)
         self.prompt_logprobs.set_row(new)
         self.pooling.set_row(new)
+
+    def _write_blocks(self, group: int, row: int, offset: int, block_ids: list[int]) -> None:
+        self.block_tables[group, row, offset : offset + len(block_ids)] = block_ids
+        _, max_num_seqs, max_blocks = self.block_tables.shape
+        self._changed.append(((group * max_num_seqs + row) * max_blocks + offset, len(block_ids)))
+
+
+_NOTHING = np.empty(0, np.int64)

@@ -18,12 +18,14 @@ from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels import fp8
 
+from .cuda_graphs import CudaGraphBackend
 from .kv_cache import allocate_kv_cache
+from .launched_step import LaunchedStep
 from .layers.attention import KVScales
 from .loader.kv_scales import kv_scales
 from .loader.load import load_dummy
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
-from .model_runner import ModelRunner
+from .model_runner import ModelRunner, StepLimits
 from .models.model import Model
 from .parallel import ParallelContext
 from .quantization import blueprint_for
@@ -100,24 +102,48 @@ class Worker:
         return kv_cache_bytes(self._config, specs, self._info.max_model_len, self.device, activation_bytes, stage=stage)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the cache, with this rank's own number of KV heads, and an empty request table."""
+        """Allocate the cache, with this rank's own number of KV heads, and an empty request table. Capture graphs."""
+        self._make_runner(config)
+        if self._uses_graphs:
+            self._capture_graphs()
+
+    def _make_runner(self, config: KVCacheConfig) -> None:
         self._runner = None  # frees the old cache first
+        limits = self._config.scheduler
         self._runner = ModelRunner(
             self.model,
             allocate_kv_cache(
                 config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
             ),
             config,
-            max_num_seqs=self._config.scheduler.max_num_seqs,
-            max_model_len=self._info.max_model_len,
-            device=self.device,
+            StepLimits(
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                self._info.max_model_len,
+                limits.max_inflight_steps or self.preferred_inflight_steps,
+            ),
+            self.device,
         )
 
+    @property
+    def preferred_inflight_steps(self) -> int:
+        """Two on a GPU, which then never waits for the host."""
+        return 2 if self.device.type == "cuda" else 1
+
+    def launch(self, step: SchedulerOutput) -> LaunchedStep:
+        """Start one step without waiting for it; with several ranks, all must be given the same steps in the same
+        order."""
+        return self.runner.launch(step)
+
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; with several ranks, all must be given the same steps in the same order."""
+        """Launch one step and wait for its result."""
+        return self.launch(step).result()
+
+    @property
+    def runner(self) -> ModelRunner:
         if self._runner is None:
             raise RuntimeError("initialize_kv_cache was not called")
-        return self._runner.execute(step)
+        return self._runner
 
     @property
     def model(self) -> Model:
@@ -125,18 +151,45 @@ class Worker:
             raise RuntimeError("load_model was not called")
         return self._model
 
+    @property
+    def _uses_graphs(self) -> bool:
+        """On a GPU, unless the user or the model objects. What stages send to each other is no part of a graph."""
+        return (
+            self.device.type == "cuda"
+            and not self._config.model.enforce_eager
+            and self.model.is_capturable
+            and self._parallel.grid.num_stages == 1
+        )
+
+    def _capture_graphs(self) -> None:
+        self.runner.capture_graphs(CudaGraphBackend(self.device), progress=self._parallel.rank == 0)
+
     def _measure_activations(self) -> int:
-        """Peak bytes of the largest step beside weights and cache, on a GPU."""
+        """Peak bytes of the largest step beside weights and cache, on a GPU, and those of the graphs."""
         step, config = self._largest_step()
-        self.initialize_kv_cache(config)
+        self._make_runner(config)
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute_model(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
+        graph_bytes = self._measure_graphs() if self._uses_graphs else 0
         self._runner = None
         torch.cuda.empty_cache()
-        logger.info("largest step: %d bytes of activations, %d bytes free", peak, free_bytes(self.device))
-        return peak
+        logger.info(
+            "largest step: %d bytes of activations, %d of graphs, %d bytes free",
+            peak,
+            graph_bytes,
+            free_bytes(self.device),
+        )
+        return peak + graph_bytes
+
+    def _measure_graphs(self) -> int:
+        """What all graphs take together: their pool, and what the driver keeps of each."""
+        torch.cuda.empty_cache()
+        before = free_bytes(self.device)
+        self._capture_graphs()
+        torch.cuda.empty_cache()
+        return max(0, before - free_bytes(self.device))
 
     def _largest_step(self) -> tuple[SchedulerOutput, KVCacheConfig]:
         """A step with as many tokens and rows as the scheduler may give, and the cache that it needs."""

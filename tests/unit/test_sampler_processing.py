@@ -205,9 +205,10 @@ def test_logprobs_are_exact_and_raw() -> None:
     logprobs = output.logprobs
     assert logprobs is not None
     assert logprobs.indices.tolist() == [0, 2, 3]
-    assert logprobs.token_ids.tolist() == [[2, 4, 1, 0], [4, 4, 1, 0], [1, 4, 1, 0]]
-    assert logprobs.sampled_ranks.tolist() == [5, 1, 2]
-    np.testing.assert_allclose(logprobs.logprobs, exact[logprobs.token_ids], atol=1e-6, rtol=0)
+    scores = logprobs.scores
+    assert scores.token_ids.tolist() == [[2, 4, 1, 0], [4, 4, 1, 0], [1, 4, 1, 0]]
+    assert scores.ranks.tolist() == [5, 1, 2]
+    np.testing.assert_allclose(scores.logprobs, exact[scores.token_ids], atol=1e-6, rtol=0)
 
 
 def test_no_logprobs_when_nobody_asks() -> None:
@@ -221,7 +222,7 @@ def test_more_logprobs_than_tokens() -> None:
     batch = rows.gather(np.array([0], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32))
     logprobs = sample(torch.tensor([LOGITS]), batch).logprobs
     assert logprobs is not None
-    assert logprobs.token_ids.tolist() == [[4, 4, 1, 0, 3, 2, 5]]
+    assert logprobs.scores.token_ids.tolist() == [[4, 4, 1, 0, 3, 2, 5]]
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,10 @@ class FallbackModel(nn.Module):
     def gives_logits(self) -> bool:
         return True
 
+    @property
+    def is_capturable(self) -> bool:
+        return False  # nobody knows what the code of all these models does
+
     def forward(
         self,
         token_ids: Tensor,

@@ -93,6 +93,11 @@ class Decoder(nn.Module):
     def gives_logits(self) -> bool:
         return self._parallel.is_last_stage
 
+    @property
+    def is_capturable(self) -> bool:
+        """The host deals a mixture's tokens to its experts."""
+        return not any(isinstance(layer.mlp, MoESpec) for layer in self.spec.layers)
+
     def forward(
         self,
         token_ids: Tensor,

@@ -34,6 +34,11 @@ class Model(Protocol):
         """Whether this rank samples: it is of the last stage."""
         ...
 
+    @property
+    def is_capturable(self) -> bool:
+        """Whether a forward launches the same kernels for all batches of one shape, and never waits for the device."""
+        ...
+
     def __call__(
         self,
         token_ids: Tensor,  # [num_tokens] int64

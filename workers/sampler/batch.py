@@ -98,6 +98,16 @@ class SamplingRows:
         if params.has_penalties:
             self._counts[row] = TokenCounts(params, new.num_prompt_tokens)
 
+    def reads_tokens(self, rows: IntArray) -> bool:
+        """Whether `gather` reads the tokens of some of these rows: those with penalties or bad words."""
+        if not self._counts and not self._constraints:
+            return False
+        return any(row in self._counts or self._has_bad_words(row) for row in rows.tolist())
+
+    def _has_bad_words(self, row: int) -> bool:
+        constraints = self._constraints.get(row)
+        return constraints is not None and constraints.bad_words is not None
+
     def gather(
         self, rows: IntArray, positions: IntArray, token_ids: IntArray, masks: TokenMasks | None = None
     ) -> SamplingBatch:
@@ -106,8 +116,8 @@ class SamplingRows:
         Args:
             rows: [n] the rows that sample in this step.
             positions: [n] how many tokens each row knows by now, which is the position of the one to sample.
-            token_ids: [max_num_seqs, max_len] the tokens of every row; read for rows with penalties or bad words
-                only, below their position.
+            token_ids: [max_num_seqs, max_len] the tokens of every row; read where `reads_tokens` says so, below their
+                position.
             masks: of rows with a grammar; its indices count `rows`.
         """
         return SamplingBatch(

@@ -17,12 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from quire.engine.outputs import BatchLogprobs
-
 from .batch import LogitEntries, SamplingBatch, TokenMasks
 from .constraints import apply_constraints
 from .filters import keep_min_p, keep_top_k, keep_top_p
-from .logprobs import gather_logprobs
+from .logprobs import SampledScores, gather_logprobs
 from .penalties import apply_penalties
 from .rng import uniform
 
@@ -35,7 +33,7 @@ class SamplerOutput:
     """What one step sampled, in the order of the batch."""
 
     token_ids: Tensor  # [num_reqs] int64, on the device of the logits
-    logprobs: BatchLogprobs | None
+    logprobs: SampledScores | None  # likewise
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:

@@ -1,0 +1,69 @@
+"""A rank whose results are read as late as the engine asks for them, and graphs that any device can replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.engine.config import EngineConfig
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
+from quire.engine.model_source import ModelInfo
+from quire.engine.outputs import SchedulerOutput
+from quire.workers.launched_step import LaunchedStep
+from quire.workers.parallel import ParallelContext
+from quire.workers.worker import Worker
+
+
+class RepeatedCalls:
+    """What a graph does, by calling the function again: it finds its inputs where the first call did, or nowhere."""
+
+    def __init__(self) -> None:
+        self.num_captured = 0
+        self.num_replays = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        self.num_captured += 1
+
+        def replay() -> None:
+            self.num_replays += 1
+            run()
+
+        return replay
+
+
+class InflightExecutor:
+    """Launches each step when it is given, in the caller's thread. So with two steps in flight, a step is always
+    launched before the result of the one before it was read, as on a GPU."""
+
+    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+        self._worker = Worker(config, info, ParallelContext())
+        self._worker.load_model()
+        self.graphs: RepeatedCalls | None = None
+        self.num_unread = 0  # most steps that were under way at a time
+
+    def preferred_inflight_steps(self) -> int:
+        return 2
+
+    def kv_cache_specs(self) -> list[KVCacheSpec]:
+        return self._worker.kv_cache_specs()
+
+    def available_kv_cache_bytes(self) -> list[int]:
+        return [self._worker.available_kv_cache_bytes()]
+
+    def initialize_kv_cache(self, config: KVCacheConfig) -> None:
+        self._worker.initialize_kv_cache(config)
+        self._launched: list[LaunchedStep] = []
+        if self.graphs is not None:
+            self._worker.runner.capture_graphs(self.graphs)
+
+    def execute(self, step: SchedulerOutput) -> LaunchedStep:
+        self._launched = [each for each in self._launched if not each.is_known]
+        self.num_unread = max(self.num_unread, 1 + len(self._launched))
+        self._launched.append(self._worker.launch(step))
+        return self._launched[-1]
+
+    def restart(self) -> None:
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        pass

@@ -1,0 +1,171 @@
+"""The inputs of a step in one piece of memory: written in place on the host, and one copy to the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from quire.engine.outputs import IntArray
+
+Int64Array = npt.NDArray[np.int64]
+
+_ALIGNMENT = 16  # bytes; what kernels may assume of a pointer
+_MAX_CACHED = 256  # layouts whose views are kept
+
+
+class BatchShape(NamedTuple):
+    """Counts of a step, perhaps padded: rows and tokens beyond the real ones belong to nobody."""
+
+    num_reqs: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class HostInputs:
+    """The sections of the inputs, to be written."""
+
+    token_ids: Int64Array  # [num_tokens]; -(row + 1): the last token that a row has sampled
+    positions: Int64Array  # [num_tokens]
+    slot_mapping: Int64Array  # [num_groups, num_tokens]; -1 for padding
+    rows: Int64Array  # [num_reqs]
+    sampling_rows: Int64Array  # [num_reqs], the first ones of it
+    logits_indices: Int64Array  # [num_reqs], the first ones of it: tokens whose logits are sampled from
+    query_start_loc: IntArray  # [num_reqs + 1]
+    seq_lens: IntArray  # [num_reqs]
+    block_entries: Int64Array  # [max_changes], the first ones of it: which entries of the block tables change
+    block_ids: IntArray  # [max_changes], the first ones of it: and what they become
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInputs:
+    """The same sections on the device: what the model and the sampler read."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    rows: Tensor
+    sampling_rows: Tensor
+    logits_indices: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    block_entries: Tensor
+    block_ids: Tensor
+
+
+class _Views(NamedTuple):
+    """The sections for one shape of batch."""
+
+    num_bytes: int
+    host: list[HostInputs]  # one per staging
+    device: DeviceInputs
+
+
+class _Staging:
+    """One piece of host memory, and when the device has read it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self.memory = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_cuda)
+        self._copied = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        """Until it may be written."""
+        if self._copied is not None:
+            self._copied.synchronize()
+
+    def upload(self, target: Tensor, num_bytes: int) -> None:
+        if self._copied is not None:
+            target[:num_bytes].copy_(self.memory[:num_bytes], non_blocking=True)
+            self._copied.record()
+
+
+class InputBuffers:
+    """Where the inputs of every step lie, allocated once.
+
+    Where a section begins follows from the shape of the batch alone, so a captured graph finds the inputs of every
+    batch of its shape at the addresses that it has recorded. There are as many pieces of host memory as steps in
+    flight, used in turns: writing the next step does not wait until the device has read the last. On CPU, host and
+    device are one.
+    """
+
+    def __init__(
+        self, max_num_seqs: int, max_num_tokens: int, num_groups: int, num_stagings: int, device: torch.device
+    ) -> None:
+        self._num_groups = num_groups
+        self.max_changes = max_num_seqs * num_groups  # a decode step adds at most one block to each table
+        self._largest = BatchShape(max_num_seqs, max_num_tokens)
+        num_bytes = sum(_padded_bytes(*section) for section in self._sections(self._largest).values())
+        is_cpu = device.type == "cpu"
+        self._stagings = [_Staging(num_bytes, device) for _ in range(1 if is_cpu else num_stagings)]
+        self._memory = self._stagings[0].memory if is_cpu else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._by_shape: dict[BatchShape, _Views] = {}
+        self._turn = 0
+
+    def begin(self, shape: BatchShape) -> HostInputs:
+        """Where to write the inputs of the next step. Raises `ValueError` where it is larger than there is room for."""
+        if shape.num_reqs > self._largest.num_reqs or shape.num_tokens > self._largest.num_tokens:
+            raise ValueError(f"a step of {shape} was given, but the largest was said to be {self._largest}")
+        self._turn = (self._turn + 1) % len(self._stagings)
+        self._stagings[self._turn].wait()
+        return self._views(shape).host[self._turn]
+
+    def upload(self, shape: BatchShape) -> DeviceInputs:
+        """Copy what `begin` gave to the device; the copy runs before whatever is launched next."""
+        views = self._views(shape)
+        self._stagings[self._turn].upload(self._memory, views.num_bytes)
+        return views.device
+
+    def current(self, shape: BatchShape) -> tuple[HostInputs, DeviceInputs]:
+        """What was last written, read as a batch of this shape."""
+        views = self._views(shape)
+        return views.host[self._turn], views.device
+
+    def _views(self, shape: BatchShape) -> _Views:
+        views = self._by_shape.get(shape)
+        if views is None:
+            if len(self._by_shape) >= _MAX_CACHED:  # prompts come in many shapes: the oldest goes
+                del self._by_shape[next(iter(self._by_shape))]
+            sections = self._sections(shape)
+            num_bytes = sum(_padded_bytes(*section) for section in sections.values())
+            host = [_cut(staging.memory, sections) for staging in self._stagings]
+            views = _Views(
+                num_bytes,
+                [HostInputs(**{name: view.numpy() for name, view in cut.items()}) for cut in host],
+                DeviceInputs(**_cut(self._memory, sections)),
+            )
+            self._by_shape[shape] = views
+        return views
+
+    def _sections(self, shape: BatchShape) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        num_reqs, num_tokens = shape
+        return {
+            "token_ids": (torch.int64, (num_tokens,)),
+            "positions": (torch.int64, (num_tokens,)),
+            "slot_mapping": (torch.int64, (self._num_groups, num_tokens)),
+            "rows": (torch.int64, (num_reqs,)),
+            "sampling_rows": (torch.int64, (num_reqs,)),
+            "logits_indices": (torch.int64, (num_reqs,)),
+            "query_start_loc": (torch.int32, (num_reqs + 1,)),
+            "seq_lens": (torch.int32, (num_reqs,)),
+            "block_entries": (torch.int64, (self.max_changes,)),
+            "block_ids": (torch.int32, (self.max_changes,)),
+        }
+
+
+def _cut(memory: Tensor, sections: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> dict[str, Tensor]:
+    """Views of `memory`, one section behind the other."""
+    views, begin = {}, 0
+    for name, (dtype, shape) in sections.items():
+        views[name] = memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        begin += _padded_bytes(dtype, shape)
+    return views
+
+
+def _padded_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    return -(-math.prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
