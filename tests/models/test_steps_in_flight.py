@@ -5,7 +5,9 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+import torch
 from core_driver import Driver
+from graph_checks import NUM_STEPS, run_graph_checks
 from inflight_executor import InflightExecutor, RepeatedCalls
 from test_sampling import NUM_TOKENS, requests
 from tiny_llama import make_tiny_llama
@@ -99,6 +101,14 @@ def test_a_row_changes_hands_while_its_token_is_unread(executor: InflightExecuto
         driver.core.step()
     driver.core.abort([leaving.request_id])
     assert driver.run([staying])[0].token_ids == alone[0].token_ids
+
+
+def test_every_size_of_batch() -> None:
+    """What `python -m tests.gpu` checks with CUDA graphs, and that a graph was used for each decode step."""
+    backend = RepeatedCalls()
+    results = run_graph_checks(torch.device("cpu"), lambda: backend, max_num_seqs=18)
+    assert results == dict.fromkeys((f"graph-{n}-requests" for n in (1, 2, 3, 4, 7, 8, 15, 16, 17, 18)), None)
+    assert backend.num_replays == len(results) * (NUM_STEPS - 1) + 1  # and for a prompt of one token, alone
 
 
 def test_sizes_of_graphs() -> None:

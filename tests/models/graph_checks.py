@@ -1,0 +1,153 @@
+"""Decode steps as graphs compute what the same steps do kernel by kernel, for every size of batch, two in flight.
+
+On a GPU the graphs are CUDA's (`python -m tests.gpu`); on CPU they repeat the call (`test_steps_in_flight.py`). The
+model is a small random one that is made here: no file is read.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from quire.engine.kv_cache_spec import KVCacheConfig, group_layers
+from quire.engine.outputs import BlockUpdate, NewRow, SchedulerOutput
+from quire.engine.sampling_params import SamplingParams
+from quire.workers.cuda_graphs import GraphBackend, graph_sizes
+from quire.workers.kv_cache import allocate_kv_cache
+from quire.workers.launched_step import LaunchedStep
+from quire.workers.layers.attention import KVScales
+from quire.workers.model_runner import ModelRunner, StepLimits
+from quire.workers.models.decoder import Decoder
+from quire.workers.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, RotarySpec
+from quire.workers.parallel import ParallelContext
+
+BLOCK_SIZE = 16
+NUM_BLOCKS_PER_ROW = 3
+NUM_STEPS = 12
+VOCAB_SIZE = 197
+
+
+def make_model(device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Two layers, one of them with a sliding window; weights large enough that tokens depend on the whole context."""
+    norm = NormSpec("rms", 1e-5)
+
+    def layer(window: int | None) -> LayerSpec:
+        attention = AttentionSpec(4, 2, 32, 32**-0.5, RotarySpec(32, 10000.0), sliding_window=window)
+        return LayerSpec(attention, MLPSpec(96), norm, norm)
+
+    spec = DecoderSpec(VOCAB_SIZE, 64, norm, tie_embeddings=False, layers=(layer(None), layer(9)))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        model = Decoder(spec, ParallelContext())
+    finally:
+        torch.set_default_dtype(default)
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, 0.2, generator=generator))
+    return model.to(device).eval()
+
+
+def make_runner(model: Decoder, max_num_seqs: int, device: torch.device) -> ModelRunner:
+    dtype = next(model.parameters()).dtype
+    specs = model.kv_cache_specs(BLOCK_SIZE, dtype)
+    groups = group_layers(specs, 1)
+    config = KVCacheConfig(1 + max_num_seqs * NUM_BLOCKS_PER_ROW * len(groups), BLOCK_SIZE, groups)
+    caches = allocate_kv_cache(config, specs, [KVScales()] * len(specs), model.own_layers, dtype, device)
+    limits = StepLimits(max_num_seqs, max_num_seqs * BLOCK_SIZE, NUM_BLOCKS_PER_ROW * BLOCK_SIZE, 2)
+    return ModelRunner(model, caches, config, limits, device)
+
+
+def steps_of(num_reqs: int, num_groups: int) -> list[SchedulerOutput]:
+    """`num_reqs` prompts of 1 to 16 tokens in one step, then one token of each at a time, with new blocks on the way.
+
+    Rows are given out from the last one, and their blocks lie apart.
+    """
+    rows = np.arange(num_reqs, dtype=np.int32)[::-1].copy()
+    lengths = (5 * rows % BLOCK_SIZE + 1).astype(np.int32)
+
+    def block(row: int, index: int, group: int) -> int:
+        return 1 + (index * num_groups + group) * num_reqs + row
+
+    new_rows = [
+        NewRow(
+            row=row,
+            request_id=str(row),
+            token_ids=[(7 * row + i) % VOCAB_SIZE for i in range(length)],
+            num_prompt_tokens=length,
+            sampling_params=SamplingParams(temperature=row % 2, presence_penalty=float(row % 5 == 4), max_tokens=99),
+            seed=row,
+            choice_index=0,
+            eos_token_ids=(),
+            block_ids=tuple([block(row, 0, group)] for group in range(num_groups)),
+        )
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True)
+    ]
+    first = SchedulerOutput(
+        step_id=0,
+        rows=rows,
+        num_scheduled_tokens=lengths,
+        num_computed_tokens=np.zeros_like(rows),
+        new_rows=new_rows,
+        released_rows=rows.tolist(),
+    )
+    steps = [first]
+    for step_id in range(1, NUM_STEPS):
+        computed = lengths + step_id - 1
+        updates = [
+            BlockUpdate(row, group, length // BLOCK_SIZE, [block(row, length // BLOCK_SIZE, group)])
+            for row, length in zip(rows.tolist(), computed.tolist(), strict=True)
+            for group in range(num_groups)
+            if length % BLOCK_SIZE == 0
+        ]
+        steps.append(
+            SchedulerOutput(
+                step_id=step_id,
+                rows=rows,
+                num_scheduled_tokens=np.ones_like(rows),
+                num_computed_tokens=computed,
+                block_updates=updates,
+            )
+        )
+    return steps
+
+
+def tokens_of(runner: ModelRunner, steps: list[SchedulerOutput]) -> np.ndarray:
+    """[num_steps, num_reqs] what the steps sample, each launched before the result of the last one is read."""
+    under_way: deque[LaunchedStep] = deque()
+    sampled = []
+    for step in steps:
+        under_way.append(runner.launch(step))
+        if len(under_way) > 1:
+            sampled.append(under_way.popleft().result().sampled_token_ids[:, 0])
+    return np.stack([*sampled, *(each.result().sampled_token_ids[:, 0] for each in under_way)])
+
+
+def run_graph_checks(
+    device: torch.device,
+    make_backend: Callable[[], GraphBackend],
+    *,
+    max_num_seqs: int,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, str | None]:
+    """Check name -> None, or what was wrong. For every size of graph, a batch that fills it and one that is padded."""
+    model = make_model(device, dtype)
+    num_groups = len(group_layers(model.kv_cache_specs(BLOCK_SIZE, dtype), 1))
+    eager, graphs = (make_runner(model, max_num_seqs, device) for _ in range(2))
+    graphs.capture_graphs(make_backend())
+    results: dict[str, str | None] = {}
+    sizes = graph_sizes(max_num_seqs)
+    for num_reqs in sorted({count for size in sizes for count in (size - 1, size) if count > 0}):
+        expected, found = (tokens_of(runner, steps_of(num_reqs, num_groups)) for runner in (eager, graphs))
+        differ = np.flatnonzero((expected != found).any(axis=0))
+        problem = f"requests {differ.tolist()} got other tokens" if len(differ) else None
+        if len(np.unique(expected[:, 0])) < 3:
+            problem = "the tokens repeat themselves: they prove nothing"
+        results[f"graph-{num_reqs}-requests"] = problem
+    return results
