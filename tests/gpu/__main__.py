@@ -1,7 +1,8 @@
-"""`python -m tests.gpu`: the Triton kernels on the GPU of this machine, against the float32 reference.
+"""`python -m tests.gpu`: the Triton kernels on the GPU of this machine, against the float32 reference, and CUDA graphs
+of decode steps against the same steps launched kernel by kernel.
 
-Needs torch with CUDA and triton, nothing else: no Ray, no model, no network. Exits with 1 when a check fails and with
-2 when there is no GPU.
+Needs torch with CUDA and triton, nothing else: no Ray, no model, no network. (Graphs need msgspec, pydantic and rich as
+well, and a line says when they were not checked.) Exits with 1 when a check fails and with 2 when there is no GPU.
 
 `python -m tests.gpu --bench` goes on to speed: every kernel, then steps of the engine with dummy weights in the shapes
 of Qwen3-0.6B and Llama-3.1-8B, each beside the limits measured in the same run; `--json FILE` keeps the figures. Still
@@ -23,7 +24,7 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 # A bare machine runs the checkout without installing it.
-sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests" / "kernels")]
+sys.path[:0] = [str(ROOT / part) for part in ("src", "tests/kernels", "tests/models")]
 
 ENGINE_NEEDS = ("pydantic", "msgspec", "tokenizers", "transformers")
 
@@ -55,13 +56,27 @@ def check() -> int:
     """How many checks fail."""
     from triton_checks import run_checks
 
-    results = run_checks("cuda")
+    results = run_checks("cuda") | graph_results()
     width = max(map(len, results))
     for name, problem in results.items():
         print(f"{name:<{width}}  {problem or 'ok'}")
     failed = sum(problem is not None for problem in results.values())
     print(f"{len(results) - failed} of {len(results)} checks passed")
     return failed
+
+
+def graph_results() -> dict[str, str | None]:
+    """As of the kernels: name -> None, or what was wrong."""
+    missing = [name for name in ("msgspec", "pydantic", "rich") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"CUDA graphs were not checked: {', '.join(missing)} not installed.", file=sys.stderr)
+        return {}
+    from graph_checks import run_graph_checks
+
+    from quire.workers.cuda_graphs import CudaGraphBackend
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    return run_graph_checks(device, lambda: CudaGraphBackend(device), max_num_seqs=64)
 
 
 def bench() -> dict[str, Any]:
