@@ -17,7 +17,7 @@ from quire.kernels import fp8, ops
 from quire.kernels.dispatch import forced_backend
 
 INVARIANT = [
-    Case(((1, 1100), (1, 9), (20, 50), (3, 600)), num_heads=9, num_kv_heads=3),
+    Case(((1, 1100), (1, 9), (20, 50), (3, 600)), num_heads=3, num_kv_heads=1, head_dim=32),
     Case(((1, 600), (1, 30), (9, 40)), dtype=torch.bfloat16, sliding_window=550),
 ]
 
