@@ -289,36 +289,23 @@ def test_a_lease_is_counted_by_its_observer_alone() -> None:
     assert not lease.has_run_out(1)  # another count is news, whichever it is
 
 
-@pytest.mark.parametrize("renews", [False, True])
-async def test_the_entry_of_an_engine_that_vanished_without_a_word_is_removed(
-    monkeypatch: pytest.MonkeyPatch, renews: bool
-) -> None:
-    """Its address takes connections and says nothing, as a machine does that has stopped. One that goes on renewing its
-    entry stays in the directory: it may be this side that cannot reach it."""
+async def test_the_entry_of_an_engine_that_vanished_without_a_word_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its address takes connections and says nothing, as a machine does that has stopped."""
     for module, name, seconds in (
         (transport, "HANDSHAKE_TIMEOUT_S", 0.02),
         (engine_links, "RECONNECT_S", 0.01),
         (engine_links, "MAX_RECONNECT_S", 0.05),
         (directory_module, "LEASE_S", 0.3),
-        (directory_module, "REGISTER_S", 0.05),
     ):
         monkeypatch.setattr(module, name, seconds)
     directory = Directory(DictStore(), "app")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         port = silent.getsockname()[1]
         record = EngineRecord(engine_id="e1", model=MODEL, host="127.0.0.1", port=port, max_model_len=800)
-        registration = Registration(directory, record)
-        await registration.start()
-        if not renews:
-            assert registration._keeper is not None
-            registration._keeper.cancel()
+        directory.register(record)
         client = EngineClient(directory, "gateway-1", LeastLoaded())
         started = time.monotonic()
         await client.start()
-        if renews:
-            await asyncio.sleep(1.0)  # more than three leases
-            assert directory.engine_ids() == ["e1"]
-            await registration.end()
         await until(lambda: directory.engine_ids() == [])
         assert time.monotonic() - started > 0.3
         await client.close()
