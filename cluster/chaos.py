@@ -23,7 +23,8 @@ from .api.parsing import parse_request
 from .api.protocol.fields import StrictModel
 from .api.tenants import tenant_of
 from .engine_links import EngineLink
-from .messages import Fault, Inject
+from .faults import Fault
+from .messages import Inject
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .messages import Fault
+from .faults import Fault
 
 Address = Annotated[
     str,

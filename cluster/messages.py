@@ -8,8 +8,6 @@ client's stream go on that another gateway had. Ranks receive `SchedulerOutput` 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from quire.engine.errors import EngineError, InvalidRequestError, OverloadedError, QuireError, TenantShareError
@@ -23,6 +21,8 @@ from quire.engine.outputs import (
     wire_decoder,
     wire_encoder,
 )
+
+from .faults import Fault
 
 
 class Add(msgspec.Struct, frozen=True, tag="add"):
@@ -43,9 +43,6 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 class FollowCache(msgspec.Struct, frozen=True, tag="follow_cache"):
     """Tell what the prefix cache holds: all of it now, and every change from now on."""
-
-
-Fault = Literal["kill-worker", "stop-worker", "drop-step", "kill-engine", "stop-engine"]
 
 
 class Inject(msgspec.Struct, frozen=True, tag="inject"):

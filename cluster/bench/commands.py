@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import asdict
@@ -295,6 +294,8 @@ def _parsed(parse: Callable[[str], T], text: str, option: str, wanted: str) -> T
 
 def _with_progress(load: Load) -> Result:
     """Run the load behind a progress bar on stderr (nothing is drawn where stderr is no terminal)."""
+    import asyncio
+
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -20,7 +20,7 @@ from quire.cluster.ray_local import free_ports
 from quire.engine.errors import QuireError
 
 MAX_MODEL_LEN = 2048
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
 LOG_LINES = 15
