@@ -22,6 +22,7 @@ from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 __all__ = [
     "DictStore",
+    "FakeExecutor",
     "PacedExecutor",
     "expected_tokens",
     "fake_core",
