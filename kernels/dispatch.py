@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from .elementwise import Rotation
     from .ops import AttentionMetadata
 
 logger = logging.getLogger(__name__)
@@ -25,7 +26,7 @@ BACKENDS = {
 
 
 class Backend(Protocol):
-    """The functions of a backend's package. Arguments were checked by `ops`, see there for shapes and meaning.
+    """The functions of a backend's package. `ops` and `elementwise` checked the arguments, and say what they mean.
 
     A cache in 8 bits comes to `write_kv` as bytes, with keys and values that are bytes already.
     """
@@ -48,6 +49,27 @@ class Backend(Protocol):
         key_scale: float,
         value_scale: float,
     ) -> Tensor: ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor: ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float
+    ) -> Tensor: ...
+
+    def activate_and_mul(self, gate_up: Tensor, activation: str) -> Tensor: ...
+
+    def rotate(self, heads: Tensor, rotation: Rotation) -> None: ...
+
+    def rotate_and_write_kv(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        rotation: Rotation,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+    ) -> None: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...
 

@@ -1,4 +1,4 @@
-"""The operations on the paged KV cache, linear layers and experts: all signatures of this package that others call.
+"""Operations on the paged KV cache, linear layers, experts. With those of `elementwise`: all that others call.
 
 A cache is a pair of tensors `[num_blocks, block_size, num_kv_heads, head_dim]`, one pair per layer. Slot
 `block_id * block_size + offset` holds one token. The blocks of request r, in order, stand in `block_table[r]`:
@@ -87,14 +87,14 @@ def write_kv(
         key_scale, value_scale: positive; of a cache in 8 bits.
     Raises `ValueError` or `TypeError` before anything is written.
     """
-    _check_cache(key_cache, value_cache)
-    _check_rows("key", key, key_cache)
-    _check_rows("value", value, value_cache)
+    check_cache(key_cache, value_cache)
+    check_rows("key", key, key_cache)
+    check_rows("value", value, value_cache)
     if key.shape != value.shape:
         raise ValueError(f"key and value must have one shape, got {tuple(key.shape)} and {tuple(value.shape)}")
     if key.shape[1] != key_cache.shape[2]:
         raise ValueError(f"key has {key.shape[1]} KV heads, the cache has {key_cache.shape[2]}")
-    _check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key_cache.device)
+    check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key_cache.device)
     if key_cache.dtype == fp8.DTYPE:
         # Bytes from here on: few operations of any backend know the type.
         key, value = fp8.quantize(key, key_scale).view(torch.uint8), fp8.quantize(value, value_scale).view(torch.uint8)
@@ -134,8 +134,8 @@ def paged_attention(
     What a request gets does not depend on the others of the batch.
     Raises `ValueError` or `TypeError` before anything runs.
     """
-    _check_cache(key_cache, value_cache)
-    _check_rows("query", query, key_cache)
+    check_cache(key_cache, value_cache)
+    check_rows("query", query, key_cache)
     num_heads, num_kv_heads = query.shape[1], key_cache.shape[2]
     if num_heads % num_kv_heads != 0:
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
@@ -144,7 +144,7 @@ def paged_attention(
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
     if sinks is not None:
-        _check_index("sinks", sinks, torch.float32, (num_heads,), query.device)
+        check_index("sinks", sinks, torch.float32, (num_heads,), query.device)
     _check_metadata(metadata, query, block_size=key_cache.shape[1])
     return backend_for(query.device).paged_attention(
         query,
@@ -234,7 +234,7 @@ def experts(
     )
 
 
-def _check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
+def check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
     if key_cache.dim() != 4 or key_cache.shape != value_cache.shape:
         raise ValueError(
             "key_cache and value_cache must both be [num_blocks, block_size, num_kv_heads, head_dim], "
@@ -246,7 +246,7 @@ def _check_cache(key_cache: Tensor, value_cache: Tensor) -> None:
         raise TypeError(f"the caches must share one of {CACHE_DTYPES}, got {key_cache.dtype} and {value_cache.dtype}")
 
 
-def _check_rows(name: str, rows: Tensor, cache: Tensor) -> None:
+def check_rows(name: str, rows: Tensor, cache: Tensor) -> None:
     """`rows` is [num_tokens, heads, head_dim] in the dtype and on the device of the cache."""
     if rows.dim() != 3 or rows.shape[2] != cache.shape[3]:
         raise ValueError(f"{name} must be [num_tokens, heads, {cache.shape[3]}], got {tuple(rows.shape)}")
@@ -258,7 +258,7 @@ def _check_rows(name: str, rows: Tensor, cache: Tensor) -> None:
         raise ValueError(f"{name} is on {rows.device}, the cache is on {cache.device}")
 
 
-def _check_index(name: str, index: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+def check_index(name: str, index: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if tuple(index.shape) != shape:
         raise ValueError(f"{name} must have shape {shape}, got {tuple(index.shape)}")
     if index.dtype != dtype:
@@ -275,10 +275,10 @@ def _check_metadata(metadata: AttentionMetadata, query: Tensor, block_size: int)
     if metadata.plans.get("checked") == checked:
         return
     num_reqs, starts, seq_lens = metadata.num_reqs, metadata.query_start_loc_np, metadata.seq_lens_np
-    _check_index("query_start_loc", metadata.query_start_loc, torch.int32, (num_reqs + 1,), query.device)
-    _check_index("seq_lens", metadata.seq_lens, torch.int32, (num_reqs,), query.device)
+    check_index("query_start_loc", metadata.query_start_loc, torch.int32, (num_reqs + 1,), query.device)
+    check_index("seq_lens", metadata.seq_lens, torch.int32, (num_reqs,), query.device)
     max_blocks = metadata.block_table.shape[-1]
-    _check_index("block_table", metadata.block_table, torch.int32, (num_reqs, max_blocks), query.device)
+    check_index("block_table", metadata.block_table, torch.int32, (num_reqs, max_blocks), query.device)
     if len(starts) != num_reqs + 1 or starts[0] != 0 or starts[-1] > query.shape[0]:
         raise ValueError(
             f"query_start_loc must run from 0 to at most {query.shape[0]} in {num_reqs + 1} steps, got {starts}"

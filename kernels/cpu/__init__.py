@@ -2,7 +2,20 @@
 
 from .attention import paged_attention
 from .cache import write_kv
+from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
 from .linear import linear, linear_fp8, linear_int8
 from .moe import experts
 
-__all__ = ["experts", "linear", "linear_fp8", "linear_int8", "paged_attention", "write_kv"]
+__all__ = [
+    "activate_and_mul",
+    "add_rms_norm",
+    "experts",
+    "linear",
+    "linear_fp8",
+    "linear_int8",
+    "paged_attention",
+    "rms_norm",
+    "rotate",
+    "rotate_and_write_kv",
+    "write_kv",
+]

@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ..activation import ACTIVATIONS
+from .elementwise import activate_and_mul
 from .linear import linear, linear_fp8, linear_int8
 
 
@@ -24,7 +24,6 @@ def experts(
 ) -> Tensor:
     """See `ops.experts`."""
     num_experts = len(down)
-    activate = ACTIVATIONS[activation]
     # Assignments sorted by expert; those to experts that are not here come last.
     flat = chosen.flatten()
     flat = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
@@ -36,8 +35,8 @@ def experts(
     for expert, end in enumerate(accumulate(counts[:num_experts])):
         if counts[expert]:
             own = slice(end - counts[expert], end)
-            gate, up = _project(x[tokens[own]], gate_up, gate_up_scales, expert).chunk(2, dim=-1)
-            part = _project(activate(gate).mul_(up), down, down_scales, expert)
+            gated = activate_and_mul(_project(x[tokens[own]], gate_up, gate_up_scales, expert), activation)
+            part = _project(gated, down, down_scales, expert)
             out.index_add_(0, tokens[own], part.mul_(weights[own]))
     return out
 

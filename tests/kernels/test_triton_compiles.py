@@ -14,7 +14,8 @@ if importlib.util.find_spec("triton") is None:
 
 from ahead_of_time import SHARED_MEMORY, compiled_launches
 
-from quire.kernels import fp8, ops
+from quire.kernels import elementwise, fp8, ops
+from quire.kernels.elementwise import Rotation
 
 MIXED = ((1, 600), (40, 300))  # a decode with two splits and a chunk
 BF16 = torch.bfloat16
@@ -58,6 +59,20 @@ def test_write_kv(dtype: torch.dtype) -> None:
     with compiled_launches() as launched:
         ops.write_kv(*rows, *caches, torch.arange(5))
     assert names(launched) == ["_write_kv_kernel"]
+
+
+def test_norms_activations_and_rotations() -> None:
+    x, stream, weight = torch.zeros(5, 2048, dtype=BF16), torch.zeros(5, 2048, dtype=BF16), torch.ones(2048, dtype=BF16)
+    heads = torch.zeros(5, 16, 128, dtype=BF16)
+    caches = torch.zeros(2, 3, 16, 4, 128, dtype=BF16)
+    rotation = Rotation(torch.ones(5, 32), torch.zeros(5, 32), interleaved=False)
+    with compiled_launches() as launched:
+        elementwise.rms_norm(heads, weight[:128], 1e-6)
+        elementwise.add_rms_norm(x, stream, weight, 1e-6)
+        elementwise.activate_and_mul(x, "gelu")
+        elementwise.rotate(heads, rotation._replace(interleaved=True))
+        elementwise.rotate_and_write_kv(heads[:, :8], heads[:, 8:12], heads[:, 12:], rotation, *caches, torch.arange(5))
+    assert names(launched) == ["_norm_kernel"] * 2 + ["_gate_kernel"] + ["_rotate_kernel"] * 2
 
 
 @pytest.mark.parametrize("kind", [torch.int8, fp8.DTYPE])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import elementwise_cases
 import torch
 from expert_cases import EXPERT_CASES, EXPERT_TOLERANCE, ExpertCase, build_experts, run_experts
 from kernel_cases import CASES, TOLERANCE, Case, alone, attend, build
@@ -95,6 +96,19 @@ def experts_error(case: ExpertCase, device: str) -> float:
     return float((out.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max())
 
 
+def elementwise_problem(name: str, dtype: torch.dtype, device: str) -> str | None:
+    """Where a norm, a gated activation or a rotation differs from the reference."""
+    check = elementwise_cases.checks(dtype, device)[name]
+    with forced_backend("triton"):
+        got = check()
+    try:
+        for one, expected in zip(got, elementwise_cases.reference(check), strict=True):
+            torch.testing.assert_close(one, expected, **elementwise_cases.tolerance(name, dtype))
+    except AssertionError as error:
+        return str(error)
+    return None
+
+
 def checks() -> dict[str, Callable[[str], str | None]]:
     """By name; a check takes a device and says what is wrong."""
     named: dict[str, Callable[[str], str | None]] = {}
@@ -104,6 +118,9 @@ def checks() -> dict[str, Callable[[str], str | None]]:
         named[f"alone-{case.name}"] = lambda device, case=case: wrong(
             is_the_same_alone(case, device), "other bits than alone"
         )
+    for dtype in ops.DTYPES:
+        for name in elementwise_cases.checks(dtype):
+            named[name] = lambda device, name=name, dtype=dtype: elementwise_problem(name, dtype, device)
     for kind, num_rows, dtype, bias in (
         (torch.int8, 1, torch.float32, True),
         (torch.int8, 70, torch.float32, False),

@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from quire.engine.errors import ConfigError
-from quire.workers.layers.rotary import Rotation, inverse_frequencies, rotate
+from quire.workers.layers.rotary import inverse_frequencies
 from quire.workers.models.families.reading import rotary_spec
 
 HEAD_DIM, CONTEXT = 32, 4096
@@ -48,13 +48,3 @@ def test_unknown_kind() -> None:
     config = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "spiral"}}
     with pytest.raises(ConfigError, match=r"rope_type 'spiral' is not supported; default, linear, .* longrope are"):
         rotary_spec(config, 64, 32)
-
-
-def test_pairs() -> None:
-    """A quarter turn of both pairs of the first four channels; the other two channels stay."""
-    heads = torch.tensor([[[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]]])
-    cos = torch.zeros(1, 1, 4)
-    halves = rotate(heads, Rotation(cos, torch.tensor([[[-1.0, -1.0, 1.0, 1.0]]]), interleaved=False))
-    assert halves.flatten().tolist() == [-3.0, -4.0, 1.0, 2.0, 5.0, 6.0]
-    neighbours = rotate(heads, Rotation(cos, torch.tensor([[[-1.0, 1.0, -1.0, 1.0]]]), interleaved=True))
-    assert neighbours.flatten().tolist() == [-2.0, 1.0, -4.0, 3.0, 5.0, 6.0]

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
+from quire.kernels.elementwise import Rotation, rotate_and_write_kv
 from quire.kernels.ops import AttentionMetadata, paged_attention, write_kv
 
 from ..models.spec import AttentionSpec
 from ..parallel import ParallelContext
 from .linear import QKVParallelLinear, RowParallelLinear, shard_heads
 from .qk_norm import qk_norm
-from .rotary import Rotation, rotate
 
 
 class KVScales(NamedTuple):
@@ -43,18 +42,27 @@ class LayerCache:
         sliding_window: int | None,
         softcap: float | None,
         sinks: Tensor | None = None,
+        rotation: Rotation | None = None,
     ) -> Tensor:
-        """Store the keys and values of new tokens, then attend to all: [num_tokens, num_heads, head_dim]."""
-        scales = self.scales
-        write_kv(
-            key,
-            value,
-            self.key,
-            self.value,
-            metadata.slot_mapping,
-            key_scale=scales.key,
-            value_scale=scales.value,
-        )
+        """Store the keys and values of new tokens, then attend to all: [num_tokens, num_heads, head_dim].
+
+        With a `rotation`, queries (in place) and keys are rotated first.
+        """
+        scales, slots = self.scales, metadata.slot_mapping
+        if rotation is None:
+            write_kv(key, value, self.key, self.value, slots, key_scale=scales.key, value_scale=scales.value)
+        else:
+            rotate_and_write_kv(
+                query,
+                key,
+                value,
+                rotation,
+                self.key,
+                self.value,
+                slots,
+                key_scale=scales.key,
+                value_scale=scales.value,
+            )
         return paged_attention(
             query,
             self.key,
@@ -91,15 +99,12 @@ class Attention(nn.Module):
         spec = self._spec
         num_tokens = x.shape[0]
         heads = self.qkv(x).view(num_tokens, -1, spec.head_dim)
-        num_rotated = self._num_heads + self.num_kv_heads
-        rotated, value = heads[:, :num_rotated], heads[:, num_rotated:]
+        end_of_keys = self._num_heads + self.num_kv_heads
+        query, key, value = heads[:, : self._num_heads], heads[:, self._num_heads : end_of_keys], heads[:, end_of_keys:]
         if self.qk_norm is not None:
-            rotated = torch.cat(self.qk_norm(rotated[:, : self._num_heads], rotated[:, self._num_heads :]), dim=1)
+            query, key = self.qk_norm(query, key)
         if spec.qkv_clip is not None:
-            rotated, value = rotated.clamp(-spec.qkv_clip, spec.qkv_clip), value.clamp(-spec.qkv_clip, spec.qkv_clip)
-        if rotation is not None:  # queries and keys lie side by side: one rotation for both
-            rotated = rotate(rotated, rotation)
-        query, key = rotated[:, : self._num_heads], rotated[:, self._num_heads :]
+            query, key, value = (x.clamp(-spec.qkv_clip, spec.qkv_clip) for x in (query, key, value))
         attended = cache.attend(
             query,
             key,
@@ -108,6 +113,7 @@ class Attention(nn.Module):
             scale=spec.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
+            rotation=rotation,
         )
         out: Tensor = self.output(attended.view(num_tokens, self._num_heads * spec.head_dim))
         return out

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from quire.kernels.activation import ACTIVATIONS
+from quire.kernels.elementwise import activate_and_mul
+
 from ..models.spec import MLPSpec
 from ..parallel import ParallelContext
-from .activation import ACTIVATIONS
 from .linear import MergedColumnParallelLinear, RowParallelLinear
 
 
@@ -17,15 +19,13 @@ class GatedMLP(nn.Module):
         super().__init__()
         size = spec.intermediate_size
         part = parallel.split(size)
-        self._own_size = len(part)
-        self._activation = ACTIVATIONS[spec.activation]
+        self._activation = spec.activation
         self.gate_up = MergedColumnParallelLinear(hidden_size, size, ("gate", "up"), parallel, bias=spec.bias)
         self.down = RowParallelLinear(size, hidden_size, part, parallel, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
-        gate, up = self.gate_up(x).split(self._own_size, dim=-1)
-        out: Tensor = self.down(self._activation(gate).mul_(up))
+        out: Tensor = self.down(activate_and_mul(self.gate_up(x), self._activation))
         return out
 
 

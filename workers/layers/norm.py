@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.kernels.elementwise import add_rms_norm, rms_norm
+
 from ..models.spec import NormSpec
 from .parameter import ShardedParameter, replicated
 
@@ -21,14 +23,31 @@ class Norm(nn.Module):
         self.bias = ShardedParameter(torch.empty(size), replicated((size,))) if spec.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape [..., size]; accumulated in float32."""
-        if self._spec.kind == "layer":
-            return F.layer_norm(x, self._shape, self.weight, self.bias, self._spec.eps)
-        if self._spec.unit_offset:
-            # In float32: one plus a small weight would lose most of it in a short type.
-            return F.rms_norm(x.float(), self._shape, 1.0 + self.weight.float(), self._spec.eps).to(x.dtype)
-        return F.rms_norm(x, self._shape, self.weight, self._spec.eps)
+        """[num_rows, size] or [num_tokens, num_heads, size] -> the same shape; accumulated in float32."""
+        spec = self._spec
+        if spec.kind == "layer":
+            return F.layer_norm(x, self._shape, self.weight, self.bias, spec.eps)
+        return rms_norm(x, self.weight, spec.eps, unit_offset=spec.unit_offset)
+
+    def after_adding(self, x: Tensor, stream: Tensor, multiplier: float) -> Tensor:
+        """stream += multiplier * x, in place; returns the norm of that. Both are [num_tokens, size]."""
+        spec = self._spec
+        if spec.kind == "layer":
+            return F.layer_norm(stream.add_(x, alpha=multiplier), self._shape, self.weight, self.bias, spec.eps)
+        return add_rms_norm(x, stream, self.weight, spec.eps, unit_offset=spec.unit_offset, multiplier=multiplier)
 
 
-def norm_or_identity(spec: NormSpec | None, size: int) -> nn.Module:
-    return nn.Identity() if spec is None else Norm(spec, size)
+class NoNorm(nn.Module):
+    """Where a layer has no norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` itself."""
+        return x
+
+    def after_adding(self, x: Tensor, stream: Tensor, multiplier: float) -> Tensor:
+        """stream += multiplier * x, in place; returns the stream itself."""
+        return stream.add_(x, alpha=multiplier)
+
+
+def optional_norm(spec: NormSpec | None, size: int) -> Norm | NoNorm:
+    return NoNorm() if spec is None else Norm(spec, size)

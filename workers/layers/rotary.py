@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from quire.kernels.elementwise import Rotation
 
 from ..models.spec import (
     ChannelScaling,
@@ -16,14 +17,6 @@ from ..models.spec import (
     RotarySpec,
     YarnScaling,
 )
-
-
-class Rotation(NamedTuple):
-    """The rotations of the tokens of one step, in the dtype of the model."""
-
-    cos: Tensor  # [num_tokens, 1, rotary_dim]
-    sin: Tensor  # [num_tokens, 1, rotary_dim], negated for the first channel of each pair
-    interleaved: bool  # pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
 
 
 class RotaryEmbedding(nn.Module):
@@ -36,31 +29,14 @@ class RotaryEmbedding(nn.Module):
         self._spec = spec
         self.register_buffer("inv_freq", inverse_frequencies(spec), persistent=False)
 
-    def forward(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+    def forward(self, positions: Tensor) -> Rotation:
         """positions: [num_tokens] int64."""
         angles = positions[:, None].float() * self.inv_freq
-        cos, sin = angles.cos() * self._spec.magnitude, angles.sin() * self._spec.magnitude
-        if self._spec.interleaved:
-            cos, sin = cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
-        else:
-            cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return Rotation(cos.to(dtype).unsqueeze(1), sin.to(dtype).unsqueeze(1), self._spec.interleaved)
-
-
-def rotate(heads: Tensor, rotation: Rotation) -> Tensor:
-    """heads: [num_tokens, num_heads, head_dim] -> the same shape, contiguous; channels from rotary_dim on are kept.
-
-    A pair (a, b) becomes (a cos - b sin, b cos + a sin).
-    """
-    cos, sin, interleaved = rotation
-    rotary_dim = cos.shape[-1]
-    if rotary_dim < heads.shape[-1]:
-        rotated = rotate(heads[..., :rotary_dim], rotation)
-        return torch.cat((rotated, heads[..., rotary_dim:]), dim=-1)
-    if not interleaved:
-        return torch.addcmul(heads * cos, heads.roll(rotary_dim // 2, dims=-1), sin)
-    pairs = heads.reshape(*heads.shape[:-1], -1, 2)
-    return torch.addcmul(heads * cos, pairs.flip(-1).flatten(-2), sin)
+        cos, sin = angles.cos(), angles.sin()
+        magnitude = self._spec.magnitude
+        if magnitude != 1.0:
+            cos, sin = cos * magnitude, sin * magnitude
+        return Rotation(cos, sin, self._spec.interleaved)
 
 
 def inverse_frequencies(spec: RotarySpec) -> Tensor:

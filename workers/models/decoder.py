@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quire.engine.kv_cache_spec import KVCacheSpec, split_range
+from quire.kernels.elementwise import Rotation
 from quire.kernels.ops import AttentionMetadata
 
 from ..layers.attention import Attention, LayerCache
@@ -15,11 +17,18 @@ from ..layers.embedding import PositionEmbedding, VocabParallelEmbedding
 from ..layers.linear import shard_heads
 from ..layers.mlp import MLP, GatedMLP
 from ..layers.moe import MixtureOfExperts
-from ..layers.norm import Norm, norm_or_identity
-from ..layers.rotary import RotaryEmbedding, Rotation
+from ..layers.norm import Norm, optional_norm
+from ..layers.rotary import RotaryEmbedding
 from ..parallel import ParallelContext
 from .sizes import check_sizes
 from .spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec
+
+
+class Update(NamedTuple):
+    """What a block adds to the residual stream."""
+
+    value: Tensor  # [num_tokens, hidden_size]
+    multiplier: float
 
 
 class DecoderLayer(nn.Module):
@@ -28,24 +37,37 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: LayerSpec, hidden_size: int, parallel: ParallelContext) -> None:
         super().__init__()
         self._spec = spec
-        self.attention_norm = norm_or_identity(spec.attention_norm, hidden_size)
+        self.attention_norm = optional_norm(spec.attention_norm, hidden_size)
         self.attention = Attention(spec.attention, hidden_size, parallel)
-        self.attention_out_norm = norm_or_identity(spec.attention_out_norm, hidden_size)
-        self.mlp_norm = norm_or_identity(spec.mlp_norm, hidden_size)
+        self.attention_out_norm = optional_norm(spec.attention_out_norm, hidden_size)
+        self.mlp_norm = optional_norm(spec.mlp_norm, hidden_size)
         self.mlp = _mlp(spec.mlp, hidden_size, parallel)
-        self.mlp_out_norm = norm_or_identity(spec.mlp_out_norm, hidden_size)
+        self.mlp_out_norm = optional_norm(spec.mlp_out_norm, hidden_size)
 
-    def forward(self, x: Tensor, rotation: Rotation | None, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
-        """x: [num_tokens, hidden_size], the residual stream; overwritten and returned."""
+    def forward(
+        self,
+        x: Tensor,
+        update: Update | None,
+        rotation: Rotation | None,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> Update:
+        """x: [num_tokens, hidden_size], the residual stream, to which `update` and the attention are added in place.
+
+        Returns what is still to be added: the next norm does that in the same pass.
+        """
         spec = self._spec
-        normed = self.attention_norm(x)
+        if update is None:
+            normed = self.attention_norm(x)
+        else:
+            normed = self.attention_norm.after_adding(update.value, x, update.multiplier)
         attended = self.attention_out_norm(self.attention(normed, rotation, cache, metadata))
         if spec.parallel:
             mlp_input = normed if spec.mlp_norm is None else self.mlp_norm(x)
             attended += self.mlp_out_norm(self.mlp(mlp_input))
-            return x.add_(attended, alpha=spec.residual_multiplier)
-        x.add_(attended, alpha=spec.residual_multiplier)
-        return x.add_(self.mlp_out_norm(self.mlp(self.mlp_norm(x))), alpha=spec.residual_multiplier)
+            return Update(attended, spec.residual_multiplier)
+        normed = self.mlp_norm.after_adding(attended, x, spec.residual_multiplier)
+        return Update(self.mlp_out_norm(self.mlp(normed)), spec.residual_multiplier)
 
 
 class Decoder(nn.Module):
@@ -110,11 +132,14 @@ class Decoder(nn.Module):
         final norm is left to `logits`, which only the rows that sample go through.
         """
         x = self._embed(token_ids, positions) if self._parallel.is_first_stage else self._receive(len(token_ids))
-        rotations = [rotary(positions, x.dtype) for rotary in self.rotaries]
+        rotations = [rotary(positions) for rotary in self.rotaries]
+        update: Update | None = None
         for layer, rotary, cache, layer_metadata in zip(
             self.layers.values(), self._rotary_of_layer, caches, metadata, strict=True
         ):
-            x = layer(x, None if rotary is None else rotations[rotary], cache, layer_metadata)
+            update = layer(x, update, None if rotary is None else rotations[rotary], cache, layer_metadata)
+        if update is not None:
+            x.add_(update.value, alpha=update.multiplier)
         if not self._parallel.is_last_stage:
             self._parallel.send(x)
         return x

@@ -1,0 +1,54 @@
+# mypy: disable-error-code="no-untyped-call"
+"""Calls of compiled functions that divide rows among threads, with as little ado as possible.
+
+A decode step makes more than a hundred of them, most of which have a few microseconds of work: no more than a torch
+operator takes to find its kernel. So a small one is a plain C call on the calling thread, which keeps the interpreter's
+lock (to hand it over and wait for it again costs more); a large one is run by all threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from .threads import run_parallel
+
+_SMALL_NS = 40_000  # less than this much work wakes no other thread
+_ITEM_NS = 20_000  # what a thread takes at once
+
+
+class Arguments:
+    """The arguments of a compiled function, in memory: int64, then the `floats`, float64.
+
+    The first three are everyone's: how many rows have been taken, how many are taken at once, and how many there are.
+    """
+
+    def __init__(self, *names: str, floats: tuple[str, ...] = ()) -> None:
+        everything = ("taken", "grain", "num_rows", *names, *floats)
+        fields = [(name, ctypes.c_double if name in floats else ctypes.c_int64) for name in everything]
+        self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
+        self.dtype: np.dtype[Any] = np.dtype([(n, np.float64 if n in floats else np.int64) for n in everything])
+
+
+class RowFunction:
+    """A compiled `function(address of its arguments)`, which takes `grain` rows at a time until none are left."""
+
+    def __init__(self, worker: Any, arguments: Arguments, element_ns: float) -> None:
+        """`element_ns` is about what one element of a row takes, in nanoseconds."""
+        self._worker = worker
+        self._structure = arguments.structure
+        self._element_ns = element_ns
+        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(worker.address)
+
+    def __call__(self, num_rows: int, row_size: int, *arguments: float) -> None:
+        """`row_size` is the number of elements of a row, `arguments` what follows `num_rows`."""
+        row_ns = row_size * self._element_ns
+        if num_rows * row_ns < _SMALL_NS:
+            given = self._structure(0, num_rows, num_rows, *arguments)
+            self._call(ctypes.addressof(given))
+            return
+        grain = max(1, int(_ITEM_NS / row_ns))
+        given = self._structure(0, grain, num_rows, *arguments)
+        run_parallel(self._worker.ctypes, ctypes.addressof(given))

@@ -1,0 +1,305 @@
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
+# (compiled functions and their views into memory are not Python to a type checker)
+"""Norms, gated activations and rotations on CPU, compiled with Numba, in float32 and bfloat16.
+
+torch takes three to six operators for each of them, and for a few rows an operator's call costs more than its work. A
+row is widened into float32 scratch, worked on there (it stays in the first-level cache), and rounded when it is stored,
+to nearest, ties to even. bfloat16 is the upper half of a float32, so both ways are shifts.
+
+The sum of a norm is reordered into vectors by the compiler, once for all: a row's result depends on its size alone.
+Other dtypes, and activations that need an error function, are left to torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types
+from torch import Tensor
+
+from ..activation import ACTIVATIONS
+from ..reference import elementwise as reference
+from .call import Arguments, RowFunction
+from .intrinsics import fetch_add, pointer
+
+if TYPE_CHECKING:
+    from ..elementwise import Rotation
+
+_COMPILED = (torch.float32, torch.bfloat16)
+_SILU_SCALE, _GELU_SCALE, _GELU_CUBE = 1.0, 2.0 * (2.0 / np.pi) ** 0.5, 0.044715
+_LOG2_E = np.float32(1.44269504)
+_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+
+_NORM = Arguments(
+    "heads", "x", "x_stride", "head_stride", "residual", "residual_stride", "weight", "out", "size", "short",
+    floats=("eps", "offset", "multiplier"),
+)  # fmt: skip
+_GATE = Arguments("gate_up", "stride", "out", "size", "short", floats=("scale", "cube"))
+_ROTATE = Arguments("heads", "num_heads", "stride", "head_stride", "cos", "sin", "num_pairs", "interleaved", "short")
+_WRITE = Arguments(
+    "query", "num_heads", "query_stride", "query_head_stride", "cos", "sin", "num_pairs", "interleaved", "short",
+    "key", "num_kv_heads", "key_stride", "key_head_stride", "value", "value_stride", "value_head_stride",
+    "key_cache", "value_cache", "slots", "head_dim",
+)  # fmt: skip
+
+
+_NORM_TYPE, _GATE_TYPE, _ROTATE_TYPE, _WRITE_TYPE = _NORM.dtype, _GATE.dtype, _ROTATE.dtype, _WRITE.dtype
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """See `elementwise.rms_norm`; `offset` is what the weight is stored minus."""
+    if x.dtype not in _COMPILED:
+        return reference.rms_norm(x, weight, eps, offset)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    size, width = weight.shape[0], x.itemsize
+    heads = 1 if x.dim() == 2 else x.shape[1]
+    head_stride = 0 if heads == 1 else x.stride(1) * width
+    _norm(
+        x.shape[0] * heads, size,
+        heads, x.data_ptr(), x.stride(0) * width, head_stride, 0, 0, weight.data_ptr(), out.data_ptr(), size,
+        width == 2, eps, offset, 0.0,
+    )  # fmt: skip
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float) -> Tensor:
+    """See `elementwise.add_rms_norm`."""
+    if x.dtype not in _COMPILED:
+        return reference.add_rms_norm(x, residual, weight, eps, offset, multiplier)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    (num_rows, size), width = x.shape, x.itemsize
+    _norm(
+        num_rows, size,
+        1, x.data_ptr(), x.stride(0) * width, 0, residual.data_ptr(), residual.stride(0) * width, weight.data_ptr(),
+        out.data_ptr(), size, width == 2, eps, offset, multiplier,
+    )  # fmt: skip
+    return out
+
+
+def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """See `elementwise.activate_and_mul`."""
+    num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+    if activation in ("gelu", "relu"):
+        gate, up = gate_up.split(size, dim=1)
+        return ACTIVATIONS[activation](gate).mul_(up)
+    if gate_up.dtype not in _COMPILED:
+        return reference.activate_and_mul(gate_up, activation)
+    out = gate_up.new_empty(num_rows, size)
+    scale, cube = (_SILU_SCALE, 0.0) if activation == "silu" else (_GELU_SCALE, _GELU_CUBE)
+    width = gate_up.itemsize
+    _gate(
+        num_rows, size,
+        gate_up.data_ptr(), gate_up.stride(0) * width, out.data_ptr(), size, width == 2, scale, cube,
+    )  # fmt: skip
+    return out
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> None:
+    """See `elementwise.rotate`."""
+    if heads.dtype not in _COMPILED:
+        reference.rotate(heads, rotation)
+        return
+    cos, sin, interleaved = rotation
+    (num_tokens, num_heads, head_dim), width = heads.shape, heads.itemsize
+    _rotate(
+        num_tokens, num_heads * head_dim,
+        heads.data_ptr(), num_heads, heads.stride(0) * width, heads.stride(1) * width,
+        cos.data_ptr(), sin.data_ptr(), cos.shape[1], interleaved, width == 2,
+    )  # fmt: skip
+
+
+def rotate_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: Rotation,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """See `elementwise.rotate_and_write_kv`."""
+    if query.dtype not in _COMPILED:
+        reference.rotate_and_write_kv(query, key, value, rotation, key_cache, value_cache, slot_mapping)
+        return
+    cos, sin, interleaved = rotation
+    (num_tokens, num_heads, head_dim), num_kv_heads, width = query.shape, key.shape[1], query.itemsize
+    _write(
+        num_tokens, (num_heads + 2 * num_kv_heads) * head_dim,
+        query.data_ptr(), num_heads, query.stride(0) * width, query.stride(1) * width,
+        cos.data_ptr(), sin.data_ptr(), cos.shape[1], interleaved, width == 2,
+        key.data_ptr(), num_kv_heads, key.stride(0) * width, key.stride(1) * width,
+        value.data_ptr(), value.stride(0) * width, value.stride(1) * width,
+        key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim,
+    )  # fmt: skip
+
+
+@njit(error_model="numpy", cache=True)
+def _load(address: int, count: int, short: int, row: Any) -> None:
+    """`count` numbers at an address into float32 scratch; `short` where they are bfloat16."""
+    if short:
+        bits = carray(pointer(address), (count,), np.uint16)
+        words = row.view(np.uint32)
+        for i in range(count):
+            words[i] = np.uint32(bits[i]) << np.uint32(16)
+    else:
+        values = carray(pointer(address), (count,), np.float32)
+        for i in range(count):
+            row[i] = values[i]
+
+
+@njit(error_model="numpy", cache=True)
+def _store(row: Any, count: int, short: int, address: int) -> None:
+    """The way back, rounded to nearest, ties to even. NaN stays NaN."""
+    if short:
+        bits = carray(pointer(address), (count,), np.uint16)
+        words = row.view(np.uint32)
+        for i in range(count):
+            word = np.uint32(words[i])
+            rounded = np.uint32(word + np.uint32(0x7FFF) + np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1)))
+            not_a_number = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+            bits[i] = np.uint16(0x7FC0) if not_a_number else np.uint16(rounded >> np.uint32(16))
+    else:
+        values = carray(pointer(address), (count,), np.float32)
+        for i in range(count):
+            values[i] = row[i]
+
+
+@njit(fastmath={"reassoc", "contract"}, error_model="numpy", cache=True)
+def _sum_of_squares(row: Any, size: int) -> Any:
+    total = np.float32(0.0)
+    for i in range(size):
+        total += row[i] * row[i]
+    return total
+
+
+@cfunc(types.void(types.int64), cache=True, error_model="numpy")
+def _norm_worker(address: int) -> None:
+    a = carray(pointer(address), (1,), _NORM_TYPE)[0]
+    size, offset, multiplier = a.size, np.float32(a.offset), np.float32(a.multiplier)
+    row, other, weight = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+    _load(a.weight, size, a.short, weight)
+    for i in range(size):
+        weight[i] += offset
+    while True:
+        first = fetch_add(address, a.grain)
+        if first >= a.num_rows:
+            return
+        for index in range(first, min(first + a.grain, a.num_rows)):
+            token, head = index // a.heads, index % a.heads
+            _load(a.x + token * a.x_stride + head * a.head_stride, size, a.short, row)
+            if a.residual != 0:
+                residual = a.residual + token * a.residual_stride
+                _load(residual, size, a.short, other)
+                for i in range(size):
+                    row[i] = other[i] + multiplier * row[i]
+                _store(row, size, a.short, residual)
+                if a.short:
+                    _load(residual, size, a.short, row)  # what was rounded is what is normalized
+            mean = np.float64(_sum_of_squares(row, size)) / size
+            scale = np.float32(1.0 / np.sqrt(mean + a.eps))
+            for i in range(size):
+                row[i] = row[i] * scale * weight[i]
+            _store(row, size, a.short, a.out + index * size * (2 if a.short else 4))
+
+
+@njit(fastmath={"contract"}, error_model="numpy", cache=True)
+def _exp(x: Any) -> Any:
+    """exp(x) to 2 units of float32, in operations that vectorise; at most 2 ** 127 and at least 2 ** -126."""
+    x = min(max(x, np.float32(-87.0)), np.float32(87.0))
+    whole = np.floor(x * _LOG2_E + np.float32(0.5))
+    r = (x - whole * _LN2_HIGH) - whole * _LN2_LOW
+    p = np.float32(1.9875691500e-4)  # the polynomial of Cephes' expf on [-ln(2) / 2, ln(2) / 2]
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    p = p * r * r + r + np.float32(1.0)
+    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+
+
+@cfunc(types.void(types.int64), cache=True, error_model="numpy", fastmath={"contract"})
+def _gate_worker(address: int) -> None:
+    """x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) = 2 sigmoid(2u), gelu by tanh."""
+    a = carray(pointer(address), (1,), _GATE_TYPE)[0]
+    size, scale, cube, width = a.size, np.float32(a.scale), np.float32(a.cube), 2 if a.short else 4
+    gate, up = np.empty(size, np.float32), np.empty(size, np.float32)
+    while True:
+        first = fetch_add(address, a.grain)
+        if first >= a.num_rows:
+            return
+        for index in range(first, min(first + a.grain, a.num_rows)):
+            _load(a.gate_up + index * a.stride, size, a.short, gate)
+            _load(a.gate_up + index * a.stride + size * width, size, a.short, up)
+            for i in range(size):
+                x = gate[i]
+                up[i] = x / (np.float32(1.0) + _exp(-(scale * (x + cube * x * x * x)))) * up[i]
+            _store(up, size, a.short, a.out + index * size * width)
+
+
+@njit(fastmath={"contract"}, error_model="numpy", cache=True)
+def _turn(head: Any, cos: Any, sin: Any, num_pairs: int, interleaved: int) -> None:
+    """Rotate one head in float32 scratch."""
+    if interleaved:
+        for i in range(num_pairs):
+            x, y = head[2 * i], head[2 * i + 1]
+            head[2 * i], head[2 * i + 1] = x * cos[i] - y * sin[i], y * cos[i] + x * sin[i]
+    else:
+        for i in range(num_pairs):
+            x, y = head[i], head[i + num_pairs]
+            head[i], head[i + num_pairs] = x * cos[i] - y * sin[i], y * cos[i] + x * sin[i]
+
+
+@cfunc(types.void(types.int64), cache=True, error_model="numpy")
+def _rotate_worker(address: int) -> None:
+    a = carray(pointer(address), (1,), _ROTATE_TYPE)[0]
+    num_pairs = a.num_pairs
+    row = np.empty(2 * num_pairs, np.float32)
+    while True:
+        first = fetch_add(address, a.grain)
+        if first >= a.num_rows:
+            return
+        for token in range(first, min(first + a.grain, a.num_rows)):
+            cos = carray(pointer(a.cos + token * num_pairs * 4), (num_pairs,), np.float32)
+            sin = carray(pointer(a.sin + token * num_pairs * 4), (num_pairs,), np.float32)
+            for head in range(a.num_heads):
+                place = a.heads + token * a.stride + head * a.head_stride
+                _load(place, 2 * num_pairs, a.short, row)
+                _turn(row, cos, sin, num_pairs, a.interleaved)
+                _store(row, 2 * num_pairs, a.short, place)
+
+
+@cfunc(types.void(types.int64), cache=True, error_model="numpy")
+def _write_worker(address: int) -> None:
+    a = carray(pointer(address), (1,), _WRITE_TYPE)[0]
+    num_pairs, head_dim, width = a.num_pairs, a.head_dim, 2 if a.short else 4
+    row = np.empty(head_dim, np.float32)
+    slots = carray(pointer(a.slots), (a.num_rows,), np.int64)
+    while True:
+        first = fetch_add(address, a.grain)
+        if first >= a.num_rows:
+            return
+        for token in range(first, min(first + a.grain, a.num_rows)):
+            cos = carray(pointer(a.cos + token * num_pairs * 4), (num_pairs,), np.float32)
+            sin = carray(pointer(a.sin + token * num_pairs * 4), (num_pairs,), np.float32)
+            for head in range(a.num_heads):
+                place = a.query + token * a.query_stride + head * a.query_head_stride
+                _load(place, 2 * num_pairs, a.short, row)
+                _turn(row, cos, sin, num_pairs, a.interleaved)
+                _store(row, 2 * num_pairs, a.short, place)
+            if slots[token] < 0:
+                continue
+            for head in range(a.num_kv_heads):
+                target = (slots[token] * a.num_kv_heads + head) * head_dim * width
+                _load(a.key + token * a.key_stride + head * a.key_head_stride, head_dim, a.short, row)
+                _turn(row, cos, sin, num_pairs, a.interleaved)
+                _store(row, head_dim, a.short, a.key_cache + target)
+                _load(a.value + token * a.value_stride + head * a.value_head_stride, head_dim, a.short, row)
+                _store(row, head_dim, a.short, a.value_cache + target)
+
+
+# About what an element takes, in nanoseconds.
+_norm, _gate = RowFunction(_norm_worker, _NORM, 0.4), RowFunction(_gate_worker, _GATE, 1.0)
+_rotate, _write = RowFunction(_rotate_worker, _ROTATE, 0.4), RowFunction(_write_worker, _WRITE, 0.4)

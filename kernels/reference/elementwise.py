@@ -1,0 +1,63 @@
+"""Reference of norms, gated activations and rotations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..activation import ACTIVATIONS
+from .attention import write_kv
+
+if TYPE_CHECKING:
+    from ..elementwise import Rotation
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """See `elementwise.rms_norm`; `offset` is what the weight is stored minus."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * (weight.float() + offset)).to(x.dtype).contiguous()
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float) -> Tensor:
+    """See `elementwise.add_rms_norm`."""
+    residual.copy_(residual.float() + multiplier * x.float())
+    return rms_norm(residual, weight, eps, offset)
+
+
+def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
+    """See `elementwise.activate_and_mul`."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+
+
+def rotate(heads: Tensor, rotation: Rotation) -> None:
+    """See `elementwise.rotate`."""
+    cos, sin = rotation.cos[:, None], rotation.sin[:, None]
+    num_pairs = cos.shape[-1]
+    if rotation.interleaved:
+        first, second = heads[..., 0 : 2 * num_pairs : 2], heads[..., 1 : 2 * num_pairs : 2]
+    else:
+        first, second = heads[..., :num_pairs], heads[..., num_pairs : 2 * num_pairs]
+    a, b = first.float(), second.float()
+    turned = a * cos - b * sin, b * cos + a * sin  # both, before either overwrites what it is made of
+    first.copy_(turned[0])
+    second.copy_(turned[1])
+
+
+def rotate_and_write_kv(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: Rotation,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+) -> None:
+    """See `elementwise.rotate_and_write_kv`."""
+    rotate(query, rotation)
+    key = key.clone()
+    rotate(key, rotation)
+    write_kv(key, value, key_cache, value_cache, slot_mapping)
