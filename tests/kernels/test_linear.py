@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from quire.kernels import fp8, ops
+from quire.kernels.cpu import few_rows
+from quire.kernels.cpu.digits import X_MAX
 from quire.kernels.cpu.linear import MAX_ROWS
+from quire.kernels.cpu.tiles import FORMATS, best_format
 from quire.kernels.dispatch import forced_backend
 
 SHAPES = [(4, 16), (48, 64), (52, 576), (960, 576), (576, 1536)]  # (out_features, in_features)
@@ -35,18 +38,81 @@ def test_cpu_agrees_with_the_reference(num_rows: int, shape: tuple[int, int]) ->
     assert all(torch.equal(now, then) for now, then in zip((x, weight, bias), before, strict=True))
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 24, 25])
-def test_int8_agrees_with_the_reference(num_rows: int, shape: tuple[int, int]) -> None:
-    x, _, bias = _inputs(num_rows, *shape)
+def _int8_inputs(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randint(-127, 128, shape, generator=generator, dtype=torch.int8)
-    scales = torch.rand(shape[0], generator=generator) / 127
+    return weight, torch.rand(shape[0], generator=generator) / 127
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 24, 25, 40])
+def test_int8_agrees_with_the_reference(num_rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """x may be rounded to half a step of its row's largest / X_MAX, of which many add up like a random walk."""
+    x, _, bias = (tensor.to(dtype) for tensor in _inputs(num_rows, *shape))
+    before = x.clone()
+    weight, scales = _int8_inputs(shape)
     with forced_backend("reference"):
-        expected = ops.linear_int8(x, weight, scales, bias)
-    torch.testing.assert_close(
-        ops.linear_int8(x, weight, scales, bias), expected, rtol=1e-5, atol=2e-6 * shape[1] ** 0.5
-    )
+        expected = ops.linear_int8(x.float(), weight, scales, bias.float())
+    got = ops.linear_int8(x, weight, scales, bias)
+    assert got.dtype == dtype
+    assert torch.equal(x, before)
+    steps = x.abs().max().item() / X_MAX * shape[1] ** 0.5
+    rounding = 1e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(got.float(), expected, rtol=rounding, atol=steps + rounding)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 12, 13, 25])
+def test_bfloat16_agrees_with_the_reference(num_rows: int, shape: tuple[int, int]) -> None:
+    """The sums are of float32, and rounded once."""
+    x, weight, bias = (tensor.bfloat16() for tensor in _inputs(num_rows, *shape))
+    with forced_backend("reference"):
+        expected = ops.linear(x.float(), weight.float(), bias.float())
+    got = ops.linear(x, weight, bias)
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.float(), expected, rtol=2**-8, atol=1e-2)
+
+
+def _runnable(name: str) -> bool:
+    return best_format(name, "float32") == name
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.skipif(not _runnable(n), reason=n)) for n in FORMATS]
+)
+def test_every_format_of_this_cpu(name: str) -> None:
+    """Those that this CPU does not choose, too. A row has the same bits in every batch, and NaN stays in its row."""
+    x, weight, bias = _inputs(13, 52, 576)
+    scales = None
+    if name.startswith("bfloat16"):
+        x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
+    elif name.startswith("int8"):
+        weight, scales = _int8_inputs((52, 576))
+    whole = few_rows.linear(name, x, weight, scales, bias)
+    exact = x.double() @ weight.double().T * (1 if scales is None else scales.double()) + bias.double()
+    torch.testing.assert_close(whole.double(), exact, rtol=2**-8 if x.dtype == torch.bfloat16 else 1e-4, atol=2e-3)
+    for num_rows in range(1, len(x)):
+        assert torch.equal(few_rows.linear(name, x[:num_rows], weight, scales, bias), whole[:num_rows])
+        assert torch.equal(few_rows.linear(name, x[num_rows:], weight, scales, bias), whole[num_rows:])
+    for bad in (torch.nan, torch.inf):
+        x[4, 17] = bad
+        spoilt = few_rows.linear(name, x, weight, scales, bias)
+        assert not spoilt[4].isfinite().any()
+        assert torch.equal(spoilt[:4], whole[:4])
+        assert torch.equal(spoilt[5:], whole[5:])
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_int8_of_what_is_not_finite_or_zero(num_rows: int) -> None:
+    """In the tiles and in the library's product: NaN stays in its row, and nothing times anything is nothing."""
+    x, _, _ = _inputs(num_rows, 48, 64)
+    weight, scales = _int8_inputs((48, 64))
+    x[0, 5], x[1] = torch.inf, 0.0
+    out = ops.linear_int8(x, weight, scales)
+    assert not out[0].isfinite().any()
+    assert torch.equal(out[1], torch.zeros(48))
+    assert out[2:].isfinite().all()
 
 
 @pytest.mark.parametrize("num_rows", [1, 25])

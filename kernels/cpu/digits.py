@@ -1,0 +1,119 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="untyped-decorator"
+"""Rows of x in two digits to the base 256, for instructions that multiply bytes.
+
+x is rounded to whole multiples of its row's largest / X_MAX, 15 bits and a sign, and that whole number is written as
+high * 256 + low with digits of -128 .. 127. A product with int8 weights is then two products of bytes, whose sums are
+whole numbers: no rounding, in whatever order they are added.
+
+The instruction multiplies signed with unsigned bytes, so weights come as w + 128, and sums start from -128 * (what is
+added to them of x). A row lies in memory as `in_features` high digits, as many low ones, and META_BYTES: the scale
+(float32, in the first 64 bytes), and for either digit the 16 numbers that its sums start from.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .vectors import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    INT8S,
+    INT16,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    broadcast,
+    call,
+    from_bfloat16,
+    load,
+    loop_over,
+    splat,
+    store,
+    sum_lanes,
+)
+
+X_MAX = 127 * 256 + 127  # the largest that two digits hold on both sides
+NUM_DIGITS = 2
+META_BYTES = 192
+
+
+def unsigned(b: ir.IRBuilder, weights: Any) -> Any:
+    """int8 weights + 128, as unsigned bytes."""
+    return b.bitcast(b.xor(b.bitcast(weights, BYTES), splat(BYTES, -128)), INTS)
+
+
+def dot_int8(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [sums, weights, x])
+
+
+def scale_of(b: ir.IRBuilder, row: Any, in_features: Any) -> Any:
+    return load(b, b.add(row, b.mul(in_features, INT64(NUM_DIGITS))), FLOAT)
+
+
+def sums_start(b: ir.IRBuilder, row: Any, in_features: Any, digit: int) -> Any:
+    meta = b.add(row, b.mul(in_features, INT64(NUM_DIGITS)))
+    return load(b, b.add(meta, INT64(64 + 64 * digit)), INTS)
+
+
+def join_digits(b: ir.IRBuilder, high: Any, low: Any) -> Any:
+    """The float32 of high * 256 + low."""
+    return call(b, "llvm.fma.v16f32", FLOATS, [b.sitofp(high, FLOATS), splat(FLOATS, 256.0), b.sitofp(low, FLOATS)])
+
+
+@intrinsic(prefer_literal=True)
+def quantize_row(typing_context: Any, x_bytes: Any, x: Any, in_features: Any, out: Any) -> Any:
+    """Write a row of x (4 bytes: float32, 2: bfloat16; a constant) as whole multiples of its largest / X_MAX.
+
+    What is not finite makes the scale, and so every result of the row, NaN.
+    """
+    load_type = FLOATS if x_bytes.literal_value == 4 else ir.VectorType(INT16, LANES)
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, x, in_features, out = arguments
+
+        def values(k: Any) -> Any:
+            loaded = load(b, b.add(x, b.mul(k, INT64(x_bytes.literal_value))), load_type)
+            return loaded if load_type is FLOATS else from_bfloat16(b, loaded)
+
+        def largest(k: Any, so_far: list[Any]) -> list[Any]:
+            x = values(k)
+            magnitude = call(b, "llvm.fabs.v16f32", FLOATS, [x])
+            top = call(b, "llvm.maxnum.v16f32", FLOATS, [so_far[0], magnitude])
+            return [top, call(b, "llvm.fma.v16f32", FLOATS, [x, splat(FLOATS, 0.0), so_far[1]])]
+
+        tops, nothing = loop_over(b, in_features, LANES, [splat(FLOATS, 1e-30), splat(FLOATS, 0.0)], largest)
+        top = call(b, "llvm.vector.reduce.fmax.v16f32", FLOAT, [tops])
+        nan_or_zero = b.extract_element(sum_lanes(b, [nothing] * 4), INT32(0))
+        scale = b.fdiv(top, ir.Constant(FLOAT, float(X_MAX)))
+        inverse = broadcast(b, b.fdiv(ir.Constant(FLOAT, float(X_MAX)), top), LANES)
+
+        def split(k: Any, _: list[Any]) -> list[Any]:
+            nearest = call(b, "llvm.rint.v16f32", FLOATS, [b.fmul(values(k), inverse)])
+            whole = b.fptosi(nearest, INTS)
+            high = b.ashr(b.add(whole, splat(INTS, 128)), splat(INTS, 8))
+            store(b, b.trunc(high, INT8S), b.add(out, k))
+            store(b, b.trunc(whole, INT8S), b.add(b.add(out, in_features), k))
+            return []
+
+        loop_over(b, in_features, LANES, [], split)
+        meta = b.add(out, b.mul(in_features, INT64(NUM_DIGITS)))
+        store(b, b.fadd(scale, nan_or_zero), meta)
+        for digit in range(NUM_DIGITS):
+            start = b.add(out, b.mul(in_features, INT64(digit)))
+
+            def excess(k: Any, so_far: list[Any], start: Any = start) -> list[Any]:
+                digits = load(b, b.add(start, k), INTS)
+                return [dot_int8(b, digits, b.bitcast(splat(BYTES, -128), INTS), so_far[0])]
+
+            (total,) = loop_over(b, in_features, 64, [splat(INTS, 0)], excess)
+            store(b, b.sub(splat(INTS, 0), total), b.add(meta, INT64(64 + 64 * digit)))
+        return _context.get_dummy_value()
+
+    return types.void(x_bytes, *[types.int64] * 3), generate

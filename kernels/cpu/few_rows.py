@@ -1,0 +1,160 @@
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
+# (compiled functions and their views into memory are not Python to a type checker)
+"""The product of a few rows with a weight matrix, compiled with Numba and run on all threads.
+
+A thread has its own contiguous part of the weight, of which it takes BLOCK rows at a time from a counter, so that it
+reads forwards and fetches ahead; when it is done it takes blocks of the others. A block is multiplied with all rows of
+x, in tiles (see `tiles`), while it stands in the caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, types
+from torch import Tensor
+
+from .digits import META_BYTES, NUM_DIGITS, quantize_row
+from .intrinsics import fetch_add
+from .threads import run_parallel
+from .tiles import FORMATS, tile
+
+BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
+AHEAD = 8192  # bytes: a core reads 10 per nanosecond, from memory that answers after some hundred
+
+# Places in the arguments of a worker: addresses and sizes. Behind them, the counters: threads that have come, and for
+# each thread, blocks that were taken of its part.
+(
+    _X,
+    _WEIGHT,
+    _SCALES,
+    _BIAS,
+    _OUT,
+    _DIGITS,
+    _NUM_ROWS,
+    _OUT_FEATURES,
+    _IN_FEATURES,
+    _ELEMENT_BYTES,
+    _NUM_THREADS,
+    _COUNTERS,
+    _NUM_ARGUMENTS,
+) = range(13)
+
+
+def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(x @ weight.T) * scales + bias in format `name`, which the CPU has.
+
+    `in_features` is a multiple of the format's step and `out_features` of `tiles.TILE_ROWS`; `weight` is contiguous.
+    x, bias and the result have the format's dtype, or float32 or bfloat16 for x in digits.
+    """
+    x = x.contiguous()
+    num_rows, in_features = x.shape
+    out_features, num_threads = weight.shape[0], torch.get_num_threads()
+    out = x.new_empty(num_rows, out_features)
+    in_digits = FORMATS[name].digits > 1
+    digits = torch.empty(num_threads * num_rows * _digit_row(in_features) if in_digits else 0, dtype=torch.int8)
+    arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        digits.data_ptr(),
+        num_rows,
+        out_features,
+        in_features,
+        x.element_size(),
+        num_threads,
+    )
+    address = ctypes.addressof(arguments)
+    arguments[_COUNTERS] = address + 8 * _NUM_ARGUMENTS
+    run_parallel(_entry(name), address)
+    return out
+
+
+def _digit_row(in_features: int) -> int:
+    return NUM_DIGITS * in_features + META_BYTES
+
+
+@cache
+def _worker(name: str) -> Any:
+    """The compiled worker of a format. It is kept on disk for CPUs of one kind; see `_sources`."""
+    form = FORMATS[name]
+    return _compiled(name, form.shapes[0], form.digits, form.x_bytes, form.weight_bytes, _sources())
+
+
+@cache
+def _entry(name: str) -> Any:
+    return _worker(name).ctypes
+
+
+def _sources() -> str:
+    """A digest of the code that generates tiles. Numba's cache on disk looks at this file and the constants only."""
+    files = [Path(__file__).with_name(f"{name}.py") for name in ("digits", "intrinsics", "tiles", "vectors")]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, weight_bytes: int, sources: str) -> Any:
+    most, fewest = largest  # rows of x and of the weight in the largest tile
+    four = 4 if most == 8 else fewest  # rows of the weight beside four of x
+    row_bytes = META_BYTES
+
+    @cfunc(types.void(types.voidptr), cache=True)
+    def worker(address: Any) -> None:
+        """One thread: take blocks until there are none."""
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(address, (_NUM_ARGUMENTS,), np.int64)
+        num_rows, out_features, in_features = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES]
+        size, num_threads, counters = a[_ELEMENT_BYTES], a[_NUM_THREADS], a[_COUNTERS]
+        thread = fetch_add(counters, 1)
+        first_x, x_row = a[_X], in_features * x_bytes
+        if digits > 1:
+            # Each thread for itself: a microsecond, into its own cache, and nobody waits.
+            x_row = in_features * digits + row_bytes
+            first_x = a[_DIGITS] + thread * num_rows * x_row
+            for row in range(num_rows):
+                if size == 4:
+                    quantize_row(4, a[_X] + row * in_features * 4, in_features, first_x + row * x_row)
+                else:
+                    quantize_row(2, a[_X] + row * in_features * 2, in_features, first_x + row * x_row)
+        num_blocks = (out_features + BLOCK - 1) // BLOCK
+        for turn in range(num_threads):
+            owner = (thread + turn) % num_threads
+            first, last = owner * num_blocks // num_threads, (owner + 1) * num_blocks // num_threads
+            while True:
+                block = first + fetch_add(counters + 8 + 8 * owner, 1)
+                if block >= last:
+                    break
+                end = min((block + 1) * BLOCK, out_features)
+                row = 0
+                while row < num_rows:
+                    num_x = most
+                    while num_x > num_rows - row:
+                        num_x //= 2
+                    x, j = first_x + row * x_row, block * BLOCK
+                    while j < end:
+                        w = a[_WEIGHT] + j * in_features * weight_bytes
+                        scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
+                        bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
+                        out = a[_OUT] + (row * out_features + j) * size
+                        if num_x == most:
+                            tile(name, most, fewest, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
+                            j += fewest
+                        elif num_x == 4:
+                            tile(name, 4, four, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
+                            j += four
+                        elif num_x == 2:
+                            tile(name, 2, 4, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
+                            j += 4
+                        else:
+                            tile(name, 1, 4, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
+                            j += 4
+                    row += num_x
+
+    return worker

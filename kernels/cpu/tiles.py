@@ -1,0 +1,253 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="untyped-decorator"
+"""Tiles of a matrix product as LLVM vectors: some rows of x times some rows of a weight, walked along `in_features`.
+
+    weight rows n .. n + N-1   times   x rows m .. m + M-1   ->   M * N sums, each a vector register of 16 lanes
+
+They are written as vectors because the compiler does not find them in loops over scalars. A `Format` says what a vector
+of each operand holds and how they are multiplied. Whatever the tile, a sum takes its products in the same order and its
+lanes are added in the same tree, so that a row's result does not depend on the rows that are computed with it.
+
+Everything here works on addresses and runs on any CPU, except for the formats that say what they need of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import types
+from numba.core import config
+from numba.extending import intrinsic
+
+from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
+from .vectors import (
+    FLOATS,
+    INT8S,
+    INT16,
+    INT64,
+    INTS,
+    LANES,
+    broadcast,
+    call,
+    from_bfloat16,
+    joined,
+    load,
+    prefetch,
+    splat,
+    store,
+    sum_lanes,
+    take,
+    to_bfloat16,
+)
+
+TILE_ROWS = 4  # the most weight rows of a tile; they must divide `out_features`
+
+
+class _BFloat(ir.Type):
+    """llvmlite has no such type; LLVM's name for it is enough to cast to it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_BFLOATS = ir.VectorType(_BFloat(), LANES * 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How one precision is multiplied. One step takes `step` elements of a row of each operand."""
+
+    step: int
+    x_bytes: int  # of an element
+    weight_bytes: int
+    x_vector: ir.Type  # what a step loads of a row
+    weight_vector: ir.Type
+    prepare: Callable[[ir.IRBuilder, Any], Any]  # a loaded vector of weights, once for all rows of x
+    multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]  # (builder, x, prepared weights, sums) -> sums
+    shapes: tuple[tuple[int, int], ...]  # (rows of x, rows of the weight) of its tiles, by decreasing rows of x
+    needs: str | None = None  # a feature of the CPU
+    digits: int = 1  # a row of x is this many rows of numbers
+
+
+def _fma(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
+    return call(b, "llvm.fma.v16f32", FLOATS, [x, weights, sums])
+
+
+def _widen_int8(b: ir.IRBuilder, weights: Any) -> Any:
+    return b.sitofp(b.sext(weights, INTS), FLOATS)
+
+
+def _widen_bfloat16(b: ir.IRBuilder, pairs: Any) -> tuple[Any, Any]:
+    """The float32 of the even and of the odd elements: a bfloat16 is the upper half of a float32."""
+    even, odd = b.shl(pairs, splat(INTS, 16)), b.and_(pairs, splat(INTS, -65536))
+    return b.bitcast(even, FLOATS), b.bitcast(odd, FLOATS)
+
+
+def _fma_bfloat16(b: ir.IRBuilder, x: Any, weights: tuple[Any, Any], sums: Any) -> Any:
+    even, odd = _widen_bfloat16(b, x)
+    return _fma(b, odd, weights[1], _fma(b, even, weights[0], sums))
+
+
+def _dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
+    operands = [b.bitcast(x, _BFLOATS), b.bitcast(weights, _BFLOATS)]
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *operands])
+
+
+def _same(_b: ir.IRBuilder, vector: Any) -> Any:
+    return vector
+
+
+_SHAPES = ((8, 2), (4, 4), (2, 4), (1, 4))  # fewer rows of x take more of the weight: the units stay as busy
+
+FORMATS = {
+    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, _SHAPES),
+    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, _SHAPES, "avx512bf16"),
+    "bfloat16": Format(32, 2, 2, INTS, INTS, _widen_bfloat16, _fma_bfloat16, _SHAPES),
+    "int8 dot": Format(
+        64, 1, 1, INTS, INTS, unsigned, dot_int8, ((4, 2), (2, 4), (1, 4)), "avx512vnni", digits=NUM_DIGITS
+    ),
+    "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, _fma, _SHAPES),
+}
+
+
+def best_format(*names: str) -> str:
+    """The first of some formats whose instructions this CPU has."""
+    return next(name for name in names if FORMATS[name].needs is None or FORMATS[name].needs in cpu_features())
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """What Numba compiles for, by LLVM's names: what this CPU has, or what NUMBA_CPU_NAME and _FEATURES leave of it."""
+    if config.CPU_NAME or config.CPU_FEATURES:
+        given = (config.CPU_FEATURES or "").split(",")
+        return frozenset(feature[1:] for feature in given if feature.startswith("+"))
+    return frozenset(feature for feature, has in llvm.get_host_cpu_features().items() if has)
+
+
+@intrinsic(prefer_literal=True)
+def tile(
+    typing_context: Any,
+    format_name: Any,
+    num_x: Any,
+    num_weights: Any,
+    x: Any,
+    weight: Any,
+    in_features: Any,
+    ahead: Any,
+    scales: Any,
+    bias: Any,
+    out: Any,
+    out_features: Any,
+    out_bytes: Any,
+) -> Any:
+    """Compute `num_x` x `num_weights` results (constants, like the format) and store them at `out`.
+
+    Addresses: of the first elements of the operands and results. `ahead` bytes behind each weight are fetched on the
+    way. `scales` (0: none, of float32) multiply and `bias` (0: none) is added to the columns; it and the results have
+    `out_bytes` per element: 4 for float32, 2 for bfloat16.
+    """
+    form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        x, weight, in_features, ahead, scales, bias, out, out_features, out_bytes = arguments[3:]
+        x_row = b.mul(in_features, INT64(form.x_bytes * form.digits))
+        if form.digits > 1:
+            x_row = b.add(x_row, INT64(META_BYTES))
+        x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
+        sums = _walk(b, form, x_rows, weight, n, in_features, ahead)
+        if form.digits > 1:
+            sums = [join_digits(b, *sums[i : i + 2]) for i in range(0, len(sums), 2)]
+        for i in range(0, m * n, 4):
+            totals = sum_lanes(b, sums[i : i + 4])
+            for row in range(i // n, (i + 3) // n + 1):
+                first = max(row * n - i, 0)
+                part = take(b, totals, range(first, min(first + n, 4)))
+                if form.digits > 1:
+                    part = b.fmul(part, broadcast(b, scale_of(b, x_rows[row], in_features), n))
+                part = _scale(b, part, scales)
+                address = b.add(out, b.mul(b.mul(out_features, INT64(row)), out_bytes))
+                _finish(b, part, bias, address, out_bytes)
+        return _context.get_dummy_value()
+
+    arguments = (format_name, num_x, num_weights, *[types.int64] * 9)
+    return types.void(*arguments), generate
+
+
+def _walk(
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight: Any, num_weights: int, in_features: Any, ahead: Any
+) -> list[Any]:
+    """The sums of each row of x with each of the weight, [x row][weight row][digit]."""
+    weight_row = b.mul(in_features, INT64(form.weight_bytes))
+    weight_rows = [b.add(weight, b.mul(weight_row, INT64(j))) for j in range(num_weights)]
+    starts = [[_sums_start(b, form, row, in_features, digit) for digit in range(form.digits)] for row in x_rows]
+    before, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
+    b.branch(loop)
+
+    b.position_at_end(loop)
+    k = b.phi(INT64)
+    k.add_incoming(INT64(0), before)
+    sums = [[[b.phi(start.type) for start in row] for _ in weight_rows] for row in starts]
+    weights = []
+    for row in weight_rows:
+        address = b.add(row, b.mul(k, INT64(form.weight_bytes)))
+        prefetch(b, b.add(address, ahead))
+        weights.append(form.prepare(b, load(b, address, form.weight_vector)))
+    added: list[Any] = []
+    for row, row_sums in zip(x_rows, sums, strict=True):
+        address = b.add(row, b.mul(k, INT64(form.x_bytes)))
+        digits = [load(b, b.add(address, b.mul(in_features, INT64(d))), form.x_vector) for d in range(form.digits)]
+        for prepared, totals in zip(weights, row_sums, strict=True):
+            added.extend(form.multiply(b, x, prepared, total) for x, total in zip(digits, totals, strict=True))
+    next_k = b.add(k, INT64(form.step))
+    k.add_incoming(next_k, loop)
+    flat = [total for row in sums for totals in row for total in totals]
+    initial = [start for row in starts for _ in weight_rows for start in row]
+    for total, new, start in zip(flat, added, initial, strict=True):
+        total.add_incoming(start, before)
+        total.add_incoming(new, loop)
+    b.cbranch(b.icmp_signed("<", next_k, in_features), loop, after)
+    b.position_at_end(after)
+    return added
+
+
+def _scale(b: ir.IRBuilder, part: Any, scales: Any) -> Any:
+    with b.if_else(b.icmp_signed("!=", scales, INT64(0))) as (some, none):
+        with some:
+            scaled, some_block = b.fmul(part, load(b, scales, part.type)), b.block
+        with none:
+            none_block = b.block
+    return joined(b, (scaled, some_block), (part, none_block))
+
+
+def _finish(b: ir.IRBuilder, part: Any, bias: Any, out: Any, out_bytes: Any) -> None:
+    """Add the bias and store the results, in float32 or rounded to bfloat16."""
+    biased = b.icmp_signed("!=", bias, INT64(0))
+    with b.if_else(b.icmp_signed("==", out_bytes, INT64(4))) as (full, half):
+        with full:
+            store(b, _add_bias(b, part, biased, lambda: load(b, bias, part.type)), out)
+        with half:
+            halves = ir.VectorType(INT16, part.type.count)
+            total = _add_bias(b, part, biased, lambda: from_bfloat16(b, load(b, bias, halves)))
+            store(b, to_bfloat16(b, total), out)
+
+
+def _add_bias(b: ir.IRBuilder, part: Any, biased: Any, read: Callable[[], Any]) -> Any:
+    before = b.block
+    with b.if_then(biased):
+        total, inside = b.fadd(part, read()), b.block
+    return joined(b, (part, before), (total, inside))
+
+
+def _sums_start(b: ir.IRBuilder, form: Format, row: Any, in_features: Any, digit: int) -> Any:
+    return splat(FLOATS, 0.0) if form.digits == 1 else sums_start(b, row, in_features, digit)

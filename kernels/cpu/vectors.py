@@ -1,0 +1,110 @@
+"""Words to write LLVM vectors with, for kernels that the compiler does not find in loops over scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+
+LANES = 16  # of float32 and int32 in a vector
+FLOAT, INT8, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
+INT8S, BYTES = ir.VectorType(INT8, LANES), ir.VectorType(INT8, LANES * 4)
+
+
+def call(b: ir.IRBuilder, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
+    function_type = ir.FunctionType(result, [argument.type for argument in arguments])
+    return b.call(b.module.globals.get(name) or ir.Function(b.module, function_type, name), arguments)
+
+
+def splat(vector: ir.VectorType, value: float) -> Any:
+    return ir.Constant(vector, [value] * vector.count)
+
+
+def load(b: ir.IRBuilder, address: Any, element: ir.Type) -> Any:
+    loaded = b.load(b.inttoptr(address, element.as_pointer()))
+    loaded.align = 1
+    return loaded
+
+
+def store(b: ir.IRBuilder, value: Any, address: Any) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
+
+
+def prefetch(b: ir.IRBuilder, address: Any) -> None:
+    """For reading, into every level of the cache, data: the arguments 0, 3, 1."""
+    place = b.inttoptr(address, INT8.as_pointer())
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [place, INT32(0), INT32(3), INT32(1)])
+
+
+def take(b: ir.IRBuilder, vector: Any, places: Sequence[int], other: Any = None) -> Any:
+    """A vector of some lanes of a vector, or of two laid end to end."""
+    mask = ir.Constant(ir.VectorType(INT32, len(places)), list(places))
+    return b.shuffle_vector(vector, other or ir.Constant(vector.type, ir.Undefined), mask)
+
+
+def broadcast(b: ir.IRBuilder, value: Any, count: int) -> Any:
+    single = b.insert_element(ir.Constant(ir.VectorType(value.type, count), ir.Undefined), value, INT32(0))
+    return take(b, single, [0] * count)
+
+
+def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
+    """The totals of four vectors in one of four lanes.
+
+    Each is (0 + 2) + (1 + 3) of its quarters, and a quarter the same of its lanes. Vectors are interleaved before they
+    are added, so that no lane is wasted.
+    """
+
+    def interleave(two: Sequence[Any], low: Sequence[int], high: Sequence[int]) -> Any:
+        lanes = [[quarter + i for quarter in range(0, LANES, 4) for i in half] for half in (low, high)]
+        return b.fadd(*(take(b, two[0], half, two[1]) for half in lanes))
+
+    pairs = [interleave(vectors[i : i + 2], (0, 16, 1, 17), (2, 18, 3, 19)) for i in (0, 2)]
+    quarters = interleave(pairs, (0, 1, 16, 17), (2, 3, 18, 19))
+    halves = b.fadd(take(b, quarters, range(8)), take(b, quarters, range(8, 16)))
+    return b.fadd(take(b, halves, range(4)), take(b, halves, range(4, 8)))
+
+
+def joined(b: ir.IRBuilder, *branches: tuple[Any, Any]) -> Any:
+    joined = b.phi(branches[0][0].type)
+    for value, block in branches:
+        joined.add_incoming(value, block)
+    return joined
+
+
+def from_bfloat16(b: ir.IRBuilder, halves: Any) -> Any:
+    count = halves.type.count
+    wide = b.zext(halves, ir.VectorType(INT32, count))
+    return b.bitcast(b.shl(wide, splat(wide.type, 16)), ir.VectorType(FLOAT, count))
+
+
+def to_bfloat16(b: ir.IRBuilder, values: Any) -> Any:
+    """To the nearest, ties to even, like torch; NaN stays NaN."""
+    ints = ir.VectorType(INT32, values.type.count)
+    bits, sixteen = b.bitcast(values, ints), splat(ints, 16)
+    odd = b.and_(b.lshr(bits, sixteen), splat(ints, 1))
+    rounded = b.lshr(b.add(b.add(bits, splat(ints, 0x7FFF)), odd), sixteen)
+    rounded = b.select(b.fcmp_unordered("uno", values, values), splat(ints, 0x7FC0), rounded)
+    return b.trunc(rounded, ir.VectorType(INT16, values.type.count))
+
+
+def loop_over(
+    b: ir.IRBuilder, end: Any, step: int, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+) -> list[Any]:
+    """`state = body(k, state)` for k = 0, step, ... below `end`, at least once. Returns the last state."""
+    before, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
+    b.branch(loop)
+    b.position_at_end(loop)
+    k, state = b.phi(INT64), [b.phi(value.type) for value in start]
+    k.add_incoming(INT64(0), before)
+    for phi, value in zip(state, start, strict=True):
+        phi.add_incoming(value, before)
+    new = body(k, list(state))
+    next_k = b.add(k, INT64(step))
+    k.add_incoming(next_k, b.block)
+    for phi, value in zip(state, new, strict=True):
+        phi.add_incoming(value, b.block)
+    b.cbranch(b.icmp_signed("<", next_k, end), loop, after)
+    b.position_at_end(after)
+    return new
