@@ -173,7 +173,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ (weight * scales[:, None]).T + bias, in the dtype of `x`: weights of 8 bits, everything else as it was.
+    """x @ (weight * scales[:, None]).T + bias, in the dtype of `x`: weights of 8 bits.
+
+    A CPU may round x to 16 bits of its row's largest.
 
     Args:
         x: [num_rows, in_features].

@@ -81,7 +81,7 @@ class ScaledParameter(ShardedParameter):
     """A matrix, or one per expert, held in 8 bits. Row r of it is `self[r] * scales[r]`.
 
     Each row has the scale that its largest value needs (symmetric, per output channel). What multiplies the matrix
-    stays as precise as it was.
+    stays as precise as it was, or nearly so.
     """
 
     stored_as: ClassVar[torch.dtype]
@@ -118,7 +118,10 @@ class ScaledParameter(ShardedParameter):
 
 
 class Int8Parameter(ScaledParameter):
-    """Evenly spaced: an element is off by at most half of its row's scale."""
+    """Evenly spaced: an element is off by at most half of its row's scale.
+
+    On CPUs that multiply bytes, what multiplies the matrix is rounded to 16 bits of its row's largest.
+    """
 
     stored_as = torch.int8
     largest = 127.0  # -128 is left out, so that the scale is the same on both sides
