@@ -16,7 +16,9 @@ def test_agrees_with_the_reference(case: ExpertCase) -> None:
     with forced_backend("reference"):
         expected = run_experts(arguments)
     assert expected.abs().max() > 0.1
-    torch.testing.assert_close(out, expected, atol=EXPERT_TOLERANCE[case.dtype], rtol=0)
+    # What multiplies int8 weights may be rounded to 16 bits of its row's largest.
+    tolerance = EXPERT_TOLERANCE[case.dtype] * (5 if case.weights == torch.int8 else 1)
+    torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
 
 
 def test_experts_elsewhere_add_nothing() -> None:
