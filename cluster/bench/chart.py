@@ -1,15 +1,12 @@
-"""Levels of load as a picture: bars in the terminal, or a PNG where matplotlib is installed."""
+"""Levels of load as a picture: bars in the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-
-from quire.engine.errors import ConfigError
 
 from .latency import Summary
 
@@ -42,17 +39,3 @@ def show_chart(console: Console, levels: Sequence[Summary]) -> None:
             drawn = Text(bar(value, max(values)), style="cyan")
             table.add_row(name, Text(level.level, justify="right"), Text(f"{value:,.1f}", justify="right"), drawn)
     console.print(table)
-
-
-def write_chart(path: Path, levels: Sequence[Summary], title: str) -> None:
-    """The same as a PNG. Raises `ConfigError` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot: a picture needs matplotlib (pip install matplotlib); - draws here.") from error
-    figure = Figure(figsize=(3 * len(MEASURES), 3.5), layout="constrained")
-    figure.suptitle(title)
-    for axes, (name, measure) in zip(figure.subplots(1, len(MEASURES)), MEASURES.items(), strict=True):
-        axes.bar([level.level for level in levels], [measure(level) for level in levels])
-        axes.set_title(name)
-    figure.savefig(path, format="png")

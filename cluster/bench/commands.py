@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
@@ -30,8 +29,8 @@ Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write 
 
 @app.command(
     epilog="Examples:  quire bench serve --concurrency 1,8,32   ·   quire bench serve --rate 2,4,8 --slo ttft:500 "
-    "--slo itl:50 --plot -   ·   quire bench serve --prefix-len 512 --input-len 16:64 --output-len 32:256   ·   "
-    "quire bench serve --url http://10.0.0.5:8000 --json result.json --plot result.png"
+    "--slo itl:50 --plot   ·   quire bench serve --prefix-len 512 --input-len 16:64 --output-len 32:256   ·   "
+    "quire bench serve --url http://10.0.0.5:8000 --json result.json"
 )
 def serve(
     url: Annotated[str, typer.Option(help="Any OpenAI-compatible server.")] = "http://127.0.0.1:8000",
@@ -62,9 +61,7 @@ def serve(
     seed: Seed = 0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
     timeout_s: Annotated[float, typer.Option(min=1.0, help="Longest wait for a byte of an answer.")] = 300.0,
-    plot: Annotated[
-        str | None, typer.Option(metavar="FILE", help="A chart: a PNG (with matplotlib), or - for the terminal.")
-    ] = None,
+    plot: Annotated[bool, typer.Option("--plot", help="Draw a chart in the terminal.")] = False,
     json_path: Json = None,
 ) -> None:
     """Load a server with streamed requests: tokens per second, TTFT, ITL and E2E percentiles, goodput."""
@@ -97,10 +94,10 @@ def serve(
     _measure_server(load, plot, json_path)
 
 
-def _measure_server(load: Load, plot: str | None, json_path: str | None) -> None:
+def _measure_server(load: Load, plot: bool, json_path: str | None) -> None:
     from rich.console import Console
 
-    from .chart import show_chart, write_chart
+    from .chart import show_chart
     from .machine import describe_machine, package_versions
     from .report import show_facts, show_levels, write_json
 
@@ -126,10 +123,8 @@ def _measure_server(load: Load, plot: str | None, json_path: str | None) -> None
         settings = {key: value for key, value in asdict(load).items() if key != "api_key"}
         document = {"bench": "serve", "machine": machine, "versions": versions, "settings": settings}
         write_json(json_path, {**document, "result": asdict(result)})
-    if plot == "-":
+    if plot:
         show_chart(console, result.levels)
-    elif plot is not None:
-        write_chart(Path(plot), result.levels, f"{result.model} on {machine['cpu']}, GPU {machine['gpu']}: {title}")
     if any(level.num_failed for level in result.levels):
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call, var-annotated"
 # (compiled functions and their views into memory are not Python to a type checker)
 """The product of a few rows with a weight matrix, compiled with Numba and run on all threads.
 

@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
-# mypy: disable-error-code="untyped-decorator"
+# mypy: disable-error-code="attr-defined, misc, untyped-decorator"
 """Tiles of a matrix product as LLVM vectors: some rows of x times some rows of a weight, walked along `in_features`.
 
     weight rows n .. n + N-1   times   x rows m .. m + M-1   ->   M * N sums, each a vector register of 16 lanes

@@ -53,7 +53,7 @@ def test_exact_on_the_grid(tmp_path: Path, family: str) -> None:
     """Tied embeddings, fused projections and experts among them; alone, batched, and in chunks too large for tiles.
 
     The same tokens; logprobs move by what multiplies the weights being rounded to 16 bits of its row's largest (where
-    the CPU multiplies bytes), by up to 0.002 with the large weights of these models. Without the grid it is 0.1 to 1.
+    the CPU multiplies bytes), by up to 0.002 with the large weights of these models.
     """
     model = FamilyUnderTest(OnGrid(TINY_FAMILIES[family]), tmp_path)  # type: ignore[arg-type]
     executor = executor_of(model)
