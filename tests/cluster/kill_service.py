@@ -31,7 +31,13 @@ def deploy_tiny(root: str, model: Path) -> str:
 
     config = QuireConfig.model_validate(
         {
-            "model": {"model": str(model), "served_model_name": MODEL, "device": "cpu", "num_threads": 1},
+            "model": {
+                "model": str(model),
+                "served_model_name": MODEL,
+                "device": "cpu",
+                "num_threads": 1,
+                "chat_template": "hermes",
+            },
             "parallel": {"tensor_parallel_size": 2, "step_timeout_s": 20.0},
             "cache": {"num_kv_blocks": 1024},
             "api": {"failover_timeout_s": 120.0},

@@ -34,7 +34,7 @@ def main() -> None:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         with tempfile.TemporaryDirectory() as model:
             url = deploy_tiny(f"http://127.0.0.1:{port}", make_model(Path(model)))
-            print("| seed | fault | detected in (s) | longest pause (s) | tokens recomputed | streams lost of 12 |")
+            print("| seed | fault | detected in (s) | longest pause (s) | tokens recomputed | streams lost of 13 |")
             print("|---|---|---|---|---|---|")
             for seed in range(num_seeds):
                 trial = Trial(url, MODEL, seed)

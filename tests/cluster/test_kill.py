@@ -1,4 +1,4 @@
-"""The kill test: whatever dies under twelve streams, every answer is the one that it would have been.
+"""The kill test: whatever dies under streams of every kind, each answer is the one that it would have been.
 
 `python -m tests.cluster.kill_table` repeats it with other seeds, and prints what each fault costs.
 """
