@@ -63,7 +63,7 @@ async def test_grpc_answers_as_http_does(grpc_target: str, service_url: str, sdk
 
 
 def test_ready_tokenize_and_openapi(service_url: str) -> None:
-    assert httpx.get(f"{service_url}/ready").json() == {"models": [MODEL], "status": "ready"}
+    assert httpx.get(f"{service_url}/ready").json() == {"models": [MODEL], "asleep": [], "status": "ready"}
     tokens = httpx.post(f"{service_url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
     text = httpx.post(f"{service_url}/detokenize", json={"tokens": tokens}).json()["prompt"]
     assert text.endswith("Answer in one sentence.<|im_end|>\n<|im_start|>assistant\n")
