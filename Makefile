@@ -26,8 +26,8 @@ install-dev: $(VENV)/.installed-dev ## The same, with what tests and linters nee
 serve: $(VENV)/.installed ## Serve the default model (Ctrl-C ends it); ARGS are options of `quire serve`
 	@exec $(BIN)/quire serve $(ARGS)
 
-test: $(VENV)/.installed-dev ## Run the tests in two processes; with ARGS (options of pytest) in one
-	@$(if $(ARGS),$(BIN)/python -m pytest $(ARGS),.ci/test $(BIN)/python)
+test: $(VENV)/.installed-dev ## Run the tests; ARGS are options of pytest
+	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.installed-dev ## ruff check
 	$(BIN)/ruff check .

@@ -18,7 +18,6 @@ from quire.cluster.config import GRPC_SERVICER
 from quire.cluster.grpc import quire_inference_pb2 as pb
 from quire.cluster.grpc.quire_inference_pb2_grpc import InferenceStub
 
-pytestmark = pytest.mark.ray
 MODEL = "smollm2-135m-instruct"
 FREE, LIMITED = "sk-free-12345", "sk-limited-123"
 TENANTS: list[dict[str, Any]] = [

@@ -19,7 +19,6 @@ from quire.cluster.ray_local import LocalRay, environment, free_ports, make_fold
 
 _FOLDER = make_folder()
 os.environ.update(environment(_FOLDER, haproxy=None))  # before anything imports Ray
-os.environ.update({"RAY_metrics_report_interval_ms": "1000"})  # instead of 10 s: a test waits for what Ray reports
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -19,7 +19,6 @@ from cluster_processes import command, wait_for
 
 from quire.cluster.ray_local import free_ports, make_folder
 
-pytestmark = pytest.mark.ray
 FIRST, SECOND = "smollm2-135m-instruct", "smollm2-135m-bfloat16"
 BIN = Path(sys.executable).parent
 
