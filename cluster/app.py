@@ -81,5 +81,5 @@ def _device(model: ModelConfig) -> Literal["cpu", "cuda"]:
     """Settled here and not in the actor, which sees a GPU only if it asks for one."""
     if model.device != "auto":
         return model.device
-    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]
+    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]  # Ray's own
     return "cuda" if has_gpu else "cpu"

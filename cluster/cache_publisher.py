@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from quire.engine.cache_history import BlockRemoved, BlockStored, KVEvent
 from quire.engine.core import EngineCore
 
-from . import transport
 from .messages import CacheSnapshot, CacheUpdate, encoder
 from .prefix_keys import CacheLayout, number_of, pack
+
+
+class Follower(Protocol):
+    """A gateway, as far as it matters here: a `transport.Connection`, or what stands for one."""
+
+    @property
+    def is_congested(self) -> bool: ...
+
+    def send(self, payload: bytes) -> None: ...
 
 
 class CachePublisher:
@@ -24,7 +33,7 @@ class CachePublisher:
         self._layout = CacheLayout(config.block_size, tuple(group.spec.sliding_window for group in config.groups))
         self._held: set[int] = set()
         self._number = 0
-        self._followers: set[transport.Connection] = set()
+        self._followers: set[Follower] = set()
 
     def on_events(self, events: Sequence[KVEvent]) -> None:
         """What happened in a step, in order."""
@@ -47,13 +56,13 @@ class CachePublisher:
         if self._followers:
             self._tell(CacheUpdate(self._number, pack(stored), pack(removed), cleared))
 
-    def follow(self, gateway: transport.Connection) -> None:
+    def follow(self, gateway: Follower) -> None:
         """Tell a gateway what is held now, and from now on."""
         self._followers.add(gateway)
         layout = self._layout
         gateway.send(encoder.encode(CacheSnapshot(self._number, layout.block_size, layout.windows, pack(self._held))))
 
-    def unfollow(self, gateway: transport.Connection) -> None:
+    def unfollow(self, gateway: Follower) -> None:
         self._followers.discard(gateway)
 
     def _tell(self, update: CacheUpdate) -> None:

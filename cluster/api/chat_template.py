@@ -42,7 +42,7 @@ def render_chat(source: str, chat: Conversation, max_chars: int) -> str:
     blamed = "chat_template" if chat.own_template else "messages"
     try:
         compiled = compile_template(source)
-    except Exception as error:
+    except Exception as error:  # anybody's text: whatever jinja, its parser and Python's compiler raise
         raise InvalidRequestError(f"{blamed}: the chat template cannot be read: {_said(error)}", blamed) from error
     _check_taken(compiled, chat)
     messages = [_as_wanted(message, compiled) for message in chat.messages]

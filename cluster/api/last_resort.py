@@ -44,7 +44,7 @@ class LastResortMiddleware:
             if has_begun or (task is not None and task.cancelling()):
                 raise
             await self._answer(error, scope, receive, send)
-        except Exception as error:
+        except Exception as error:  # the net below all others: it answers for whatever nobody foresaw
             if has_begun:
                 raise  # the server closes the connection: a client must not take the part for the whole
             await self._answer(error, scope, receive, send)

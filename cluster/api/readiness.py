@@ -84,7 +84,7 @@ class Readiness:
             self._problems[model] = error.message
         except TimeoutError:
             self._problems[model] = f"The first token did not come within {CANARY_TIMEOUT_S:g} s."
-        except Exception as error:
+        except Exception as error:  # a task of its own: who asks /ready hears of it, or nobody would
             logger.exception("The canary of %s failed", model)
             self._problems[model] = f"The first token failed: {error!r}"
 

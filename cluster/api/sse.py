@@ -66,7 +66,7 @@ class EventStream(Response):
         self._first = first
         self._events = events
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         try:
             await unless_client_leaves(receive, self._send_all(send))
         except (ClientGoneError, OSError):  # some servers tell so only when one sends
@@ -87,6 +87,6 @@ class EventStream(Response):
                 yield data
         except QuireError as error:
             yield event(body_of(error))
-        except Exception as error:
+        except Exception as error:  # status 200 is out: that it failed can only be said in the stream
             logger.exception("A stream failed")
             yield event(body_of(error))

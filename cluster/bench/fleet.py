@@ -13,6 +13,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -110,12 +111,12 @@ class Fleet:
         self._num_to_come = 0
         if policy.uses_prefixes:
             for replica, link in zip(self._replicas, self._links, strict=True):
-                replica.publisher.follow(_Wire(self.chooser, link))  # type: ignore[arg-type]
+                replica.publisher.follow(_Wire(self.chooser, link))
 
     def play(self, arrivals: list[tuple[float, EngineRequest]]) -> Served:
         self._num_to_come = len(arrivals)
         for when, request in arrivals:
-            self._at(when, lambda now, request=request: self._arrive(request, now))  # type: ignore[misc]
+            self._at(when, partial(self._arrive, request))
         self._at(0.0, self._report)
         while self._events:
             now, _, event = heapq.heappop(self._events)
@@ -222,9 +223,9 @@ class _Replica:
 
 
 class _Wire:
-    """A connection that arrives at once."""
+    """A connection over which everything arrives at once."""
 
-    is_congested = False
+    is_congested: bool = False
 
     def __init__(self, chooser: EngineChooser, link: EngineLink) -> None:
         self._chooser = chooser

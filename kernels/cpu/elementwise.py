@@ -39,7 +39,7 @@ _NORM = Arguments(
 _GATE = Arguments("gate_up", "stride", "out", "size", "short", floats=("scale", "cube"))
 _ROTATE = Arguments("heads", "num_heads", "stride", "head_stride", "cos", "sin", "num_pairs", "interleaved", "short")
 _WRITE = Arguments(
-    "query", "num_heads", "query_stride", "query_head_stride", "cos", "sin", "num_pairs", "interleaved", "short",
+    "heads", "num_heads", "stride", "head_stride", "cos", "sin", "num_pairs", "interleaved", "short",
     "key", "num_kv_heads", "key_stride", "key_head_stride", "value", "value_stride", "value_head_stride",
     "key_cache", "value_cache", "slots", "head_dim",
 )  # fmt: skip
@@ -252,23 +252,37 @@ def _turn(head: Any, cos: Any, sin: Any, num_pairs: int, interleaved: int) -> No
             head[i], head[i + num_pairs] = x * cos[i] - y * sin[i], y * cos[i] + x * sin[i]
 
 
+@njit(error_model="numpy", cache=True)
+def _angles(address: int, token: int, num_pairs: int) -> Any:
+    """The cosines, or sines, of a token."""
+    return carray(pointer(address + token * num_pairs * 4), (num_pairs,), np.float32)
+
+
+@njit(error_model="numpy", cache=True)
+def _turn_heads(
+    heads: int, num_heads: int, head_stride: int, cos: Any, sin: Any, interleaved: int, short: int, row: Any
+) -> None:
+    """Rotate the heads of one token where they stand; `row` is scratch."""
+    num_pairs = len(cos)
+    for head in range(num_heads):
+        place = heads + head * head_stride
+        _load(place, 2 * num_pairs, short, row)
+        _turn(row, cos, sin, num_pairs, interleaved)
+        _store(row, 2 * num_pairs, short, place)
+
+
 @cfunc(types.void(types.int64), cache=True, error_model="numpy")
 def _rotate_worker(address: int) -> None:
     a = carray(pointer(address), (1,), _ROTATE_TYPE)[0]
-    num_pairs = a.num_pairs
-    row = np.empty(2 * num_pairs, np.float32)
+    row = np.empty(2 * a.num_pairs, np.float32)
     while True:
         first = fetch_add(address, a.grain)
         if first >= a.num_rows:
             return
         for token in range(first, min(first + a.grain, a.num_rows)):
-            cos = carray(pointer(a.cos + token * num_pairs * 4), (num_pairs,), np.float32)
-            sin = carray(pointer(a.sin + token * num_pairs * 4), (num_pairs,), np.float32)
-            for head in range(a.num_heads):
-                place = a.heads + token * a.stride + head * a.head_stride
-                _load(place, 2 * num_pairs, a.short, row)
-                _turn(row, cos, sin, num_pairs, a.interleaved)
-                _store(row, 2 * num_pairs, a.short, place)
+            cos, sin = _angles(a.cos, token, a.num_pairs), _angles(a.sin, token, a.num_pairs)
+            heads = a.heads + token * a.stride
+            _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
 
 
 @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -282,13 +296,9 @@ def _write_worker(address: int) -> None:
         if first >= a.num_rows:
             return
         for token in range(first, min(first + a.grain, a.num_rows)):
-            cos = carray(pointer(a.cos + token * num_pairs * 4), (num_pairs,), np.float32)
-            sin = carray(pointer(a.sin + token * num_pairs * 4), (num_pairs,), np.float32)
-            for head in range(a.num_heads):
-                place = a.query + token * a.query_stride + head * a.query_head_stride
-                _load(place, 2 * num_pairs, a.short, row)
-                _turn(row, cos, sin, num_pairs, a.interleaved)
-                _store(row, 2 * num_pairs, a.short, place)
+            cos, sin = _angles(a.cos, token, num_pairs), _angles(a.sin, token, num_pairs)
+            heads = a.heads + token * a.stride
+            _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
             if slots[token] < 0:
                 continue
             for head in range(a.num_kv_heads):

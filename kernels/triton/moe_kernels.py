@@ -26,14 +26,27 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _expert_of(tile_ends, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
-    """The expert whose tile this program works at, NUM_EXPERTS: there are fewer tiles; and the number of the tile
-    among the expert's own."""
-    tile = tl.program_id(0)
-    expert = tl.arange(0, EXPERTS_PADDED)
-    ends = tl.load(tile_ends + expert, mask=expert < NUM_EXPERTS, other=2**31 - 1)
-    before = ends <= tile
-    return tl.sum(before.to(tl.int32), axis=0), tile - tl.max(tl.where(before, ends, 0), axis=0)
+def _own_assignments(
+    order,  # [num_assignments] int64: assignments, sorted by expert
+    ends,  # [num_experts] int32: one past an expert's last place in `order`
+    tile_ends,  # [num_experts] int32: one past its last tile
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """The expert whose tile this program works at, or NUM_EXPERTS where there are fewer tiles; the assignments in the
+    tile, [BLOCK_M] int64; and which of these places are used."""
+    number = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS_PADDED)
+    last_tiles = tl.load(tile_ends + experts, mask=experts < NUM_EXPERTS, other=2**31 - 1)
+    before = last_tiles <= number
+    expert = tl.sum(before.to(tl.int32), axis=0)
+    tile = number - tl.max(tl.where(before, last_tiles, 0), axis=0)
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert, mask=expert < NUM_EXPERTS, other=0)
+    place = begin + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    used = place < end
+    return expert, tl.load(order + place, mask=used, other=0), used
 
 
 @triton.jit
@@ -42,9 +55,9 @@ def gate_up_kernel(
     x,  # [num_tokens, hidden_size]
     weight,  # [num_experts, 2 * size, hidden_size], contiguous
     scales,  # [num_experts, 2 * size] float32 of weights in 8 bits, or anything
-    order,  # [num_assignments] int64: assignments, sorted by expert
-    ends,  # [num_experts] int32: one past an expert's last place in `order`
-    tile_ends,  # [num_experts] int32: one past its last tile
+    order,  # see `_own_assignments`
+    ends,
+    tile_ends,
     x_stride,
     size,
     hidden_size,
@@ -61,14 +74,9 @@ def gate_up_kernel(
     UPCAST: tl.constexpr,
 ):
     """activation(x @ gate.T) * (x @ up.T) for BLOCK_M assignments of one expert and BLOCK_N features."""
-    expert, tile = _expert_of(tile_ends, NUM_EXPERTS, EXPERTS_PADDED)
+    expert, assignment, used = _own_assignments(order, ends, tile_ends, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert == NUM_EXPERTS:
         return
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
-    place = begin + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    used = place < end
-    assignment = tl.load(order + place, mask=used, other=0)
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_size = feature < size
     x_rows = x + (assignment // EXPERTS_PER_TOKEN)[:, None] * x_stride
@@ -102,7 +110,7 @@ def down_kernel(
     weight,  # [num_experts, hidden_size, size], contiguous
     scales,  # [num_experts, hidden_size] float32 of weights in 8 bits, or anything
     routing,  # [num_assignments] float32: what an assignment counts
-    order,  # as in `gate_up_kernel`
+    order,  # see `_own_assignments`
     ends,
     tile_ends,
     size,
@@ -118,14 +126,9 @@ def down_kernel(
     UPCAST: tl.constexpr,
 ):
     """x @ weight.T times its weight in the sum, for BLOCK_M assignments of one expert and BLOCK_N features."""
-    expert, tile = _expert_of(tile_ends, NUM_EXPERTS, EXPERTS_PADDED)
+    expert, assignment, used = _own_assignments(order, ends, tile_ends, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert == NUM_EXPERTS:
         return
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
-    place = begin + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    used = place < end
-    assignment = tl.load(order + place, mask=used, other=0)
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_feature = expert.to(tl.int64) * hidden_size + tl.minimum(feature, hidden_size - 1)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
