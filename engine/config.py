@@ -48,7 +48,8 @@ class ModelConfig(Section):
         None, description="int8 or fp8: weights in 8 bits, one scale per row; a quarter of float32's memory. Not exact."
     )
     enforce_eager: bool = Field(
-        False, description="On GPU, launch every kernel of every step instead of CUDA graphs of decode steps."
+        False,
+        description="Launch every kernel of every step, instead of graphs of decode steps (CUDA's, or the CPU's own).",
     )
     pooling: PoolingType | None = Field(
         None, description="What an embedding is made of; what the model's own files say, else last, when not given."

@@ -24,7 +24,7 @@ from quire.engine.kv_cache_spec import KVCacheConfig
 from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
 
 from .attention_metadata import build_attention_metadata
-from .cuda_graphs import DecodeGraphs, GraphBackend, graph_sizes
+from .decode_graphs import DecodeGraphs, GraphBackend, graph_sizes
 from .device_rows import BlockChanges, DeviceRows
 from .input_batch import InputBatch, gather_inputs, write_idle
 from .input_buffers import BatchShape, DeviceInputs, HostInputs, InputBuffers
@@ -84,11 +84,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, *, progress: bool = False) -> None:
-        """From now on decode steps are graphs. To be called before the first step."""
-        most = min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
-        self._graphs = DecodeGraphs(
-            backend, self._prepare_idle, self._forward_in_place, graph_sizes(most), progress=progress
-        )
+        """From now on decode steps are graphs, all captured here. To be called before the first step."""
+        self._graphs = DecodeGraphs(backend, self._forward_in_place, graph_sizes(self._most_decodes))
+        self._graphs.capture_all(self._prepare_idle, progress=progress)
+
+    def record_graphs(self, backend: GraphBackend, most: int) -> None:
+        """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes."""
+        sizes = list(range(1, min(most, self._most_decodes) + 1))
+        self._graphs = DecodeGraphs(backend, self._forward_in_place, sizes)
+
+    @property
+    def _most_decodes(self) -> int:
+        return min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
 
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:

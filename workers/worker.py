@@ -18,7 +18,7 @@ from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels import fp8
 
-from .cuda_graphs import CudaGraphBackend
+from .decode_graphs import CudaGraphBackend
 from .kv_cache import allocate_kv_cache
 from .launched_step import LaunchedStep
 from .layers.attention import KVScales
@@ -153,15 +153,18 @@ class Worker:
 
     @property
     def _uses_graphs(self) -> bool:
-        """On a GPU, unless the user or the model objects. What stages send to each other is no part of a graph."""
-        return (
-            self.device.type == "cuda"
-            and not self._config.model.enforce_eager
-            and self.model.is_capturable
-            and self._parallel.grid.num_stages == 1
-        )
+        """Unless the user or the model objects. What stages send to each other is no part of a graph, nor, on CPU, what
+        the ranks of one do."""
+        grid = self._parallel.grid
+        fits = grid.num_stages == 1 if self.device.type == "cuda" else grid.world_size == 1
+        return fits and not self._config.model.enforce_eager and self.model.is_capturable
 
     def _capture_graphs(self) -> None:
+        if self.device.type == "cpu":
+            from .cpu_graphs import MOST_DECODES, CpuGraphBackend
+
+            self.runner.record_graphs(CpuGraphBackend(), MOST_DECODES)
+            return
         self.runner.capture_graphs(CudaGraphBackend(self.device), progress=self._parallel.rank == 0)
 
     def _measure_activations(self) -> int:

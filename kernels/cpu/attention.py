@@ -1,12 +1,13 @@
 """Paged attention on CPU, each request for itself.
 
-A request with one query token and a cache in float32 goes to the compiled kernel in `decode`. Longer chunks, and
-caches of other dtypes, gather the visible part of the cache and run dense attention in torch: there the products
-outweigh the copy.
+A request with one query token and a cache in float32 or bfloat16 goes to the compiled kernel in `decode`. Longer
+chunks, and caches of other dtypes, gather the visible part of the cache and run dense attention in torch: there the
+products outweigh the copy.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fp8
-from .decode import DecodePlan, make_plan, run_plan
+from .decode import DTYPES, DecodePlan
+from .recording import only_unrecorded, recorder
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
@@ -36,19 +38,13 @@ def paged_attention(
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     chunks = _chunks(metadata, 1)
-    if key_cache.dtype == torch.float32:
+    if key_cache.dtype in DTYPES:
         chunks = _chunks(metadata, 2)
         plan = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if plan is not None:
-            run_plan(
-                plan,
-                query.data_ptr(),
-                (query.stride(0), query.stride(1)),
-                key_cache.data_ptr(),
-                value_cache.data_ptr(),
-                out.data_ptr(),
-                0 if sinks is None else sinks.data_ptr(),
-            )
+            plan.attend(query, key_cache, value_cache, out, sinks)
+    if chunks:
+        only_unrecorded("prompts are gathered by their lengths")
     group = query.shape[1] // key_cache.shape[2]
     for request, start, end, seq_len in chunks:
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
@@ -112,21 +108,34 @@ def _decode_plan(
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     key = ("decode", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window, softcap)
     if key not in metadata.plans:
-        requests = np.flatnonzero(np.diff(metadata.query_start_loc_np) == 1)
-        metadata.plans[key] = len(requests) and make_plan(
-            metadata.query_start_loc_np[requests].astype(np.int64),
-            requests,
-            metadata.seq_lens_np[requests],
-            metadata.block_table.numpy(),
+        plan = DecodePlan(
             num_heads=query.shape[1],
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             block_size=block_size,
             scale=scale,
-            sliding_window=sliding_window,
             softcap=softcap,
         )
-    return metadata.plans[key] or None
+        update = partial(_update, plan, metadata, sliding_window)
+        metadata.plans[key] = plan if update() else None
+        listener = recorder()
+        if listener is not None:
+            listener.add_action(update)  # the lengths are others in every step
+    found: DecodePlan | None = metadata.plans[key]
+    return found
+
+
+def _update(plan: DecodePlan, metadata: AttentionMetadata, sliding_window: int | None) -> bool:
+    """Plan what `metadata` says now; returns whether there is anything to do."""
+    requests = np.flatnonzero(np.diff(metadata.query_start_loc_np) == 1)
+    plan.update(
+        metadata.query_start_loc_np[requests].astype(np.int64),
+        requests,
+        metadata.seq_lens_np[requests],
+        metadata.block_table.numpy(),
+        sliding_window,
+    )
+    return len(requests) > 0
 
 
 def _slots(metadata: AttentionMetadata, request: int, first: int, seq_len: int, block_size: int) -> Tensor:

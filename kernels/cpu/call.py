@@ -12,8 +12,10 @@ import ctypes
 from typing import Any
 
 import numpy as np
+import torch
 
-from .threads import run_parallel
+from .recording import CompiledCall, recorder
+from .threads import run_call
 
 _SMALL_NS = 40_000  # less than this much work wakes no other thread
 _ITEM_NS = 20_000  # what a thread takes at once
@@ -45,10 +47,13 @@ class RowFunction:
     def __call__(self, num_rows: int, row_size: int, *arguments: float) -> None:
         """`row_size` is the number of elements of a row, `arguments` what follows `num_rows`."""
         row_ns = row_size * self._element_ns
-        if num_rows * row_ns < _SMALL_NS:
+        is_recorded = recorder() is not None
+        if num_rows * row_ns < _SMALL_NS and not is_recorded:
             given = self._structure(0, num_rows, num_rows, *arguments)
             self._call(ctypes.addressof(given))
             return
         grain = max(1, int(_ITEM_NS / row_ns))
+        if is_recorded:  # all threads are there anyway
+            grain = min(grain, -(-num_rows // torch.get_num_threads()))
         given = self._structure(0, grain, num_rows, *arguments)
-        run_parallel(self._worker.ctypes, ctypes.addressof(given))
+        run_call(CompiledCall(self._worker.ctypes, given, ctypes.addressof(given), 1))

@@ -18,114 +18,108 @@ call on a machine compiles for about 4 s (kept on disk afterwards).
 
 from __future__ import annotations
 
+import ctypes
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from numba import carray, cfunc, njit, types
+from torch import Tensor
 
-from .intrinsics import fetch_add, pointer
-from .threads import run_parallel
+from .intrinsics import fetch_add, narrowed, pointer, widened
+from .recording import CompiledCall
+from .threads import run_call
 
+DTYPES = (torch.float32, torch.bfloat16)
 CHUNK = 256
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; infinities and NaN keep their meaning
 _LOG2_E = np.float32(math.log2(math.e))
 
+_LAYER_FIELDS = ("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan")
+_PLAN_FIELDS = (
+    "block_table", "table_stride", "tokens", "requests", "owners", "begins", "ends", "first_item", "partial",
+    "counters", "num_items", "num_heads", "num_kv_heads", "head_dim", "block_size",
+)  # fmt: skip
+# What differs from layer to layer, and what the layers of a step have in common. Strides are in elements.
+_LAYER = np.dtype([(name, np.int64) for name in _LAYER_FIELDS])
+_PLAN = np.dtype([*((name, np.int64) for name in _PLAN_FIELDS), ("scale", np.float64), ("softcap", np.float64)])
 
-@dataclass(slots=True)
+
+class _LayerArguments(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _LAYER_FIELDS]
+
+
 class DecodePlan:
-    """What one step's decodes have in common in all layers. The arrays are referred to by address in `arguments`."""
+    """What the decodes of a step, the requests with one query token, have in common in all layers."""
 
-    arguments: npt.NDArray[np.int64]  # see `_Argument`
-    counters: npt.NDArray[np.int64]  # [1 + n] next item; items of each request that are not finished
-    fresh_counters: npt.NDArray[np.int64]  # what `counters` starts from
-    owned: tuple[Any, ...]  # keeps the other arrays alive
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, scale: float, softcap: float | None
+    ) -> None:
+        self._record = np.zeros(1, _PLAN)
+        fields = self._record[0]
+        fields["num_heads"], fields["num_kv_heads"], fields["head_dim"] = num_heads, num_kv_heads, head_dim
+        fields["block_size"], fields["scale"], fields["softcap"] = block_size, scale, softcap or 0.0
+        self._partial_size = num_heads * (head_dim + 2)
+        # The next item, and the items of each request that are finished.
+        self._counters = np.zeros(0, np.int64)
 
+    def update(
+        self,
+        tokens: npt.NDArray[np.int64],
+        requests: npt.NDArray[np.int64],
+        seq_lens: npt.NDArray[np.int32],
+        block_table: npt.NDArray[np.int32],
+        sliding_window: int | None,
+    ) -> None:
+        """Plan a step. Those of one size find their counters where the first one did.
 
-# Places in `DecodePlan.arguments`. Addresses and strides (in elements) are plain integers there.
-(
-    _QUERY,
-    _KEY_CACHE,
-    _VALUE_CACHE,
-    _OUT,
-    _SINKS,
-    _BLOCK_TABLE,
-    _TOKENS,
-    _REQUESTS,
-    _ITEM_OWNER,
-    _ITEM_BEGIN,
-    _ITEM_END,
-    _FIRST_ITEM,
-    _PARTIAL,
-    _COUNTERS,
-    _OPTIONS,
-    _NUM_ITEMS,
-    _QUERY_TOKEN_STRIDE,
-    _QUERY_HEAD_STRIDE,
-    _TABLE_STRIDE,
-    _NUM_HEADS,
-    _NUM_KV_HEADS,
-    _HEAD_DIM,
-    _BLOCK_SIZE,
-    _NUM_ARGUMENTS,
-) = range(24)
+        `tokens` [n] are the rows of the decodes in the query, `requests` [n] their rows in `block_table`
+        [num_reqs, max_blocks], and `seq_lens` [n] their lengths.
+        """
+        firsts = np.zeros_like(seq_lens) if sliding_window is None else np.maximum(0, seq_lens - sliding_window)
+        first_chunks, last_chunks = firsts // CHUNK, (seq_lens - 1) // CHUNK
+        first_item = np.concatenate([[0], np.cumsum(last_chunks - first_chunks + 1)]).astype(np.int64)
+        owners = np.repeat(np.arange(len(tokens)), np.diff(first_item))
+        chunk = np.arange(len(owners)) - first_item[owners] + first_chunks[owners]
+        begins = np.maximum(chunk * CHUNK, firsts[owners]).astype(np.int64)
+        ends = np.minimum((chunk + 1) * CHUNK, seq_lens[owners]).astype(np.int64)
+        partial = np.empty(len(owners) * self._partial_size, np.float32)
+        if len(self._counters) < 1 + len(tokens):
+            self._counters = np.zeros(1 + len(tokens), np.int64)
+        self._arrays = {
+            "block_table": block_table,
+            "tokens": tokens,
+            "requests": requests,
+            "owners": owners,
+            "begins": begins,
+            "ends": ends,
+            "first_item": first_item,
+            "partial": partial,
+            "counters": self._counters,
+        }
+        fields = self._record[0]
+        for name, array in self._arrays.items():
+            fields[name] = array.ctypes.data
+        fields["num_items"] = len(owners)
+        fields["table_stride"] = block_table.strides[0] // block_table.itemsize
 
-
-def make_plan(
-    tokens: npt.NDArray[np.int64],
-    requests: npt.NDArray[np.int64],
-    seq_lens: npt.NDArray[np.int32],
-    block_table: npt.NDArray[np.int32],
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> DecodePlan:
-    """Plan the decodes of a step.
-
-    `tokens` [n] are their rows in the query, `requests` [n] their rows in `block_table` [num_reqs, max_blocks], and
-    `seq_lens` [n] their lengths.
-    """
-    firsts = np.zeros_like(seq_lens) if sliding_window is None else np.maximum(0, seq_lens - sliding_window)
-    first_chunks, last_chunks = firsts // CHUNK, (seq_lens - 1) // CHUNK
-    first_item = np.concatenate([[0], np.cumsum(last_chunks - first_chunks + 1)]).astype(np.int64)
-    owner = np.repeat(np.arange(len(tokens)), np.diff(first_item))
-    chunk = np.arange(len(owner)) - first_item[owner] + first_chunks[owner]
-    begin = np.maximum(chunk * CHUNK, firsts[owner])
-    end = np.minimum((chunk + 1) * CHUNK, seq_lens[owner])
-    partial = np.empty(len(owner) * num_heads * (head_dim + 2), np.float32)
-    fresh_counters = np.concatenate([[0], np.diff(first_item)]).astype(np.int64)
-    counters = fresh_counters.copy()
-    options = np.array([scale, softcap or 0.0], np.float32)
-
-    arguments = np.zeros(_NUM_ARGUMENTS, np.int64)
-    owned = (block_table, tokens, requests, owner, begin.astype(np.int64), end.astype(np.int64), first_item, partial)
-    for place, array in zip(range(_BLOCK_TABLE, _COUNTERS), owned, strict=True):
-        arguments[place] = array.ctypes.data
-    arguments[_COUNTERS], arguments[_OPTIONS] = counters.ctypes.data, options.ctypes.data
-    arguments[_NUM_ITEMS] = len(owner)
-    arguments[_TABLE_STRIDE] = block_table.strides[0] // block_table.itemsize
-    arguments[_NUM_HEADS : _BLOCK_SIZE + 1] = num_heads, num_kv_heads, head_dim, block_size
-    return DecodePlan(arguments, counters, fresh_counters, (*owned, options))
-
-
-def run_plan(
-    plan: DecodePlan, query: int, query_strides: tuple[int, int], key_cache: int, value_cache: int, out: int, sinks: int
-) -> None:
-    """Attend in one layer: addresses of float32 tensors, `out` contiguous. Writes the rows of the planned tokens.
-
-    `sinks` is 0 where there are none.
-    """
-    plan.counters[:] = plan.fresh_counters
-    plan.arguments[_QUERY : _SINKS + 1] = query, key_cache, value_cache, out, sinks
-    plan.arguments[_QUERY_TOKEN_STRIDE : _QUERY_HEAD_STRIDE + 1] = query_strides
-    run_parallel(_worker.ctypes, plan.arguments.ctypes.data)
+    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
+        """Attend in one layer, in one of `DTYPES`. Writes the rows of `out`, contiguous, that were planned."""
+        self._counters[:] = 0
+        arguments = _LayerArguments(
+            query.data_ptr(),
+            key_cache.data_ptr(),
+            value_cache.data_ptr(),
+            out.data_ptr(),
+            0 if sinks is None else sinks.data_ptr(),
+            query.stride(0),
+            query.stride(1),
+            self._record.ctypes.data,
+        )
+        worker = _float32_worker if query.dtype == torch.float32 else _bfloat16_worker
+        run_call(CompiledCall(worker.ctypes, arguments, self._counters.ctypes.data, len(self._counters)))
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
@@ -167,7 +161,7 @@ def _attend_item(
             for head in range(kv_head * group, (kv_head + 1) * group):
                 score = np.float32(0.0)
                 for d in range(head_dim):
-                    score += q[head, d] * keys[block, offset, kv_head, d]
+                    score += q[head, d] * widened(keys[block, offset, kv_head, d])
                 scores[head, position - begin] = score
 
     length = end - begin
@@ -193,7 +187,7 @@ def _attend_item(
             for head in range(kv_head * group, (kv_head + 1) * group):
                 weight = scores[head, position - begin]
                 for d in range(head_dim):
-                    acc[head, d] += weight * values[block, offset, kv_head, d]
+                    acc[head, d] += weight * widened(values[block, offset, kv_head, d])
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
@@ -203,6 +197,7 @@ def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: boo
     A sink [heads] is one more item, with a weight of 1 and no value.
     """
     num_heads, head_dim = out.shape
+    merged = np.empty(head_dim, np.float32)
     for head in range(num_heads):
         highest = partial[first, head, head_dim]
         for item in range(first + 1, last):
@@ -212,37 +207,31 @@ def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: boo
             highest = max(highest, sinks[head])
             total = np.float32(math.exp(sinks[head] - highest))
         for d in range(head_dim):
-            out[head, d] = np.float32(0.0)
+            merged[d] = np.float32(0.0)
         for item in range(first, last):
             share = np.float32(math.exp(partial[item, head, head_dim] - highest))
             total += share * partial[item, head, head_dim + 1]
             for d in range(head_dim):
-                out[head, d] += share * partial[item, head, d]
+                merged[d] += share * partial[item, head, d]
         for d in range(head_dim):
-            out[head, d] /= total
+            out[head, d] = narrowed(merged[d] / total, out[head, d])
 
 
-@cfunc(types.void(types.voidptr), cache=True)
-def _worker(address: Any) -> None:
-    """One thread: take items until there are none. `address` is that of the plan's arguments."""
-    a = carray(address, (_NUM_ARGUMENTS,), np.int64)
-    num_heads, num_kv_heads, head_dim, block_size = a[_NUM_HEADS], a[_NUM_KV_HEADS], a[_HEAD_DIM], a[_BLOCK_SIZE]
-    num_items = a[_NUM_ITEMS]
+@njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
+def _attend(layer: Any, plan: Any, query: Any, keys: Any, values: Any, out: Any) -> None:
+    """One thread: take items until there are none. `query` is flat; bfloat16 is there as uint16."""
+    num_heads, head_dim, num_items = plan.num_heads, plan.head_dim, plan.num_items
     many = np.int64(1) << 31  # the first dimension of a view plays no part in its addresses
-    query = carray(pointer(a[_QUERY]), (many,), np.float32)
-    keys = carray(pointer(a[_KEY_CACHE]), (many, block_size, num_kv_heads, head_dim), np.float32)
-    values = carray(pointer(a[_VALUE_CACHE]), (many, block_size, num_kv_heads, head_dim), np.float32)
-    out = carray(pointer(a[_OUT]), (many, num_heads, head_dim), np.float32)
-    table = carray(pointer(a[_BLOCK_TABLE]), (many,), np.int32)
-    tokens = carray(pointer(a[_TOKENS]), (num_items,), np.int64)
-    requests = carray(pointer(a[_REQUESTS]), (num_items,), np.int64)
-    owners = carray(pointer(a[_ITEM_OWNER]), (num_items,), np.int64)
-    begins = carray(pointer(a[_ITEM_BEGIN]), (num_items,), np.int64)
-    ends = carray(pointer(a[_ITEM_END]), (num_items,), np.int64)
-    first_item = carray(pointer(a[_FIRST_ITEM]), (num_items + 1,), np.int64)
-    partial = carray(pointer(a[_PARTIAL]), (num_items, num_heads, head_dim + 2), np.float32)
-    options = carray(pointer(a[_OPTIONS]), (2,), np.float32)
-    sinks = carray(pointer(a[_SINKS]), (num_heads,), np.float32)
+    table = carray(pointer(plan.block_table), (many,), np.int32)
+    tokens = carray(pointer(plan.tokens), (num_items,), np.int64)
+    requests = carray(pointer(plan.requests), (num_items,), np.int64)
+    owners = carray(pointer(plan.owners), (num_items,), np.int64)
+    begins = carray(pointer(plan.begins), (num_items,), np.int64)
+    ends = carray(pointer(plan.ends), (num_items,), np.int64)
+    first_item = carray(pointer(plan.first_item), (num_items + 1,), np.int64)
+    partial = carray(pointer(plan.partial), (num_items, num_heads, head_dim + 2), np.float32)
+    sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
+    scale, softcap = np.float32(plan.scale), np.float32(plan.softcap)
 
     q = np.empty((num_heads, head_dim), np.float32)
     acc = np.empty((num_heads, head_dim), np.float32)
@@ -250,23 +239,45 @@ def _worker(address: Any) -> None:
     highest = np.empty(num_heads, np.float32)
     total = np.empty(num_heads, np.float32)
     while True:
-        item = fetch_add(a[_COUNTERS], 1)
+        item = fetch_add(plan.counters, 1)
         if item >= num_items:
             return
         owner = owners[item]
         for head in range(num_heads):
-            base = tokens[owner] * a[_QUERY_TOKEN_STRIDE] + head * a[_QUERY_HEAD_STRIDE]
+            base = tokens[owner] * layer.token_stride + head * layer.head_stride
             for d in range(head_dim):
-                q[head, d] = query[base + d] * options[0]
-        blocks = table[requests[owner] * a[_TABLE_STRIDE] :]
-        _attend_item(
-            q, keys, values, blocks, begins[item], ends[item], options[1], scores, highest, total, acc
-        )  # fmt: skip
+                q[head, d] = widened(query[base + d]) * scale
+        blocks = table[requests[owner] * plan.table_stride :]
+        _attend_item(q, keys, values, blocks, begins[item], ends[item], softcap, scores, highest, total, acc)
         for head in range(num_heads):
             partial[item, head, head_dim] = highest[head]
             partial[item, head, head_dim + 1] = total[head]
             for d in range(head_dim):
                 partial[item, head, d] = acc[head, d]
-        if fetch_add(a[_COUNTERS] + 8 * (1 + owner), -1) == 1:
-            has_sinks = a[_SINKS] != 0
-            _merge_items(partial, first_item[owner], first_item[owner + 1], sinks, has_sinks, out[tokens[owner]])
+        first, last = first_item[owner], first_item[owner + 1]
+        if fetch_add(plan.counters + 8 * (1 + owner), 1) == last - first - 1:
+            _merge_items(partial, first, last, sinks, layer.sinks != 0, out[tokens[owner]])
+
+
+@njit(error_model="numpy", cache=True)
+def _attend_in(address: int, like: Any) -> None:
+    """`like` is a number of the type in which memory is seen."""
+    layer = carray(pointer(address), (1,), _LAYER)[0]
+    plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
+    kind = like.dtype
+    many = np.int64(1) << 31
+    shape = (many, plan.block_size, plan.num_kv_heads, plan.head_dim)
+    query = carray(pointer(layer.query), (many,), kind)
+    keys, values = carray(pointer(layer.key_cache), shape, kind), carray(pointer(layer.value_cache), shape, kind)
+    out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), kind)
+    _attend(layer, plan, query, keys, values, out)
+
+
+@cfunc(types.void(types.int64), cache=True, error_model="numpy")
+def _float32_worker(address: int) -> None:
+    _attend_in(address, np.empty(0, np.float32))
+
+
+@cfunc(types.void(types.int64), cache=True, error_model="numpy")
+def _bfloat16_worker(address: int) -> None:
+    _attend_in(address, np.empty(0, np.uint16))

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import fetch_add
-from .threads import run_parallel
+from .recording import CompiledCall
+from .threads import run_call
 from .tiles import FORMATS, tile
 
 BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
@@ -72,9 +73,8 @@ def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Te
         x.element_size(),
         num_threads,
     )
-    address = ctypes.addressof(arguments)
-    arguments[_COUNTERS] = address + 8 * _NUM_ARGUMENTS
-    run_parallel(_entry(name), address)
+    arguments[_COUNTERS] = ctypes.addressof(arguments) + 8 * _NUM_ARGUMENTS
+    run_call(CompiledCall(_entry(name), arguments, arguments[_COUNTERS], 1 + num_threads))
     return out
 
 

@@ -16,32 +16,50 @@ from typing import Any
 
 import torch
 
+from .recording import CompiledCall, recorder
+
 logger = logging.getLogger(__name__)
 
 
-def run_parallel(function: Any, argument: int) -> None:
-    """Call `function(argument)` once on each of torch's threads, and return when all have returned.
+def run_call(call: CompiledCall) -> None:
+    """Call it once on each of torch's threads, and return when all have returned."""
+    run_parallel(call.function, ctypes.addressof(call.arguments), torch.get_num_threads())
+    listener = recorder()
+    if listener is not None:
+        listener.add_call(call)
+
+
+def run_parallel(function: Any, argument: int, num_threads: int) -> None:
+    """Call `function(argument)` once on each of `num_threads` threads, and return when all have returned.
 
     `function` is a ctypes function pointer `void (void *)`; its calls divide the work among themselves. Where torch
-    brings no such library (other systems, one thread), it is called once, on this thread.
+    brings no such library (other systems), it is called once, on this thread.
     """
-    num_threads = torch.get_num_threads()
-    parallel = _gomp_parallel()
-    if num_threads == 1 or parallel is None:
+    library = _gomp()
+    if num_threads == 1 or library is None:
         function(argument)
     else:
-        parallel(function, argument, num_threads, 0)
+        library.GOMP_parallel(function, argument, num_threads, 0)
+
+
+def team_size_function() -> int:
+    """The address of `int omp_get_num_threads(void)`: how many are there. 0 where nobody calls but one thread."""
+    library = _gomp()
+    if library is None:
+        return 0
+    return ctypes.cast(library.omp_get_num_threads, ctypes.c_void_p).value or 0
 
 
 @cache
-def _gomp_parallel() -> Any:
-    """`void GOMP_parallel(void (*fn)(void *), void *data, unsigned num_threads, unsigned flags)`, or None."""
+def _gomp() -> ctypes.CDLL | None:
+    """GNU OpenMP as torch has loaded it: `void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned)`."""
     package = Path(torch.__file__).parent
-    for library in sorted([*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*")]):
-        entry = getattr(ctypes.CDLL(str(library)), "GOMP_parallel", None)
+    for path in sorted([*package.glob("lib/libgomp*"), *package.parent.glob("torch.libs/libgomp*")]):
+        library = ctypes.CDLL(str(path))
+        entry = getattr(library, "GOMP_parallel", None)
         if entry is not None:
             entry.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             entry.restype = None
-            return entry
-    logger.info("torch brings no GNU OpenMP library: decode attention runs on one thread")
+            return library
+    logger.info("torch brings no GNU OpenMP library: compiled kernels run on one thread")
     return None

@@ -73,7 +73,7 @@ def graph_results() -> dict[str, str | None]:
         return {}
     from graph_checks import run_graph_checks
 
-    from quire.workers.cuda_graphs import CudaGraphBackend
+    from quire.workers.decode_graphs import CudaGraphBackend
 
     device = torch.device("cuda", torch.cuda.current_device())
     return run_graph_checks(device, lambda: CudaGraphBackend(device), max_num_seqs=64)

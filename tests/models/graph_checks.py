@@ -15,7 +15,7 @@ import torch
 from quire.engine.kv_cache_spec import KVCacheConfig, group_layers
 from quire.engine.outputs import BlockUpdate, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
-from quire.workers.cuda_graphs import GraphBackend, graph_sizes
+from quire.workers.decode_graphs import GraphBackend, graph_sizes
 from quire.workers.kv_cache import allocate_kv_cache
 from quire.workers.launched_step import LaunchedStep
 from quire.workers.layers.attention import KVScales

@@ -17,7 +17,7 @@ from quire.engine.model_source import load_model_info
 from quire.engine.outputs import EngineRequest, TokenLogprobs
 from quire.engine.pooling import PoolingParams
 from quire.engine.sampling_params import SamplingParams
-from quire.workers.cuda_graphs import graph_sizes
+from quire.workers.decode_graphs import graph_sizes
 
 MAX_LEN = 256
 

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: what a forward launches is recorded once per size of batch, and then launched at once.
+"""Decode steps as graphs: what a forward launches is recorded once per size of batch, and then launched at once.
 
 A graph repeats the same kernels on the same addresses. Here that is right for every batch of one size: its inputs lie
 where its shape says (`InputBuffers`), weights, cache and what the device keeps by row never move, and what a forward
@@ -6,6 +6,8 @@ needs in between comes from a pool that all graphs share, for only one runs at a
 that holds it:
 
     size 4:   request 0   request 1   request 2   padding        computes one token too many, which is stored nowhere
+
+On a GPU they are CUDA's, all captured at start. On CPU they are recorded when a size first comes (`cpu_graphs`).
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ Replay = Callable[[], None]
 class GraphBackend(Protocol):
     """How a graph is made."""
 
-    def capture(self, run: Callable[[], None]) -> Replay:
-        """Run `run` to warm up, and record it. Calling the result repeats it on the same tensors."""
+    def capture(self, run: Callable[[], None]) -> Replay | None:
+        """Run `run`, once or more, and record it. Calling the result repeats it on the same tensors.
+
+        None where what it does cannot be repeated.
+        """
         ...
 
 
@@ -69,47 +74,62 @@ class DecodeGraphs:
     """The graphs of steps in which every request computes one token. Owned by the model runner.
 
     `forward(size)` computes the hidden states [size, hidden_size] of the inputs that lie in the buffers for a batch of
-    that size, and launches the same kernels whatever these inputs are; `prepare(size)` writes some that do no harm. The
-    largest graph comes first, so that the pool has all memory that the others need.
+    that size, and launches the same kernels whatever these inputs are.
     """
 
-    def __init__(
-        self,
-        backend: GraphBackend,
-        prepare: Callable[[int], None],
-        forward: Callable[[int], Tensor],
-        sizes: list[int],
-        *,
-        progress: bool = False,
-    ) -> None:
-        self._sizes = sizes
+    def __init__(self, backend: GraphBackend, forward: Callable[[int], Tensor], sizes: list[int]) -> None:
+        self._backend = backend
         self._forward = forward
+        self._sizes = sizes
+        self._replays: dict[int, Replay] = {}
         # One output for all: what a graph leaves in the pool, the next one overwrites.
-        prepare(sizes[-1])
-        self._hidden = torch.empty_like(forward(sizes[-1]))
+        self._hidden: Tensor | None = None
+
+    def capture_all(self, prepare: Callable[[int], None], *, progress: bool = False) -> None:
+        """Capture every size now; `prepare(size)` writes inputs that do no harm.
+
+        The largest comes first, so that the pool has all memory that the others need.
+        """
+        prepare(self._sizes[-1])
+        self._run(self._sizes[-1])  # kernel by kernel: the output for all is no part of the pool
         started = time.monotonic()
         console = Console(stderr=True)
         hidden = not progress or not console.is_terminal
-        self._replays: dict[int, Replay] = {}
-        for size in track(sizes[::-1], "Capturing graphs", transient=True, console=console, disable=hidden):
+        for size in track(self._sizes[::-1], "Capturing graphs", transient=True, console=console, disable=hidden):
             prepare(size)
-            self._replays[size] = backend.capture(partial(self._run, size))
-        logger.info("captured graphs of %d sizes up to %d in %.1f s", len(sizes), sizes[-1], time.monotonic() - started)
+            self._capture(size)
+        count = len(self._replays)
+        logger.info("captured graphs of %d sizes in %.1f s", count, time.monotonic() - started)
 
     def size_for(self, step: SchedulerOutput) -> int | None:
         """The size whose graph computes this step; None where none does."""
         num_reqs = len(step.rows)
-        if step.total_num_scheduled_tokens > num_reqs or num_reqs > self._sizes[-1]:
+        if not self._sizes or step.total_num_scheduled_tokens > num_reqs or num_reqs > self._sizes[-1]:
             return None
         return self._sizes[bisect_left(self._sizes, num_reqs)]
 
     def replay(self, size: int) -> Tensor:
-        """[size, hidden_size], valid until the next replay."""
-        self._replays[size]()
+        """[size, hidden_size], valid until the next replay. A size that was not captured yet is, by this step."""
+        replay = self._replays.get(size)
+        if replay is None:
+            self._capture(size)
+        else:
+            replay()
+        assert self._hidden is not None
         return self._hidden[:size]
 
+    def _capture(self, size: int) -> None:
+        replay = self._backend.capture(partial(self._run, size))
+        if replay is None:
+            self._sizes = []
+        else:
+            self._replays[size] = replay
+
     def _run(self, size: int) -> None:
-        self._hidden[:size].copy_(self._forward(size))
+        computed = self._forward(size)
+        if self._hidden is None:
+            self._hidden = computed.new_empty(self._sizes[-1], computed.shape[1])
+        self._hidden[:size].copy_(computed)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -1,0 +1,129 @@
+"""A forward as a graph on CPU: recorded once, then repeated on the same memory without Python between its calls.
+
+    | look up, angles |  norm  linear  rotate  attend  linear  norm ... linear  | add |
+    | torch operators |             one program of compiled calls               | torch
+
+What a forward asks torch for is seen by a dispatch mode, and what it compiles by `recording`. An operator that makes a
+new tensor is called again and its result copied to where the first one was; memory that is only asked for comes from a
+pool and goes back when the forward drops it, so that what is repeated stays in the caches as the forward itself did.
+
+A forward is fit for it when it makes the same calls with the same shapes whatever the numbers are, and reads those that
+change from memory that stays where it is. Operators whose shapes depend on numbers, or that give one to Python, are
+found; `recording.only_unrecorded` is for what no operator tells.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from .program import Program
+from .recording import CompiledCall, NotCapturableError, recorded_by
+
+_ALIGNMENT = 64  # bytes
+_SMALLEST = 4096  # bytes of a block
+_ATEN = torch.ops.aten
+_ALLOCATIONS = {
+    _ATEN.empty.memory_format,
+    _ATEN.empty_like.default,
+    _ATEN.empty_strided.default,
+    _ATEN.new_empty.default,
+    _ATEN.new_empty_strided.default,
+}
+_UNFIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class Pool:
+    """Memory of what lives within a forward. Graphs that never run at the same time share one."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by bytes
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """An uninitialized tensor of the same dtype, shape and strides. Its memory is free again when nobody has it."""
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        num_bytes = 0 if tensor.numel() == 0 else (last + 1) * tensor.itemsize
+        size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length()) if num_bytes else _SMALLEST
+        free = self._free[size]
+        block = free.pop() if free else np.empty(size + _ALIGNMENT, np.uint8)
+        begin = -block.ctypes.data % _ALIGNMENT
+        lent = block[begin : begin + num_bytes]
+        weakref.finalize(lent, free.append, block)
+        return torch.from_numpy(lent).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def capture(run: Callable[[], None], pool: Pool) -> Callable[[], None]:
+    """Call `run`, which is done when this returns; calling the result repeats it. Raises `NotCapturableError`."""
+    recorder = _Recorder(pool)
+    with recorder, recorded_by(recorder):
+        run()
+    return partial(_repeat_all, recorder.finish())
+
+
+def _repeat_all(actions: Sequence[Callable[[], object]]) -> None:
+    for action in actions:
+        action()
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    def __init__(self, pool: Pool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._pool = pool
+        self._actions: list[Callable[[], object]] = []
+        self._calls: list[CompiledCall] = []
+
+    def add_call(self, call: CompiledCall) -> None:
+        self._calls.append(call)
+
+    def add_action(self, action: Callable[[], object]) -> None:
+        self._end_program()
+        self._actions.append(action)
+
+    def finish(self) -> list[Callable[[], object]]:
+        self._end_program()
+        return self._actions
+
+    def _end_program(self) -> None:
+        if self._calls:
+            self._actions.append(Program(self._calls).run)
+            self._calls = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not _UNFIT.isdisjoint(func.tags):
+            raise NotCapturableError(f"{func} depends on numbers")
+        result = func(*args, **kwargs)
+        if func in _ALLOCATIONS:
+            return self._pool.like(result)
+        made = [] if func._schema.is_mutable else _new_tensors(result, (args, kwargs))
+        if func._schema.is_mutable:
+            self.add_action(partial(func, *args, **kwargs))
+        elif made:
+            self.add_action(partial(_call_again, func, args, kwargs, result))
+        return result
+
+
+def _new_tensors(result: Any, arguments: Any) -> list[Tensor]:
+    """Those that are no views of an argument."""
+    known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
+    return [each for each in _tensors(result) if each.numel() and each.untyped_storage().data_ptr() not in known]
+
+
+def _call_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    for old, new in zip(_tensors(result), _tensors(func(*args, **kwargs)), strict=True):
+        old.copy_(new)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]

@@ -1,0 +1,145 @@
+"""Decode steps recorded on CPU compute what the same steps do call by call; what cannot be recorded is computed so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from core_driver import Driver
+from graph_checks import BLOCK_SIZE, make_model, make_runner, steps_of, tokens_of
+from test_sampling import NUM_TOKENS
+from tiny_llama import make_tiny_llama
+
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.kv_cache_spec import group_layers
+from quire.engine.model_source import load_model_info
+from quire.engine.outputs import EngineRequest
+from quire.engine.sampling_params import SamplingParams
+from quire.kernels.cpu.graph import Pool, capture
+from quire.kernels.cpu.recording import NotCapturableError, recorder
+from quire.workers.cpu_graphs import CpuGraphBackend
+from quire.workers.local_executor import LocalExecutor
+
+
+class CountedBackend(CpuGraphBackend):
+    """Counts how often its graphs are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_captured = self.num_replays = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        replay = super().capture(run)
+        if replay is None:
+            return None
+        self.num_captured += 1
+
+        def counted() -> None:
+            self.num_replays += 1
+            replay()
+
+        return counted
+
+
+@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_recorded_steps_sample_the_same(dtype: torch.dtype) -> None:
+    """Batches grow, shrink and come back, so that graphs of several sizes use the same memory in turns."""
+    model, backend = make_model(torch.device("cpu"), dtype), CountedBackend()
+    num_groups = len(group_layers(model.kv_cache_specs(BLOCK_SIZE, dtype), 1))
+    eager, recorded = (make_runner(model, 12, torch.device("cpu")) for _ in range(2))
+    recorded.record_graphs(backend, most=11)
+    batches = (3, 11, 1, 3, 8, 11, 12)  # one more than is recorded
+    for num_reqs in batches:
+        expected, found = (tokens_of(runner, steps_of(num_reqs, num_groups)) for runner in (eager, recorded))
+        assert len(np.unique(expected[:, 0])) >= 3
+        np.testing.assert_array_equal(found, expected)
+    assert backend.num_captured == 4
+    assert backend.num_replays >= 7 * len(batches)
+
+
+@pytest.mark.parametrize(
+    ("sections", "is_recorded"),
+    [
+        ({}, True),
+        ({"quantization": "int8"}, True),
+        ({"enforce_eager": True}, False),
+        ({"dtype": "float16"}, False),
+        ({"kv_cache_dtype": "fp8_e4m3"}, False),
+    ],
+    ids=["float32", "int8", "enforce_eager", "float16", "fp8-cache"],
+)
+def test_the_executor_records_what_it_can(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, sections: dict, is_recorded: bool
+) -> None:
+    backend = CountedBackend()
+    monkeypatch.setattr("quire.workers.cpu_graphs.CpuGraphBackend", lambda: backend)
+    make_tiny_llama(tmp_path, initializer_range=0.12)
+    cache = {"cache": {"kv_cache_dtype": sections.pop("kv_cache_dtype")}} if "kv_cache_dtype" in sections else {}
+    answers = []
+    for eager in (True, False):
+        model = {"model": str(tmp_path), "num_threads": 1, "device": "cpu", "enforce_eager": eager, **sections}
+        config = EngineConfig.model_validate({"model": model, **cache})
+        executor = LocalExecutor(config, load_model_info(ModelConfig(model=str(tmp_path))))
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+        requests = [
+            EngineRequest(request_id=str(i), prompt_token_ids=list(range(1, 9 + i)), sampling_params=params, seed=0)
+            for i in range(3)
+        ]
+        answers.append([answer.token_ids for answer in Driver(executor, 256).run(requests)])
+    assert answers[0] == answers[1]
+    assert (backend.num_replays > 0) == is_recorded
+
+
+def test_memory_goes_back_when_nobody_has_it() -> None:
+    pool = Pool()
+    first = pool.like(torch.empty(5, 7))
+    address, view = first.data_ptr(), first[2:, 1]
+    del first
+    other = pool.like(torch.empty(5, 7))
+    assert other.data_ptr() != address
+    del view
+    assert pool.like(torch.empty(7, 5)).data_ptr() == address
+    strided = pool.like(torch.empty_strided((3, 4), (1, 3), dtype=torch.bfloat16))
+    assert (strided.shape, strided.stride(), strided.dtype) == ((3, 4), (1, 3), torch.bfloat16)
+
+
+def test_operators_are_repeated_on_new_numbers() -> None:
+    """New tensors, views of them, changes in place, and several results."""
+    x, out = torch.arange(6.0).reshape(2, 3), torch.zeros(3)
+
+    def run() -> None:
+        high, low = (x * 2).aminmax(dim=0)
+        total = torch.empty(3)
+        total.copy_(high)
+        total.view(3, 1)[1:].add_(low[1:, None])
+        out.copy_(total)
+
+    with torch.inference_mode():
+        replay = capture(run, Pool())
+        first = out.clone()
+        x.mul_(3).add_(1)
+        replay()
+        second = out.clone()
+        run()
+    assert first.tolist() == [0.0, 10.0, 14.0]
+    assert second.tolist() == out.tolist() != first.tolist()
+
+
+@pytest.mark.parametrize(
+    "run", [lambda x: x[x > 1], lambda x: int(x.min()), lambda x: x.bincount()], ids=["mask", "item", "bincount"]
+)
+def test_what_depends_on_numbers_is_refused(run: Callable[[torch.Tensor], object]) -> None:
+    with torch.inference_mode(), pytest.raises(NotCapturableError, match="depends on numbers"):
+        capture(lambda: run(torch.tensor([1, 2, 3])), Pool())
+    assert recorder() is None

@@ -1,0 +1,28 @@
+"""Decode steps as graphs on CPU: `kernels.cpu.graph`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from quire.kernels.cpu.graph import Pool, capture
+from quire.kernels.cpu.recording import NotCapturableError
+
+logger = logging.getLogger(__name__)
+
+MOST_DECODES = 32  # with more, matrix products are large, and what lies between them hardly counts
+
+
+class CpuGraphBackend:
+    """Records a step while it is computed, so that a graph costs nothing until it saves something."""
+
+    def __init__(self) -> None:
+        self._pool = Pool()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        try:
+            return capture(run, self._pool)
+        except NotCapturableError as reason:
+            logger.info("decode steps are not recorded: %s", reason)
+            run()  # what was computed before, and stored, is computed and stored again
+            return None
