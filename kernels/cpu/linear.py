@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import few_rows
-from .digits import X_MAX
+from . import digit_gemm, few_rows
 from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features
 
 MAX_ROWS = 24  # with more, the library's GEMM is as fast
@@ -46,9 +45,9 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
         return few_rows.linear("int8 dot", x, weight, scales, bias)
     if x.dtype == torch.float32 and _fits(x, weight, "int8", MAX_ROWS):
         return few_rows.linear("int8", x, weight, scales, bias)
-    if in_digits and x.shape[0] > 0:
-        return _int8_gemm(x, weight, scales, bias)
-    return _widened(x, weight, scales, bias)
+    if in_digits and x.dtype != torch.float16 and len(x) > 0 and x.shape[1] % digit_gemm.STEP == 0:
+        return digit_gemm.linear(x.contiguous(), weight, scales, bias)
+    return _widened(x.float(), weight, scales, None if bias is None else bias.float()).to(x.dtype)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -78,17 +77,3 @@ def _fits(x: Tensor, weight: Tensor, name: str, max_rows: int) -> bool:
     form = FORMATS[name]
     in_rows = 0 < x.shape[0] <= max_rows
     return in_rows and x.shape[1] % form.step == 0 and weight.shape[0] % TILE_ROWS == 0 and weight.is_contiguous()
-
-
-def _int8_gemm(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """The library's product of bytes, for either digit of x (see `digits`): the same whole numbers as `few_rows`."""
-    values = x.float()
-    x_scales = values.abs().amax(dim=1, keepdim=True).clamp_(min=1e-30).div_(X_MAX)
-    # What is not finite is 0 here, and NaN in its row's scale.
-    whole = (values / x_scales).nan_to_num_(0.0, 0.0, 0.0).round_().to(torch.int32)
-    high = (whole + 128) >> 8
-    digits = torch.cat((high, whole - (high << 8))).to(torch.int8)
-    sums = torch._int_mm(digits, weight.t()).float()
-    out = torch.add(sums[len(x) :], sums[: len(x)], alpha=256.0)
-    out.mul_(x_scales + (values * 0.0).sum(dim=1, keepdim=True)).mul_(scales)
-    return (out if bias is None else out.add_(bias)).to(x.dtype)

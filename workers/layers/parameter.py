@@ -109,7 +109,7 @@ class ScaledParameter(ShardedParameter):
     def embed(self, token_ids: Tensor) -> Tensor:
         # As bytes: not every backend selects rows of a type that it does not compute with.
         stored = self.data.view(torch.uint8).index_select(0, token_ids).view(self.stored_as)
-        return (stored.float() * self.scales[token_ids, None]).to(self.computed)
+        return (stored.float() * self.scales.index_select(0, token_ids)[:, None]).to(self.computed)
 
     @staticmethod
     def _rounded(values: Tensor) -> Tensor:
