@@ -60,7 +60,7 @@ class _Event(msgspec.Struct):
 
 
 class SseReader:
-    """Splits a byte stream into the data of server-sent events (one `data:` line each, as OpenAI's)."""
+    """Splits a byte stream into the data of server-sent events: one `data:` line each, perhaps beside an `id:`."""
 
     __slots__ = ("_rest",)
 
@@ -70,7 +70,8 @@ class SseReader:
     def feed(self, chunk: bytes) -> list[bytes]:
         """The data of the events that `chunk` completes, in order."""
         *events, self._rest = (self._rest + chunk).replace(b"\r\n", b"\n").split(b"\n\n")
-        return [event.removeprefix(b"data:").strip() for event in events if event.startswith(b"data:")]
+        lines = (line for event in events for line in event.split(b"\n"))
+        return [line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:")]
 
 
 @dataclass(frozen=True, slots=True)
