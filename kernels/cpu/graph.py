@@ -66,12 +66,17 @@ def capture(run: Callable[[], None], pool: Pool) -> Callable[[], None]:
     recorder = _Recorder(pool)
     with recorder, recorded_by(recorder):
         run()
-    return partial(_repeat_all, recorder.finish())
+    return _Graph(recorder.finish(), pool).replay
 
 
-def _repeat_all(actions: Sequence[Callable[[], object]]) -> None:
-    for action in actions:
-        action()
+class _Graph:
+    def __init__(self, actions: Sequence[Callable[[], object]], pool: Pool) -> None:
+        self._actions = actions
+        self._pool = pool  # whose memory the calls use
+
+    def replay(self) -> None:
+        for action in self._actions:
+            action()
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -21,8 +21,8 @@ from torch import Tensor
 from . import digit_gemm, few_rows
 from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features
 
-MAX_ROWS = 24  # with more, the library's GEMM is as fast
-MAX_ROWS_AMX = 12  # of bfloat16 where the library multiplies matrix tiles
+MAX_ROWS = 48  # with more, the library's GEMM is as fast
+MAX_ROWS_AMX = 24  # of bfloat16 where the library multiplies matrix tiles
 MAX_ROWS_INT8 = 32  # of int8 in digits
 _DEQUANTIZED_ROWS = 4096  # of an int8 weight at once, where there are many rows of x
 

@@ -19,6 +19,7 @@ from quire.engine.outputs import EngineRequest
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.recording import NotCapturableError, recorder
+from quire.kernels.elementwise import rms_norm
 from quire.workers.cpu_graphs import CpuGraphBackend
 from quire.workers.local_executor import LocalExecutor
 
@@ -134,6 +135,19 @@ def test_operators_are_repeated_on_new_numbers() -> None:
         run()
     assert first.tolist() == [0.0, 10.0, 14.0]
     assert second.tolist() == out.tolist() != first.tolist()
+
+
+def test_a_graph_keeps_its_memory() -> None:
+    """What a compiled call wrote into memory of the pool is read by the next one, though nobody else has the pool."""
+    x, weight, out = torch.randn(2, 64), torch.ones(64), torch.zeros(2, 64)
+    with torch.inference_mode():
+        replay = capture(lambda: out.copy_(rms_norm(rms_norm(x, weight, 1e-5), weight, 1e-5)), Pool())
+        expected = out.clone()
+        out.zero_()
+        scratch = [torch.full((2, 64), 7.0) for _ in range(64)]
+        replay()
+    assert torch.equal(out, expected)
+    assert len(scratch) == 64
 
 
 @pytest.mark.parametrize(

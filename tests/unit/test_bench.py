@@ -111,7 +111,9 @@ def test_summary_of_failures_only() -> None:
 @pytest.mark.parametrize("separator", [b"\n\n", b"\r\n\r\n"])
 @pytest.mark.parametrize("chunk_size", [1, 2, 7, 1000])
 def test_sse_reader_does_not_depend_on_chunks(separator: bytes, chunk_size: int) -> None:
-    stream = b'id: 7\ndata: {"a": 1}' + separator + b": a comment" + separator + b"data: [DONE]" + separator + b"data: cut"
+    stream = (
+        b'id: 7\ndata: {"a": 1}' + separator + b": a comment" + separator + b"data: [DONE]" + separator + b"data: cut"
+    )
     reader = SseReader()
     events = []
     for start in range(0, len(stream), chunk_size):
