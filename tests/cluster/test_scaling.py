@@ -18,6 +18,8 @@ from cluster_processes import processes, wait_for
 
 from quire.cluster.config import ENGINE, GATEWAY, QuireConfig
 from quire.cluster.ray_local import free_ports
+from quire.cluster.service_http import Service
+from quire.engine.errors import QuireError
 
 sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("models", "unit")]
 
@@ -179,7 +181,9 @@ def num_running_engines() -> int:
 
 
 def test_a_new_configuration_under_load(deploy: Callable[..., str]) -> None:
-    """The old engine works on until the new one is there, and hands over."""
+    """The old engine works on until the new one is there, and hands over. Then the new one, which is alone, gets a
+    SIGTERM: its streams wait for the engine that Serve starts, and go on there.
+    """
     url = deploy({"num_replicas": 1})
     expected = expected_answers(url)
     load = Load(url, expected)
@@ -194,9 +198,14 @@ def test_a_new_configuration_under_load(deploy: Callable[..., str]) -> None:
     assert updated_s < 45, updated_s
     count = load.num_answers
     wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
+    assert handed_over(before)
+    (alone,) = processes(ENGINES)
+    alone.terminate()
+    wait_for(lambda: not alone.is_running() and num_running_engines() == 1, 60, lambda: processes("ray::"))
+    count = load.num_answers
+    wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
     load.stop()
     assert long.result(90).startswith(expected[1])
-    assert handed_over(before)
 
 
 def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) -> None:
@@ -256,11 +265,41 @@ def test_scale_to_zero_and_wake(deploy: Callable[..., str]) -> None:
     assert woken_s < 60, woken_s
 
 
-def test_a_stream_goes_on_when_its_gateway_has_died(deploy: Callable[..., str]) -> None:
-    """kill -9 of every gateway there is: the client asks again until one is back, and gets the rest. The engine has
-    not worked for nobody meanwhile.
-    """
+def test_gateways_die(deploy: Callable[..., str]) -> None:
     url = deploy({"num_replicas": 1}, num_gateways=2)
+    one_of_two_dies(url)
+    wait_for(lambda: len(processes(GATEWAYS)) == 2, 60, lambda: processes("ray::"))
+    a_stream_goes_on_when_all_have_died(url)
+
+
+def one_of_two_dies(url: str) -> None:
+    """kill -9: its streams break, and the engine ends their work at once. Those of the other gateway are unharmed."""
+    with ThreadPoolExecutor(6) as pool:
+        streams = [pool.submit(answer, url, index, max_tokens=3000) for index in range(6)]
+        wait_for(lambda: gauge(url, "num_requests_running") == 6, 30)
+        processes(GATEWAYS)[0].kill()
+
+        def num_going_on() -> int:
+            return sum(not stream.done() for stream in streams)
+
+        wait_for(lambda: 0 < num_going_on() < 6 and gauge(url, "num_requests_running") == num_going_on(), 10)
+        unharmed = [index for index, stream in enumerate(streams) if stream.exception() is None]
+    assert 0 < len(unharmed) < 6
+    for index in unharmed:
+        assert streams[index].result().startswith(answer(url, index))
+    wait_for(lambda: gauge(url, "num_used_kv_blocks") == 0, 10)
+
+
+def gauge(url: str, name: str) -> float | None:
+    """What the engine says in the service's metrics. None where the gateway that was asked has just died."""
+    try:
+        return sum(value for (sample, _), value in Service(url).samples().items() if sample == f"quire:{name}")
+    except QuireError:
+        return None
+
+
+def a_stream_goes_on_when_all_have_died(url: str) -> None:
+    """kill -9 of every gateway there is: the client asks again until one is back, and gets the rest."""
     request = {**body(0, max_tokens=1500, stream=True), "seed": None}  # nobody but the engine knows the seed
     headers = {"x-request-id": "a-stream-of-mine"}
     text, last, ended = "", "", False
@@ -287,8 +326,6 @@ def test_a_stream_goes_on_when_its_gateway_has_died(deploy: Callable[..., str]) 
                     if last == "20" and gateways:
                         while gateways:
                             gateways.pop().kill()
-                        engine = processes(ENGINES)[0]
-                        wait_for(lambda engine=engine: engine.cpu_percent(0.5) < 20, 30)
         except httpx.TransportError:
             time.sleep(0.2)
     assert last == "1500e"
