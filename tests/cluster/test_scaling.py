@@ -298,6 +298,19 @@ def gauge(url: str, name: str) -> float | None:
         return None
 
 
+def whole_events(response: httpx.Response) -> Iterator[tuple[str, str]]:
+    """Id, if there is one, and data of each event. One that is cut off has no empty line behind it: it did not come."""
+    event_id, data = "", ""
+    for line in response.iter_lines():
+        if line.startswith("id: "):
+            event_id = line.removeprefix("id: ")
+        elif line.startswith("data: "):
+            data = line.removeprefix("data: ")
+        elif not line and data:
+            yield event_id, data
+            event_id, data = "", ""
+
+
 def a_stream_goes_on_when_all_have_died(url: str) -> None:
     """kill -9 of every gateway there is: the client asks again until one is back, and gets the rest."""
     request = {**body(0, max_tokens=1500, stream=True), "seed": None}  # nobody but the engine knows the seed
@@ -314,16 +327,15 @@ def a_stream_goes_on_when_all_have_died(url: str) -> None:
                 if response.status_code != 200:
                     time.sleep(0.2)
                     continue
-                for line in response.iter_lines():
-                    if line.startswith("id: "):
-                        last = line.removeprefix("id: ")
-                    elif line == "data: [DONE]":
+                for event_id, data in whole_events(response):
+                    last = event_id or last
+                    if data == "[DONE]":
                         ended = True
-                    elif line.startswith("data: "):
-                        event = json.loads(line.removeprefix("data: "))
-                        assert "error" not in event, event
-                        text += event["choices"][0]["text"]
-                    if last == "20" and gateways:
+                        continue
+                    event = json.loads(data)
+                    assert "error" not in event, event
+                    text += event["choices"][0]["text"]
+                    if last == "20":
                         while gateways:
                             gateways.pop().kill()
         except httpx.TransportError:
