@@ -108,6 +108,11 @@ def answer(url: str, index: int, **fields: object) -> str:
     return text
 
 
+def beginning(text: str) -> str:
+    """Of a longer answer: without a character whose last bytes did not come any more."""
+    return text.rstrip("\ufffd")
+
+
 class Load:
     """Streams that follow one another, from several clients at a time, until `stop`; each is checked when it ends."""
 
@@ -205,7 +210,7 @@ def test_a_new_configuration_under_load(deploy: Callable[..., str]) -> None:
     count = load.num_answers
     wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
     load.stop()
-    assert long.result(90).startswith(expected[1])
+    assert long.result(90).startswith(beginning(expected[1]))
 
 
 def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) -> None:
@@ -237,7 +242,7 @@ def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) ->
     assert handed_over(before)
     load.stop()
     wait_for(lambda: num_running_engines() == 1, 60, lambda: num_running_engines())
-    assert long.result(90).startswith(expected[1])
+    assert long.result(90).startswith(beginning(expected[1]))
     assert answer(url, 0) == expected[0]
     handed_over(before)  # nothing was lost; whether an engine that Serve stopped had a stream just then is chance
 
@@ -286,7 +291,7 @@ def one_of_two_dies(url: str) -> None:
         unharmed = [index for index, stream in enumerate(streams) if stream.exception() is None]
     assert 0 < len(unharmed) < 6
     for index in unharmed:
-        assert streams[index].result().startswith(answer(url, index))
+        assert streams[index].result().startswith(beginning(answer(url, index)))
     wait_for(lambda: gauge(url, "num_used_kv_blocks") == 0, 10)
 
 
