@@ -31,7 +31,7 @@ HIGH_WATER_BYTES = 1 << 20  # unsent bytes from which on `drain` waits
 HANDSHAKE_BYTES = 512
 HANDSHAKE_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
-DEAD_AFTER_S = 15.0
+DEAD_AFTER_S = 10.0
 
 _MAGIC = b"QUIRE1"
 _NONCE_BYTES = 32

@@ -14,11 +14,14 @@ import httpx
 import pytest
 import yaml
 from cluster_processes import wait_for
+from leaks import Session, adopt_orphans, holdings, left_over
 
 from quire.cluster.ray_local import LocalRay, environment, free_ports, make_folder
 
 _FOLDER = make_folder()
 os.environ.update(environment(_FOLDER, haproxy=None))  # before anything imports Ray
+_SESSION = Session()
+adopt_orphans()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -29,12 +32,21 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_FOLDER, ignore_errors=True)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_leaks() -> Iterator[None]:
+    """What the tests of a module have started has ended when they have: set up first, so that it looks last."""
+    before = holdings(_SESSION)
+    yield
+    wait_for(lambda: not left_over(before, _SESSION), 30, lambda: left_over(before, _SESSION))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[str]:
     """The address of a Ray on this machine, to which this process is connected."""
     import ray
 
     local = LocalRay.start(_FOLDER)
+    _SESSION.adopt()
     yield ray.get_runtime_context().gcs_address
     local.stop()
 
@@ -55,6 +67,7 @@ def service(cluster: str, repo_root: Path, tmp_path_factory: pytest.TempPathFact
     url = f"http://127.0.0.1:{port}"
     try:
         wait_for(lambda: answers(url), 120, lambda: (folder / "log").read_text())
+        _SESSION.adopt(application="quire")
         yield url
     finally:
         process.send_signal(signal.SIGINT)
