@@ -111,18 +111,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS:
             return self._pool.like(result)
-        made = [] if func._schema.is_mutable else _new_tensors(result, (args, kwargs))
         if func._schema.is_mutable:
             self.add_action(partial(func, *args, **kwargs))
-        elif made:
+        elif not _are_views(_tensors(result), of=_tensors((args, kwargs))):
             self.add_action(partial(_call_again, func, args, kwargs, result))
         return result
 
 
-def _new_tensors(result: Any, arguments: Any) -> list[Tensor]:
-    """Those that are no views of an argument."""
-    known = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
-    return [each for each in _tensors(result) if each.numel() and each.untyped_storage().data_ptr() not in known]
+def _are_views(tensors: Sequence[Tensor], of: Sequence[Tensor]) -> bool:
+    """Whether none of them has memory of its own."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in of}
+    return all(tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in known for tensor in tensors)
 
 
 def _call_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -130,5 +129,5 @@ def _call_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result
         old.copy_(new)
 
 
-def _tensors(result: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
