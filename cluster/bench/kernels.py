@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -120,8 +120,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check(option: str, given: list[str], known: object) -> None:
-    names = list(known)  # type: ignore[call-overload]
+def _check(option: str, given: list[str], known: Iterable[str]) -> None:
+    names = list(known)
     for name in given:
         if name not in names:
             raise typer.BadParameter(f"{name!r} is none of {', '.join(names)}", param_hint=option)

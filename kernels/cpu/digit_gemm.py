@@ -17,7 +17,8 @@ from torch import Tensor
 
 from .call import Arguments, RowFunction
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
-from .intrinsics import fetch_add, narrowed, pointer, widened
+from .intrinsics import fetch_add, pointer
+from .rows import load_row, store_row
 
 STEP = 64  # `in_features` is a multiple of it
 _SUM_BYTES = 4 << 20  # of a chunk: what the cores' caches hold together
@@ -35,11 +36,10 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     digits = torch.empty(NUM_DIGITS * min(chunk, num_rows), in_features, dtype=torch.int8)
     sums = torch.empty(len(digits), out_features, dtype=torch.int32)
     x_scales = torch.empty(min(chunk, num_rows))
-    transposed = weight.t()
+    transposed, short = weight.t(), x.dtype == torch.bfloat16
     for start in range(0, num_rows, chunk):
         part, into = x[start : start + chunk], out[start : start + chunk]
         rows = len(part)
-        short = x.dtype == torch.bfloat16
         _to_digits(
             rows, in_features,
             part.data_ptr(), part.stride(0) * part.itemsize, in_features, short, digits.data_ptr(), x_scales.data_ptr(),
@@ -81,11 +81,9 @@ def _sums_worker(address: int) -> None:
     sums = carray(pointer(a.sums), (a.num_rows, NUM_DIGITS, size), np.int32)
     x_scales = carray(pointer(a.x_scales), (a.num_rows,), np.float32)
     scales = carray(pointer(a.scales), (size,), np.float32)
-    bias = carray(pointer(a.bias), (size,), np.float32)
-    short_bias = carray(pointer(a.bias), (size,), np.uint16)
-    out = carray(pointer(a.out), (a.num_rows, size), np.float32)
-    short_out = carray(pointer(a.out), (a.num_rows, size), np.uint16)
-    row_of = np.empty(size, np.float32)
+    bias, results = np.empty(size, np.float32), np.empty(size, np.float32)
+    if a.bias != 0:
+        load_row(a.bias, size, a.short, bias)
     while True:
         first = fetch_add(address, a.grain)
         if first >= a.num_rows:
@@ -94,19 +92,11 @@ def _sums_worker(address: int) -> None:
             x_scale = x_scales[row]
             for i in range(size):
                 total = np.float32(sums[row, 0, i]) * np.float32(256.0) + np.float32(sums[row, 1, i])
-                row_of[i] = total * x_scale * scales[i]
-            if a.short:
-                if a.bias != 0:
-                    for i in range(size):
-                        row_of[i] += widened(short_bias[i])
+                results[i] = total * x_scale * scales[i]
+            if a.bias != 0:
                 for i in range(size):
-                    short_out[row, i] = narrowed(row_of[i], short_out[row, i])
-            elif a.bias != 0:
-                for i in range(size):
-                    out[row, i] = row_of[i] + bias[i]
-            else:
-                for i in range(size):
-                    out[row, i] = row_of[i]
+                    results[i] += bias[i]
+            store_row(results, size, a.short, a.out + row * size * (2 if a.short else 4))
 
 
 # About what an element takes, in nanoseconds.

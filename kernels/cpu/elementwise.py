@@ -3,8 +3,8 @@
 """Norms, gated activations and rotations on CPU, compiled with Numba, in float32 and bfloat16.
 
 torch takes three to six operators for each of them, and for a few rows an operator's call costs more than its work. A
-row is widened into float32 scratch, worked on there (it stays in the first-level cache), and rounded when it is stored,
-to nearest, ties to even. bfloat16 is the upper half of a float32, so both ways are shifts.
+row is widened into float32 scratch, worked on there (it stays in the first-level cache), and rounded when it is stored
+(`rows`).
 
 The sum of a norm is reordered into vectors by the compiler, once for all: a row's result depends on its size alone.
 Other dtypes, and activations that need an error function, are left to torch.
@@ -23,6 +23,7 @@ from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
 from .call import Arguments, RowFunction
 from .intrinsics import fetch_add, pointer
+from .rows import load_row, store_row
 
 if TYPE_CHECKING:
     from ..elementwise import Rotation
@@ -135,37 +136,6 @@ def rotate_and_write_kv(
     )  # fmt: skip
 
 
-@njit(error_model="numpy", cache=True)
-def _load(address: int, count: int, short: int, row: Any) -> None:
-    """`count` numbers at an address into float32 scratch; `short` where they are bfloat16."""
-    if short:
-        bits = carray(pointer(address), (count,), np.uint16)
-        words = row.view(np.uint32)
-        for i in range(count):
-            words[i] = np.uint32(bits[i]) << np.uint32(16)
-    else:
-        values = carray(pointer(address), (count,), np.float32)
-        for i in range(count):
-            row[i] = values[i]
-
-
-@njit(error_model="numpy", cache=True)
-def _store(row: Any, count: int, short: int, address: int) -> None:
-    """The way back, rounded to nearest, ties to even. NaN stays NaN."""
-    if short:
-        bits = carray(pointer(address), (count,), np.uint16)
-        words = row.view(np.uint32)
-        for i in range(count):
-            word = np.uint32(words[i])
-            rounded = np.uint32(word + np.uint32(0x7FFF) + np.uint32(np.uint32(word >> np.uint32(16)) & np.uint32(1)))
-            not_a_number = np.uint32(word & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-            bits[i] = np.uint16(0x7FC0) if not_a_number else np.uint16(rounded >> np.uint32(16))
-    else:
-        values = carray(pointer(address), (count,), np.float32)
-        for i in range(count):
-            values[i] = row[i]
-
-
 @njit(fastmath={"reassoc", "contract"}, error_model="numpy", cache=True)
 def _sum_of_squares(row: Any, size: int) -> Any:
     total = np.float32(0.0)
@@ -179,7 +149,7 @@ def _norm_worker(address: int) -> None:
     a = carray(pointer(address), (1,), _NORM_TYPE)[0]
     size, offset, multiplier = a.size, np.float32(a.offset), np.float32(a.multiplier)
     row, other, weight = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
-    _load(a.weight, size, a.short, weight)
+    load_row(a.weight, size, a.short, weight)
     for i in range(size):
         weight[i] += offset
     while True:
@@ -188,20 +158,20 @@ def _norm_worker(address: int) -> None:
             return
         for index in range(first, min(first + a.grain, a.num_rows)):
             token, head = index // a.heads, index % a.heads
-            _load(a.x + token * a.x_stride + head * a.head_stride, size, a.short, row)
+            load_row(a.x + token * a.x_stride + head * a.head_stride, size, a.short, row)
             if a.residual != 0:
                 residual = a.residual + token * a.residual_stride
-                _load(residual, size, a.short, other)
+                load_row(residual, size, a.short, other)
                 for i in range(size):
                     row[i] = other[i] + multiplier * row[i]
-                _store(row, size, a.short, residual)
+                store_row(row, size, a.short, residual)
                 if a.short:
-                    _load(residual, size, a.short, row)  # what was rounded is what is normalized
+                    load_row(residual, size, a.short, row)  # what was rounded is what is normalized
             mean = np.float64(_sum_of_squares(row, size)) / size
             scale = np.float32(1.0 / np.sqrt(mean + a.eps))
             for i in range(size):
                 row[i] = row[i] * scale * weight[i]
-            _store(row, size, a.short, a.out + index * size * (2 if a.short else 4))
+            store_row(row, size, a.short, a.out + index * size * (2 if a.short else 4))
 
 
 @njit(fastmath={"contract"}, error_model="numpy", cache=True)
@@ -231,12 +201,12 @@ def _gate_worker(address: int) -> None:
         if first >= a.num_rows:
             return
         for index in range(first, min(first + a.grain, a.num_rows)):
-            _load(a.gate_up + index * a.stride, size, a.short, gate)
-            _load(a.gate_up + index * a.stride + size * width, size, a.short, up)
+            load_row(a.gate_up + index * a.stride, size, a.short, gate)
+            load_row(a.gate_up + index * a.stride + size * width, size, a.short, up)
             for i in range(size):
                 x = gate[i]
                 up[i] = x / (np.float32(1.0) + _exp(-(scale * (x + cube * x * x * x)))) * up[i]
-            _store(up, size, a.short, a.out + index * size * width)
+            store_row(up, size, a.short, a.out + index * size * width)
 
 
 @njit(fastmath={"contract"}, error_model="numpy", cache=True)
@@ -266,9 +236,9 @@ def _turn_heads(
     num_pairs = len(cos)
     for head in range(num_heads):
         place = heads + head * head_stride
-        _load(place, 2 * num_pairs, short, row)
+        load_row(place, 2 * num_pairs, short, row)
         _turn(row, cos, sin, num_pairs, interleaved)
-        _store(row, 2 * num_pairs, short, place)
+        store_row(row, 2 * num_pairs, short, place)
 
 
 @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -303,11 +273,11 @@ def _write_worker(address: int) -> None:
                 continue
             for head in range(a.num_kv_heads):
                 target = (slots[token] * a.num_kv_heads + head) * head_dim * width
-                _load(a.key + token * a.key_stride + head * a.key_head_stride, head_dim, a.short, row)
+                load_row(a.key + token * a.key_stride + head * a.key_head_stride, head_dim, a.short, row)
                 _turn(row, cos, sin, num_pairs, a.interleaved)
-                _store(row, head_dim, a.short, a.key_cache + target)
-                _load(a.value + token * a.value_stride + head * a.value_head_stride, head_dim, a.short, row)
-                _store(row, head_dim, a.short, a.value_cache + target)
+                store_row(row, head_dim, a.short, a.key_cache + target)
+                load_row(a.value + token * a.value_stride + head * a.value_head_stride, head_dim, a.short, row)
+                store_row(row, head_dim, a.short, a.value_cache + target)
 
 
 # About what an element takes, in nanoseconds.

@@ -81,7 +81,7 @@ class _Graph:
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     def __init__(self, pool: Pool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._pool = pool
         self._actions: list[Callable[[], object]] = []
         self._calls: list[CompiledCall] = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import AsyncIterator, Iterator
 
 import httpx
@@ -14,6 +13,7 @@ from live_service import run_service
 from quire.cluster.api.app import create_app
 from quire.cluster.api.backend import ServedModel
 from quire.cluster.api.limits import ApiLimits
+from quire.cluster.ray_local import free_ports
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
@@ -39,19 +39,15 @@ async def client(backend: FakeBackend) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
-@pytest.fixture(scope="module")
-def service_ports() -> tuple[int, int]:
+@pytest.fixture(scope="package")
+def service_ports() -> list[int]:
     """For HTTP and for gRPC."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    http, grpc = (probe.getsockname()[1] for probe in probes)
-    for probe in probes:
-        probe.close()
-    return http, grpc
+    return free_ports(2)
 
 
-@pytest.fixture(scope="module")
-def service_url(service_ports: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The root of a real service on the default model, started as a user does."""
+@pytest.fixture(scope="package")
+def service_url(service_ports: list[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The root of a real service on the default model, started as a user does; one for this folder."""
     http, grpc = service_ports
     options = ["--port", str(http), "--grpc-port", str(grpc)]
     with run_service(tmp_path_factory.mktemp("service") / "log", *options):
@@ -59,7 +55,7 @@ def service_url(service_ports: tuple[int, int], tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def grpc_target(service_url: str, service_ports: tuple[int, int]) -> str:
+def grpc_target(service_url: str, service_ports: list[int]) -> str:
     """Where that service answers gRPC."""
     return f"127.0.0.1:{service_ports[1]}"
 

@@ -17,6 +17,7 @@ from live_service import run_service
 from quire.cluster.config import GRPC_SERVICER
 from quire.cluster.grpc import quire_inference_pb2 as pb
 from quire.cluster.grpc.quire_inference_pb2_grpc import InferenceStub
+from quire.cluster.ray_local import free_ports
 
 MODEL = "smollm2-135m-instruct"
 FREE, LIMITED = "sk-free-12345", "sk-limited-123"
@@ -34,11 +35,17 @@ def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def keyed_ports() -> list[int]:
+    """For HTTP and for gRPC."""
+    return free_ports(2)
+
+
+@pytest.fixture(scope="module")
 def keyed_url(
-    keys_file: Path, service_ports: tuple[int, int], repo_root: Path, tmp_path_factory: pytest.TempPathFactory
+    keys_file: Path, keyed_ports: list[int], repo_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
     config = yaml.safe_load((repo_root / "configs/smollm2-cpu.yaml").read_text())
-    http, grpc_port = service_ports
+    http, grpc_port = keyed_ports
     config["http_options"]["port"] = http
     config["grpc_options"] = {"port": grpc_port, "grpc_servicer_functions": [GRPC_SERVICER]}
     [application] = config["applications"]
@@ -56,7 +63,7 @@ def ask(url: str, key: str | None, **fields: Any) -> httpx.Response:
     return httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
-def test_who_gets_in(keyed_url: str, service_ports: tuple[int, int]) -> None:
+def test_who_gets_in(keyed_url: str, keyed_ports: list[int]) -> None:
     assert ask(keyed_url, FREE).status_code == 200
     for key, code in ((None, None), ("sk-unknown-1", "invalid_api_key")):
         for streamed in (False, True):
@@ -65,7 +72,7 @@ def test_who_gets_in(keyed_url: str, service_ports: tuple[int, int]) -> None:
     assert httpx.get(f"{keyed_url}/health").status_code == 200
     assert httpx.get(f"{keyed_url}/metrics").status_code == 401
     assert httpx.get(f"{keyed_url}/metrics", headers={"authorization": f"Bearer {FREE}"}).status_code == 200
-    with grpc.insecure_channel(f"127.0.0.1:{service_ports[1]}") as channel:
+    with grpc.insecure_channel(f"127.0.0.1:{keyed_ports[1]}") as channel:
         stub = InferenceStub(channel)
         request = pb.GenerateRequest(model=MODEL, prompt="a", max_tokens=1)
         assert list(stub.Generate(request, metadata=(("authorization", f"Bearer {FREE}"),)))

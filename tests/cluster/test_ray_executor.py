@@ -99,7 +99,7 @@ def test_two_ranks_give_the_tokens_of_one(two_ranks: LLM, one_rank: dict[str, li
     assert tokens(two_ranks, SEEDED) == one_rank["seeded"]
 
 
-@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (1, signal.SIGSTOP)])
+@pytest.mark.parametrize(("victim", "number"), [(1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)])
 def test_a_lost_rank_costs_time_and_no_token(
     two_ranks: LLM,
     one_rank: dict[str, list[list[int]]],
