@@ -24,6 +24,7 @@ from .launched_step import LaunchedStep
 from .layers.attention import KVScales
 from .loader.kv_scales import kv_scales
 from .loader.load import load_dummy
+from .malloc import keep_freed_memory
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
 from .model_runner import ModelRunner, StepLimits
 from .models.model import Model
@@ -74,6 +75,8 @@ class Worker:
             blueprint.load(model, self._info, progress=self._parallel.rank == 0)
         self._kv_scales = kv_scales(self._config, self._info, len(model.kv_cache_specs(1, self.cache_dtype)))
         self._model = model.to(self.device).eval()  # the weights are there already; this moves the buffers
+        if self.device.type == "cpu":
+            keep_freed_memory()
         logger.info(
             "rank %d of %d: %s, %s, %s, %d bytes of weights as %s on %s, %d threads",
             self._parallel.rank,

@@ -63,8 +63,11 @@ def sums_start(b: ir.IRBuilder, row: Any, in_features: Any, digit: int) -> Any:
 
 
 def join_digits(b: ir.IRBuilder, high: Any, low: Any) -> Any:
-    """The float32 of high * 256 + low."""
-    return call(b, "llvm.fma.v16f32", FLOATS, [b.sitofp(high, FLOATS), splat(FLOATS, 256.0), b.sitofp(low, FLOATS)])
+    """The float32 of high * 256 + low, vectors of int32."""
+    lanes = high.type.count
+    floats = ir.VectorType(FLOAT, lanes)
+    wide = [b.sitofp(high, floats), splat(floats, 256.0), b.sitofp(low, floats)]
+    return call(b, f"llvm.fma.v{lanes}f32", floats, wide)
 
 
 @intrinsic(prefer_literal=True)

@@ -2,17 +2,15 @@
 # (compiled functions and their views into memory are not Python to a type checker)
 """The product of a few rows with a weight matrix, compiled with Numba and run on all threads.
 
-A thread has its own contiguous part of the weight, of which it takes BLOCK rows at a time from a counter, so that it
-reads forwards and fetches ahead; when it is done it takes blocks of the others. A block is multiplied with all rows of
-x, in tiles (see `tiles`), while it stands in the caches.
+A thread has its own contiguous part of the weight, of which it takes BLOCK rows at a time, so that it reads forwards;
+when it is done it takes blocks of the others. A block is multiplied with all rows of x, in tiles (see `tiles`), while it
+stands in the caches. Meanwhile the next one is fetched, evenly: memory and arithmetic then take their time together.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,13 +19,17 @@ from numba import carray, cfunc, types
 from torch import Tensor
 
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
-from .intrinsics import fetch_add
+from .intrinsics import fetch_add, take_item
 from .recording import CompiledCall
+from .sources import digest_of
 from .threads import run_call
 from .tiles import FORMATS, tile
 
 BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
+CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 AHEAD = 8192  # bytes: a core reads 10 per nanosecond, from memory that answers after some hundred
+
+_SOURCES = ("digits", "intrinsics", "tiles", "vectors")
 
 # Places in the arguments of a worker: addresses and sizes. Behind them, the counters: threads that have come, and for
 # each thread, blocks that were taken of its part.
@@ -84,9 +86,9 @@ def _digit_row(in_features: int) -> int:
 
 @cache
 def _worker(name: str) -> Any:
-    """The compiled worker of a format. It is kept on disk for CPUs of one kind; see `_sources`."""
+    """The compiled worker of a format. It is kept on disk for CPUs of one kind."""
     form = FORMATS[name]
-    return _compiled(name, form.shapes[0], form.digits, form.x_bytes, form.weight_bytes, _sources())
+    return _compiled(name, form.shapes[0], form.digits, form.x_bytes, form.weight_bytes, digest_of(*_SOURCES))
 
 
 @cache
@@ -94,15 +96,10 @@ def _entry(name: str) -> Any:
     return _worker(name).ctypes
 
 
-def _sources() -> str:
-    """A digest of the code that generates tiles. Numba's cache on disk looks at this file and the constants only."""
-    files = [Path(__file__).with_name(f"{name}.py") for name in ("digits", "intrinsics", "tiles", "vectors")]
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-
-
 def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, weight_bytes: int, sources: str) -> Any:
     most, fewest = largest  # rows of x and of the weight in the largest tile
-    four = 4 if most == 8 else fewest  # rows of the weight beside four of x
+    four = 4 if most > 4 else fewest  # rows of the weight beside four of x
+    eight, two = (8, 2) if most == 6 else largest  # a batch of eight is common, and no sum of sixes
     row_bytes = META_BYTES
 
     @cfunc(types.void(types.voidptr), cache=True)
@@ -113,7 +110,7 @@ def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, we
         num_rows, out_features, in_features = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES]
         size, num_threads, counters = a[_ELEMENT_BYTES], a[_NUM_THREADS], a[_COUNTERS]
         thread = fetch_add(counters, 1)
-        first_x, x_row = a[_X], in_features * x_bytes
+        first_x, x_row, weight_row = a[_X], in_features * x_bytes, in_features * weight_bytes
         if digits > 1:
             # Each thread for itself: a microsecond, into its own cache, and nobody waits.
             x_row = in_features * digits + row_bytes
@@ -124,37 +121,52 @@ def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, we
                 else:
                     quantize_row(2, a[_X] + row * in_features * 2, in_features, first_x + row * x_row)
         num_blocks = (out_features + BLOCK - 1) // BLOCK
-        for turn in range(num_threads):
-            owner = (thread + turn) % num_threads
-            first, last = owner * num_blocks // num_threads, (owner + 1) * num_blocks // num_threads
-            while True:
-                block = first + fetch_add(counters + 8 + 8 * owner, 1)
-                if block >= last:
-                    break
-                end = min((block + 1) * BLOCK, out_features)
-                row = 0
-                while row < num_rows:
-                    num_x = most
-                    while num_x > num_rows - row:
-                        num_x //= 2
-                    x, j = first_x + row * x_row, block * BLOCK
-                    while j < end:
-                        w = a[_WEIGHT] + j * in_features * weight_bytes
-                        scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
-                        bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
-                        out = a[_OUT] + (row * out_features + j) * size
-                        if num_x == most:
-                            tile(name, most, fewest, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
-                            j += fewest
-                        elif num_x == 4:
-                            tile(name, 4, four, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
-                            j += four
-                        elif num_x == 2:
-                            tile(name, 2, 4, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
-                            j += 4
-                        else:
-                            tile(name, 1, 4, x, w, in_features, AHEAD, scales, bias, out, out_features, size)
-                            j += 4
-                    row += num_x
+        num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
+        chunk_rows = (num_rows + num_chunks * most - 1) // (num_chunks * most) * most
+        # How often a block is multiplied with rows of x.
+        num_groups = 1 if num_rows == eight else (min(chunk_rows, num_rows) + most - 1) // most
+        fetched = 4 if num_groups == 1 else 2 if num_groups < 4 else 1  # rows of the weight, by each tile
+        odd, pair = weight_row if fetched > 1 else 0, 2 * weight_row if fetched > 2 else 0
+        item, turn = 0, 0
+        while True:
+            item, turn = take_item(counters + 8, thread, turn, num_threads, num_blocks * num_chunks)
+            if item < 0:
+                return
+            chunk, block = item // num_blocks, item % num_blocks
+            end = min((block + 1) * BLOCK, out_features)
+            row, last_row = chunk * chunk_rows, min((chunk + 1) * chunk_rows, num_rows)
+            fetch = a[_WEIGHT] + end * weight_row
+            fetch_end = fetch + BLOCK * weight_row
+            while row < last_row:
+                left = last_row - row
+                if left == eight:
+                    num_x = eight
+                else:
+                    num_x = most if left >= most else 4 if left >= 4 else 2 if left >= 2 else 1
+                x, j = first_x + row * x_row, block * BLOCK
+                while j < end:
+                    w = a[_WEIGHT] + j * weight_row
+                    if num_groups == 1:
+                        fetch = w + AHEAD
+                    scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
+                    bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
+                    out = a[_OUT] + (row * out_features + j) * size
+                    if num_x == most:
+                        tile(name, most, fewest, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        j += fewest
+                    elif num_x == eight:
+                        tile(name, eight, two, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        j += two
+                    elif num_x == 4:
+                        tile(name, 4, four, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        j += four
+                    elif num_x == 2:
+                        tile(name, 2, 4, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        j += 4
+                    else:
+                        tile(name, 1, 4, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        j += 4
+                    fetch = min(fetch + fetched * weight_row, fetch_end)
+                row += num_x
 
     return worker

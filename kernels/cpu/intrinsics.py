@@ -8,7 +8,7 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
@@ -34,6 +34,22 @@ def fetch_add(typing_context: Any, address: Any, amount: Any) -> Any:
         return builder.atomic_rmw("add", _int64_at(builder, args[0]), args[1], "seq_cst")
 
     return types.int64(types.int64, types.int64), generate
+
+
+@njit(error_model="numpy", cache=True)
+def take_item(counters: int, thread: int, turn: int, num_threads: int, num_items: int) -> tuple[int, int]:
+    """The next of `num_items` items for a thread, and the turn to go on with, from 0; the item is -1 behind the last.
+
+    Each thread has a contiguous part of the items, so that it goes forwards through memory; in turn 1 and later ones it
+    takes from the parts of the others. `counters` is the address of an int64 for each thread: items taken of its part.
+    """
+    while turn < num_threads:
+        owner = (thread + turn) % num_threads
+        item = owner * num_items // num_threads + fetch_add(counters + 8 * owner, 1)
+        if item < (owner + 1) * num_items // num_threads:
+            return item, turn
+        turn += 1
+    return -1, turn
 
 
 @intrinsic

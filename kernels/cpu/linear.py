@@ -1,12 +1,17 @@
-"""Linear layers for the few rows of a decode step: every weight is read once, at memory speed.
+"""Linear layers on CPU: every weight is read once, at the speed of memory, until there is more to multiply than to read.
 
 A step that decodes M requests multiplies M rows with each weight matrix. That is a matter of memory, not of
-arithmetic, until M is some tens; the library's GEMM, made for large M, then reaches a fraction of the bandwidth.
-`few_rows` compiles what takes its place. Weights come in three precisions:
+arithmetic, until M is some tens; the library's GEMM, made for large M, then reaches a fraction of the bandwidth. Two
+kernels take its place:
+
+    few_rows    in vectors: any CPU
+    many_rows   in matrix tiles, where the CPU has them: more than a few rows of bfloat16 or int8, and prompts
+
+Weights come in three precisions:
 
     float32     multiplied and added in float32
-    bfloat16    x as well; products and sums in float32 (`vdpbf16ps`, or widened by a shift)
-    int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers (`vpdpbusd`);
+    bfloat16    x as well; products and sums in float32
+    int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers;
                 in float32, where the CPU has no such instruction
 """
 
@@ -18,34 +23,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import digit_gemm, few_rows
-from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features
+from . import digit_gemm, few_rows, many_rows, matrix_tiles
+from .tiles import FORMATS, TILE_ROWS, best_format
 
-MAX_ROWS = 48  # with more, the library's GEMM is as fast
-MAX_ROWS_AMX = 24  # of bfloat16 where the library multiplies matrix tiles
+MAX_ROWS = 128  # of float32: with more, the library's GEMM is as fast
+MAX_ROWS_SHORT = 48  # of other weights
 MAX_ROWS_INT8 = 32  # of int8 in digits
+FEW_ROWS = 4  # what is read as fast without matrix tiles, where the CPU has them
 _DEQUANTIZED_ROWS = 4096  # of an int8 weight at once, where there are many rows of x
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear`."""
+    if x.dtype != weight.dtype or x.dtype == torch.float16 or len(x) == 0:
+        return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
-        name, max_rows = "float32", MAX_ROWS
-    else:
-        name, max_rows = _bfloat16()
-    if x.dtype == weight.dtype and x.dtype != torch.float16 and _fits(x, weight, name, max_rows):
-        return few_rows.linear(name, x, weight, None, bias)
+        if _fits(x, weight, "float32", MAX_ROWS):
+            return few_rows.linear("float32", x, weight, None, bias)
+    elif len(x) > FEW_ROWS and _in_matrix_tiles(weight):
+        return many_rows.linear(x, weight, None, bias)
+    elif _fits(x, weight, _bfloat16(), MAX_ROWS_SHORT):
+        return few_rows.linear(_bfloat16(), x, weight, None, bias)
     return F.linear(x, weight, bias)
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_int8`."""
-    in_digits = _int8() == "int8 dot"
-    if in_digits and x.dtype != torch.float16 and _fits(x, weight, "int8 dot", MAX_ROWS_INT8):
+    in_digits = _int8() == "int8 dot" and x.dtype != torch.float16 and len(x) > 0
+    if in_digits and len(x) > FEW_ROWS and _in_matrix_tiles(weight):
+        return many_rows.linear(x, weight, scales, bias)
+    if in_digits and _fits(x, weight, "int8 dot", MAX_ROWS_INT8):
         return few_rows.linear("int8 dot", x, weight, scales, bias)
-    if x.dtype == torch.float32 and _fits(x, weight, "int8", MAX_ROWS):
+    if x.dtype == torch.float32 and _fits(x, weight, "int8", MAX_ROWS_SHORT):
         return few_rows.linear("int8", x, weight, scales, bias)
-    if in_digits and x.dtype != torch.float16 and len(x) > 0 and x.shape[1] % digit_gemm.STEP == 0:
+    if in_digits and x.shape[1] % digit_gemm.STEP == 0:
         return digit_gemm.linear(x.contiguous(), weight, scales, bias)
     return _widened(x.float(), weight, scales, None if bias is None else bias.float()).to(x.dtype)
 
@@ -64,13 +75,17 @@ def _widened(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> 
 
 
 @cache
-def _bfloat16() -> tuple[str, int]:
-    return best_format("bfloat16 dot", "bfloat16"), MAX_ROWS_AMX if "amx-bf16" in cpu_features() else MAX_ROWS
+def _bfloat16() -> str:
+    return best_format("bfloat16 dot", "bfloat16")
 
 
 @cache
 def _int8() -> str:
     return best_format("int8 dot", "int8")
+
+
+def _in_matrix_tiles(weight: Tensor) -> bool:
+    return matrix_tiles.are_available() and many_rows.fits(weight)
 
 
 def _fits(x: Tensor, weight: Tensor, name: str, max_rows: int) -> bool:

@@ -108,11 +108,13 @@ def _same(_b: ir.IRBuilder, vector: Any) -> Any:
     return vector
 
 
-_SHAPES = ((8, 2), (4, 4), (2, 4), (1, 4))  # fewer rows of x take more of the weight: the units stay as busy
+# Fewer rows of x take more of the weight: the units stay as busy. 24 sums leave registers for what is multiplied.
+_WIDE = ((6, 4), (4, 4), (2, 4), (1, 4))
+_SHAPES = ((8, 2), (4, 4), (2, 4), (1, 4))  # where a vector of weights becomes two
 
 FORMATS = {
-    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, _SHAPES),
-    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, _SHAPES, "avx512bf16"),
+    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, _WIDE),
+    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, _WIDE, "avx512bf16"),
     "bfloat16": Format(32, 2, 2, INTS, INTS, _widen_bfloat16, _fma_bfloat16, _SHAPES),
     "int8 dot": Format(
         64, 1, 1, INTS, INTS, unsigned, dot_int8, ((4, 2), (2, 4), (1, 4)), "avx512vnni", digits=NUM_DIGITS
@@ -144,7 +146,9 @@ def tile(
     x: Any,
     weight: Any,
     in_features: Any,
-    ahead: Any,
+    fetch: Any,
+    odd: Any,
+    pair: Any,
     scales: Any,
     bias: Any,
     out: Any,
@@ -153,23 +157,23 @@ def tile(
 ) -> Any:
     """Compute `num_x` x `num_weights` results (constants, like the format) and store them at `out`.
 
-    Addresses: of the first elements of the operands and results. `ahead` bytes behind each weight are fetched on the
-    way. `scales` (0: none, of float32) multiply and `bias` (0: none) is added to the columns; it and the results have
+    Addresses: of the first elements of the operands and results. On the way, as many rows of weights are fetched as the
+    tile has: at `fetch` and, so many bytes behind, `odd`, `pair` and their sum, which may be the same row. `scales` (0: none, of float32) multiply and `bias` (0: none) is added to the columns; it and the results have
     `out_bytes` per element: 4 for float32, 2 for bfloat16.
     """
     form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        x, weight, in_features, ahead, scales, bias, out, out_features, out_bytes = arguments[3:]
+        x, weight, in_features, fetch, odd, pair, scales, bias, out, out_features, out_bytes = arguments[3:]
         x_row = b.mul(in_features, INT64(form.x_bytes * form.digits))
         if form.digits > 1:
             x_row = b.add(x_row, INT64(META_BYTES))
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
-        sums = _walk(b, form, x_rows, weight, n, in_features, ahead)
-        if form.digits > 1:
-            sums = [join_digits(b, *sums[i : i + 2]) for i in range(0, len(sums), 2)]
+        fetched = [b.add(start, by) for start in (fetch, b.add(fetch, pair)) for by in (INT64(0), odd)]
+        sums = _walk(b, form, x_rows, weight, n, in_features, fetched)
         for i in range(0, m * n, 4):
-            totals = sum_lanes(b, sums[i : i + 4])
+            digits = [sum_lanes(b, sums[d :: form.digits][i : i + 4]) for d in range(form.digits)]
+            totals = digits[0] if form.digits == 1 else join_digits(b, *digits)
             for row in range(i // n, (i + 3) // n + 1):
                 first = max(row * n - i, 0)
                 part = take(b, totals, range(first, min(first + n, 4)))
@@ -180,12 +184,18 @@ def tile(
                 _finish(b, part, bias, address, out_bytes)
         return _context.get_dummy_value()
 
-    arguments = (format_name, num_x, num_weights, *[types.int64] * 9)
+    arguments = (format_name, num_x, num_weights, *[types.int64] * 11)
     return types.void(*arguments), generate
 
 
 def _walk(
-    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight: Any, num_weights: int, in_features: Any, ahead: Any
+    b: ir.IRBuilder,
+    form: Format,
+    x_rows: list[Any],
+    weight: Any,
+    num_weights: int,
+    in_features: Any,
+    fetched: list[Any],
 ) -> list[Any]:
     """The sums of each row of x with each of the weight, [x row][weight row][digit]."""
     weight_row = b.mul(in_features, INT64(form.weight_bytes))
@@ -199,9 +209,10 @@ def _walk(
     k.add_incoming(INT64(0), before)
     sums = [[[b.phi(start.type) for start in row] for _ in weight_rows] for row in starts]
     weights = []
+    for start in fetched[:num_weights]:
+        prefetch(b, b.add(start, b.mul(k, INT64(form.weight_bytes))))
     for row in weight_rows:
         address = b.add(row, b.mul(k, INT64(form.weight_bytes)))
-        prefetch(b, b.add(address, ahead))
         weights.append(form.prepare(b, load(b, address, form.weight_vector)))
     added: list[Any] = []
     for row, row_sums in zip(x_rows, sums, strict=True):

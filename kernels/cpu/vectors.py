@@ -50,20 +50,22 @@ def broadcast(b: ir.IRBuilder, value: Any, count: int) -> Any:
 
 
 def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
-    """The totals of four vectors in one of four lanes.
+    """The totals of four vectors, of float32 or int32, in one of four lanes.
 
     Each is (0 + 2) + (1 + 3) of its quarters, and a quarter the same of its lanes. Vectors are interleaved before they
     are added, so that no lane is wasted.
     """
 
+    add = b.fadd if vectors[0].type == FLOATS else b.add
+
     def interleave(two: Sequence[Any], low: Sequence[int], high: Sequence[int]) -> Any:
         lanes = [[quarter + i for quarter in range(0, LANES, 4) for i in half] for half in (low, high)]
-        return b.fadd(*(take(b, two[0], half, two[1]) for half in lanes))
+        return add(*(take(b, two[0], half, two[1]) for half in lanes))
 
     pairs = [interleave(vectors[i : i + 2], (0, 16, 1, 17), (2, 18, 3, 19)) for i in (0, 2)]
     quarters = interleave(pairs, (0, 1, 16, 17), (2, 3, 18, 19))
-    halves = b.fadd(take(b, quarters, range(8)), take(b, quarters, range(8, 16)))
-    return b.fadd(take(b, halves, range(4)), take(b, halves, range(4, 8)))
+    halves = add(take(b, quarters, range(8)), take(b, quarters, range(8, 16)))
+    return add(take(b, halves, range(4)), take(b, halves, range(4, 8)))
 
 
 def joined(b: ir.IRBuilder, *branches: tuple[Any, Any]) -> Any:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from quire.kernels import fp8, ops
-from quire.kernels.cpu import few_rows
+from quire.kernels.cpu import few_rows, many_rows, matrix_tiles
 from quire.kernels.cpu.digits import X_MAX
-from quire.kernels.cpu.linear import MAX_ROWS
+from quire.kernels.cpu.linear import FEW_ROWS, MAX_ROWS
 from quire.kernels.cpu.tiles import FORMATS, best_format
 from quire.kernels.dispatch import forced_backend
 
@@ -25,7 +25,7 @@ def _inputs(num_rows: int, out_features: int, in_features: int) -> tuple[torch.T
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 15, 24, 25, 64])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 8, 15, 24, 25, 64, 300])
 def test_cpu_agrees_with_the_reference(num_rows: int, shape: tuple[int, int]) -> None:
     """Float32 sums in another order: the difference grows with the square root of the number of terms."""
     x, weight, bias = _inputs(num_rows, *shape)
@@ -46,7 +46,7 @@ def _int8_inputs(shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 24, 25, 40])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 24, 25, 40, 300])
 def test_int8_agrees_with_the_reference(num_rows: int, shape: tuple[int, int], dtype: torch.dtype) -> None:
     """x may be rounded to half a step of its row's largest / X_MAX, of which many add up like a random walk."""
     x, _, bias = (tensor.to(dtype) for tensor in _inputs(num_rows, *shape))
@@ -63,7 +63,7 @@ def test_int8_agrees_with_the_reference(num_rows: int, shape: tuple[int, int], d
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 12, 13, 25])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 8, 12, 13, 25, 300])
 def test_bfloat16_agrees_with_the_reference(num_rows: int, shape: tuple[int, int]) -> None:
     """The sums are of float32, and rounded once."""
     x, weight, bias = (tensor.bfloat16() for tensor in _inputs(num_rows, *shape))
@@ -83,7 +83,7 @@ def _runnable(name: str) -> bool:
 )
 def test_every_format_of_this_cpu(name: str) -> None:
     """Those that this CPU does not choose, too. A row has the same bits in every batch, and NaN stays in its row."""
-    x, weight, bias = _inputs(13, 52, 576)
+    x, weight, bias = _inputs(21, 52, 576)
     scales = None
     if name.startswith("bfloat16"):
         x, weight, bias = x.bfloat16(), weight.bfloat16(), bias.bfloat16()
@@ -103,9 +103,56 @@ def test_every_format_of_this_cpu(name: str) -> None:
         assert torch.equal(spoilt[5:], whole[5:])
 
 
+needs_matrix_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
+
+
+@needs_matrix_tiles
+@pytest.mark.parametrize("shape", [(16, 64), (32, 576), (48, 576), (80, 1536)])
+@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 of bfloat16"])
+def test_matrix_tiles(kind: str, shape: tuple[int, int]) -> None:
+    """Up to two chunks of x and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
+    out_features, in_features = shape
+    num_rows = many_rows.CHUNK_BYTES // (2 * in_features) + 21
+    x, weight, bias = _inputs(num_rows, *shape)
+    scales = None
+    if kind != "int8":
+        x, bias = x.bfloat16(), bias.bfloat16()
+    if kind == "bfloat16":
+        weight = weight.bfloat16()
+    else:
+        weight, scales = _int8_inputs(shape)
+    whole = many_rows.linear(x, weight, scales, bias)
+    exact = x.double() @ weight.double().T * (1 if scales is None else scales.double()) + bias.double()
+    torch.testing.assert_close(whole.double(), exact, rtol=2**-8 if x.dtype == torch.bfloat16 else 1e-4, atol=5e-3)
+    for count in (1, 2, 15, 16, 17, 31, 32, 33, 100):
+        assert torch.equal(many_rows.linear(x[:count], weight, scales, bias), whole[:count])
+        assert torch.equal(many_rows.linear(x[-count:], weight, scales, bias), whole[-count:])
+    without = many_rows.linear(x[:5], weight, scales, None).double()
+    torch.testing.assert_close(without, exact[:5] - bias.double(), rtol=2**-8, atol=2e-2)
+    for bad in (torch.nan, torch.inf):
+        x[4, 17] = bad
+        spoilt = many_rows.linear(x, weight, scales, bias)
+        assert not spoilt[4].isfinite().any()
+        assert torch.equal(spoilt[:4], whole[:4])
+        assert torch.equal(spoilt[5:], whole[5:])
+
+
+@needs_matrix_tiles
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_int8_is_the_same_in_either_tiles(dtype: torch.dtype) -> None:
+    """Sums of whole numbers have no order: an int8 model's rows do not depend on their batch, however large."""
+    x, _, bias = (tensor.to(dtype) for tensor in _inputs(40, 960, 576))
+    weight, scales = _int8_inputs((960, 576))
+    whole = ops.linear_int8(x, weight, scales, bias)
+    assert torch.equal(many_rows.linear(x, weight, scales, bias), whole)
+    for num_rows in range(1, 2 * FEW_ROWS + 1):
+        assert torch.equal(few_rows.linear("int8 dot", x[:num_rows], weight, scales, bias), whole[:num_rows])
+        assert torch.equal(ops.linear_int8(x[:num_rows], weight, scales, bias), whole[:num_rows])
+
+
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_int8_of_what_is_not_finite_or_zero(num_rows: int) -> None:
-    """In the tiles and in the library's product: NaN stays in its row, and nothing times anything is nothing."""
+    """In either tiles, or the library's product: NaN stays in its row, and nothing times anything is nothing."""
     x, _, _ = _inputs(num_rows, 48, 64)
     weight, scales = _int8_inputs((48, 64))
     x[0, 5], x[1] = torch.inf, 0.0

@@ -1,0 +1,254 @@
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call, var-annotated"
+# (compiled functions and their views into memory are not Python to a type checker)
+"""The product of many rows with a weight matrix in the CPU's own matrix tiles, compiled with Numba.
+
+Libraries multiply such tiles too, but want a turned copy of the weight beside the weight. Here x is turned, once per
+call, and the weight is read as it is: at the speed of memory, until there are some hundreds of rows.
+
+    x  --turn-->  B, B, ...  --multiply with 32 rows of the weight-->  sums  --finish-->  results
+
+    bfloat16    products and sums in float32
+    int8        x in two digits per number (`digits`), each a B of its own; sums in whole numbers
+
+A sum takes its products in the order of `in_features`: a row's result does not depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import carray, cfunc, types
+from torch import Tensor
+
+from .call import Arguments, RowFunction
+from .digits import META_BYTES, NUM_DIGITS, quantize_row
+from .intrinsics import fetch_add, pointer, take_item
+from .matrix_tiles import (
+    FETCHED_AT_ONCE,
+    STEP_BYTES,
+    TILE,
+    TILE_BYTES,
+    configuration,
+    configure,
+    finish,
+    multiply,
+    release,
+    turn_tile,
+)
+from .recording import CompiledCall
+from .rows import load_row
+from .sources import digest_of
+from .threads import run_call
+
+BLOCK = 2 * TILE  # weight rows that a thread takes at a time
+CHUNK_BYTES = 1 << 20  # of x: what stays in a core's second-level cache while the weight goes by
+
+_SOURCES = ("digits", "intrinsics", "matrix_tiles", "rows", "vectors")
+_CONFIGURATION = configuration()
+
+_TURN = Arguments("x", "x_bytes", "in_features", "turned", "scales", "num_x")
+_TURN_TYPE = _TURN.dtype
+
+# Places in the arguments of a product: addresses and sizes. Behind them, the counters: threads that have come, and for
+# each thread, blocks that were taken of its part.
+(
+    _TURNED,
+    _X_SCALES,
+    _WEIGHT,
+    _SCALES,
+    _BIAS,
+    _OUT,
+    _NUM_ROWS,
+    _OUT_FEATURES,
+    _ROW_BYTES,  # of the weight
+    _SHORT,  # whether bias and results are bfloat16
+    _CONFIG,
+    _NUM_THREADS,
+    _COUNTERS,
+    _NUM_ARGUMENTS,
+) = range(14)
+
+
+def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    """(x @ weight.T) * scales + bias, in the dtype of x, where `matrix_tiles.are_available`.
+
+    x [num_rows, in_features] and weight [out_features, in_features]: both bfloat16 and no scales, or x float32 or
+    bfloat16 and the weight int8. See `fits`.
+    """
+    x = x.contiguous()
+    (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
+    out = x.new_empty(num_rows, out_features)
+    is_int8 = weight.dtype == torch.int8
+    kernel, num_digits = _kernel(is_int8), NUM_DIGITS if is_int8 else 1
+    num_groups, row_bytes = -(-num_rows // TILE), in_features * weight.itemsize
+    turned = torch.empty(num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
+    first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
+    x_scales = torch.empty(num_groups * TILE if is_int8 else 0)
+    kernel.turn(
+        num_groups, TILE * in_features,
+        x.data_ptr(), x.itemsize, in_features, first, x_scales.data_ptr(), num_rows,
+    )  # fmt: skip
+    arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
+        first,
+        x_scales.data_ptr(),
+        weight.data_ptr(),
+        0 if scales is None else scales.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        num_rows,
+        out_features,
+        row_bytes,
+        x.dtype == torch.bfloat16,
+        _CONFIGURATION.ctypes.data,
+        num_threads,
+    )
+    arguments[_COUNTERS] = ctypes.addressof(arguments) + 8 * _NUM_ARGUMENTS
+    run_call(CompiledCall(kernel.multiply, arguments, arguments[_COUNTERS], 1 + num_threads))
+    return out
+
+
+def fits(weight: Tensor) -> bool:
+    """Whether a weight can be multiplied so: whole tiles, in whole rows."""
+    out_features, in_features = weight.shape
+    whole = out_features % TILE == 0 and in_features * weight.itemsize % STEP_BYTES == 0
+    return whole and weight.is_contiguous()
+
+
+class _Kernel(NamedTuple):
+    turn: RowFunction  # of groups of TILE rows of x
+    multiply: Any  # ctypes function pointer
+
+
+@cache
+def _kernel(is_int8: bool) -> _Kernel:
+    """Compiled when it is first asked for: other CPUs have no such instructions. It is kept on disk."""
+    sources = digest_of(*_SOURCES)
+    if is_int8:
+        turn, multiply = _turn_digits_worker(sources), _multiply_worker("tdpbssd", NUM_DIGITS, sources)
+    else:
+        turn, multiply = _turn_worker(sources), _multiply_worker("tdpbf16ps", 1, sources)
+    return _Kernel(RowFunction(turn, _TURN, _TURN_NS[is_int8]), multiply.ctypes)
+
+
+_TURN_NS = {False: 0.1, True: 0.5}  # about what an element takes
+
+
+def _turn_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _TURN_TYPE)[0]
+        row_bytes = a.in_features * a.x_bytes
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                return
+            for group in range(first, min(first + a.grain, a.num_rows)):
+                x, turned = a.x + group * TILE * row_bytes, a.turned + group * TILE * row_bytes
+                last_row = min(TILE, a.num_x - group * TILE) - 1
+                for k in range(0, row_bytes, STEP_BYTES):
+                    turn_tile(x + k, row_bytes, last_row, turned + k * TILE)
+
+    return worker
+
+
+def _turn_digits_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (likewise)
+        a = carray(pointer(address), (1,), _TURN_TYPE)[0]
+        size, x_row = a.in_features, a.in_features * a.x_bytes
+        digit_row = NUM_DIGITS * size + META_BYTES
+        memory = np.empty(TILE * digit_row, np.int8)
+        digits = memory.ctypes.data
+        scales = carray(pointer(a.scales), (a.num_rows * TILE,), np.float32)
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                break
+            for group in range(first, min(first + a.grain, a.num_rows)):
+                num_x = min(TILE, a.num_x - group * TILE)
+                for i in range(num_x):
+                    row, place = group * TILE + i, digits + i * digit_row
+                    if a.x_bytes == 2:
+                        quantize_row(2, a.x + row * x_row, size, place)
+                    else:
+                        quantize_row(4, a.x + row * x_row, size, place)
+                    scales[row] = carray(pointer(place + NUM_DIGITS * size), (1,), np.float32)[0]
+                for digit in range(NUM_DIGITS):
+                    turned = a.turned + (group * NUM_DIGITS + digit) * TILE * size
+                    for k in range(0, size, STEP_BYTES):
+                        turn_tile(digits + digit * size + k, digit_row, num_x - 1, turned + k * TILE)
+        memory[0] = 0  # it lives until here: Numba does not see who has its address
+
+    return worker
+
+
+def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
+    x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
+
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        """One thread: take blocks until there are none."""
+        sources  # noqa: B018 (likewise)
+        a = carray(pointer(address), (_NUM_ARGUMENTS,), np.int64)
+        num_rows, out_features, row_bytes, short = a[_NUM_ROWS], a[_OUT_FEATURES], a[_ROW_BYTES], a[_SHORT]
+        num_threads, counters, size = a[_NUM_THREADS], a[_COUNTERS], 2 if a[_SHORT] else 4
+        thread = fetch_add(counters, 1)
+        b_bytes = TILE * row_bytes
+        num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
+        num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
+        chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
+        num_blocks = (out_features + BLOCK - 1) // BLOCK
+        fetched = (BLOCK // chunk_pairs + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
+        memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
+        sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        item, turn = 0, 0
+        configure(a[_CONFIG])
+        while True:
+            item, turn = take_item(counters + 8, thread, turn, num_threads, num_blocks * num_chunks)
+            if item < 0:
+                break
+            chunk, first_column = item // num_blocks, item % num_blocks * BLOCK
+            w = a[_WEIGHT] + first_column * row_bytes
+            num_a = min(2, (out_features - first_column) // TILE)
+            fetch, lines = w + BLOCK * row_bytes, fetched  # the next block, on the way through this one
+            for pair in range(chunk * chunk_pairs, min((chunk + 1) * chunk_pairs, num_pairs)):
+                x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
+                num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
+                if num_a == 2 and num_b == 2:
+                    multiply(instruction, 2, 2, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                elif num_a == 2:
+                    multiply(instruction, 2, 1, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                elif num_b == 2:
+                    multiply(instruction, 1, 2, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                else:
+                    multiply(instruction, 1, 1, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                fetch += lines * row_bytes
+                if fetch >= w + 2 * BLOCK * row_bytes:
+                    lines = 0
+                for i in range(num_a):
+                    column = first_column + i * TILE
+                    if a[_BIAS] != 0:
+                        load_row(a[_BIAS] + column * size, TILE, short, bias)
+                    for j in range(num_b // num_digits):
+                        row = first_row + j * TILE
+                        finish(
+                            num_digits,
+                            sums + (i * num_b + j) * TILE_BYTES,
+                            min(TILE, num_rows - row),
+                            a[_X_SCALES] + 4 * row,
+                            a[_SCALES] + 4 * column,
+                            bias.ctypes.data,
+                            short,
+                            a[_OUT] + (row * out_features + column) * size,
+                            out_features * size,
+                        )
+        release()
+        memory[0] = bias[0] = 0  # they live until here: Numba does not see who has their addresses
+
+    return worker
