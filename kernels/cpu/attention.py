@@ -1,8 +1,8 @@
 """Paged attention on CPU, each request for itself.
 
-A request with one query token and a cache in float32 or bfloat16 goes to the compiled kernel in `decode`. Longer
-chunks, and caches of other dtypes, gather the visible part of the cache and run dense attention in torch: there the
-products outweigh the copy.
+A request with one query token, and a cache that `decode.fits`, goes to the compiled kernel there. Longer chunks, and
+other caches, gather the visible part of the cache and run dense attention in torch: there the products outweigh the
+copy.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fp8
-from .decode import DTYPES, DecodePlan
+from . import decode
 from .recording import only_unrecorded, recorder
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def paged_attention(
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     chunks = _chunks(metadata, 1)
-    if key_cache.dtype in DTYPES:
+    if decode.fits(key_cache):
         chunks = _chunks(metadata, 2)
         plan = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if plan is not None:
@@ -103,12 +103,12 @@ def _decode_plan(
     scale: float,
     sliding_window: int | None,
     softcap: float | None,
-) -> DecodePlan | None:
+) -> decode.DecodePlan | None:
     """The plan of the requests with one query token, made once per step; None when there are none."""
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     key = ("decode", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window, softcap)
     if key not in metadata.plans:
-        plan = DecodePlan(
+        plan = decode.DecodePlan(
             num_heads=query.shape[1],
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -121,11 +121,11 @@ def _decode_plan(
         listener = recorder()
         if listener is not None:
             listener.add_action(update)  # the lengths are others in every step
-    found: DecodePlan | None = metadata.plans[key]
+    found: decode.DecodePlan | None = metadata.plans[key]
     return found
 
 
-def _update(plan: DecodePlan, metadata: AttentionMetadata, sliding_window: int | None) -> bool:
+def _update(plan: decode.DecodePlan, metadata: AttentionMetadata, sliding_window: int | None) -> bool:
     """Plan what `metadata` says now; returns whether there is anything to do."""
     requests = np.flatnonzero(np.diff(metadata.query_start_loc_np) == 1)
     plan.update(

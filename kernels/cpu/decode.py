@@ -12,8 +12,9 @@ result depends on neither the number of threads nor the rest of the batch.
 
 Why not torch: it has no paged attention, so keys and values are gathered into dense copies first, request by request.
 One layer of SmolLM2 (9 heads over 3 KV heads of 64, float32) on 2 cores, microseconds in one run: 1 request of 200
-tokens 16 against 106, 8 requests of 200 tokens 65 against 739. The price: importing Numba takes 0.4 s, and the first
-call on a machine compiles for about 4 s (kept on disk afterwards).
+tokens 16 against 106, 8 requests of 200 tokens 65 against 739. (That was with loops that the compiler made vectors of;
+those of `heads` take half of it.) The price: importing Numba takes 0.4 s, and the first call on a machine compiles for
+about 4 s (kept on disk afterwards).
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
+from .heads import AT_ONCE, score, weigh
 from .intrinsics import fetch_add, narrowed, pointer, widened
 from .recording import CompiledCall
 from .threads import run_call
+from .vectors import LANES
 
-DTYPES = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16)
 CHUNK = 256
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; infinities and NaN keep their meaning
 _LOG2_E = np.float32(math.log2(math.e))
@@ -45,6 +48,11 @@ _PLAN_FIELDS = (
 # What differs from layer to layer, and what the layers of a step have in common. Strides are in elements.
 _LAYER = np.dtype([(name, np.int64) for name in _LAYER_FIELDS])
 _PLAN = np.dtype([*((name, np.int64) for name in _PLAN_FIELDS), ("scale", np.float64), ("softcap", np.float64)])
+
+
+def fits(cache: Tensor) -> bool:
+    """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] can be read so: others are gathered."""
+    return cache.dtype in _DTYPES and cache.shape[-1] % LANES == 0
 
 
 class _LayerArguments(ctypes.Structure):
@@ -106,7 +114,7 @@ class DecodePlan:
         fields["table_stride"] = block_table.strides[0] // block_table.itemsize
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attend in one layer, in one of `DTYPES`. Writes the rows of `out`, contiguous, that were planned."""
+        """Attend in one layer, whose caches `fits`. Writes the rows of `out`, contiguous, that were planned."""
         self._counters[:] = 0
         arguments = _LayerArguments(
             query.data_ptr(),
@@ -138,56 +146,74 @@ def _exp_minus(x: Any, highest: Any) -> Any:
     return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
-@njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
-def _attend_item(
-    q: Any,  # [num_heads, head_dim] scaled
-    keys: Any,  # the whole cache, [num_blocks, block_size, num_kv_heads, head_dim]
-    values: Any,  # likewise
-    blocks: Any,  # [blocks of the request]
-    begin: int,
-    end: int,
-    softcap: Any,
-    scores: Any,  # [num_heads, CHUNK] scratch
-    highest: Any,  # [num_heads] written
-    total: Any,  # [num_heads] written
-    acc: Any,  # [num_heads, head_dim] written: not yet divided by `total`
+@njit(error_model="numpy", cache=True)
+def _score_group(
+    like: Any, group: int, query: int, keys: int, offsets: int, head_dim: int, scores: int, scores_row: int
 ) -> None:
-    num_heads, head_dim = q.shape
-    block_size, num_kv_heads = keys.shape[1:3]
-    group = num_heads // num_kv_heads
-    for position in range(begin, end):
-        block, offset = blocks[position // block_size], position % block_size
-        for kv_head in range(num_kv_heads):
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                score = np.float32(0.0)
-                for d in range(head_dim):
-                    score += q[head, d] * widened(keys[block, offset, kv_head, d])
-                scores[head, position - begin] = score
+    """See `heads.score`, for any number of heads."""
+    while group > 0:
+        if group >= 4:
+            score(like, 4, query, keys, offsets, head_dim, scores, scores_row)
+        elif group == 3:
+            score(like, 3, query, keys, offsets, head_dim, scores, scores_row)
+        elif group == 2:
+            score(like, 2, query, keys, offsets, head_dim, scores, scores_row)
+        else:
+            score(like, 1, query, keys, offsets, head_dim, scores, scores_row)
+        query, scores, group = query + AT_ONCE * head_dim * 4, scores + AT_ONCE * scores_row, group - AT_ONCE
 
-    length = end - begin
-    for head in range(num_heads):
-        if softcap > 0:
-            for i in range(length):
-                scores[head, i] = softcap * np.float32(math.tanh(scores[head, i] / softcap))
-        top = scores[head, 0]
-        for i in range(length):
-            top = max(top, scores[head, i])
-        weight_sum = np.float32(0.0)
-        for i in range(length):
-            weight = _exp_minus(scores[head, i], top)
-            scores[head, i] = weight
-            weight_sum += weight
-        highest[head] = top
-        total[head] = weight_sum
 
-    acc[:] = np.float32(0.0)
-    for position in range(begin, end):
-        block, offset = blocks[position // block_size], position % block_size
-        for kv_head in range(num_kv_heads):
-            for head in range(kv_head * group, (kv_head + 1) * group):
-                weight = scores[head, position - begin]
-                for d in range(head_dim):
-                    acc[head, d] += weight * widened(values[block, offset, kv_head, d])
+@njit(error_model="numpy", cache=True)
+def _weigh_group(
+    like: Any,
+    group: int,
+    head_dim: int,
+    weights: int,
+    weights_row: int,
+    values: int,
+    offsets: int,
+    length: int,
+    out: int,
+) -> None:
+    """See `heads.weigh`, for any number of heads of any size."""
+    row = head_dim * 4
+    while group > 0:
+        d = 0
+        while d < head_dim:
+            v, o = values + d * like.itemsize, out + d * 4
+            if head_dim - d < AT_ONCE * LANES:
+                for head in range(min(group, AT_ONCE)):
+                    place = weights + head * weights_row
+                    weigh(like, 1, 1, place, weights_row, v, offsets, length, o + head * row, row)
+                d += LANES
+            else:
+                if group >= 4:
+                    weigh(like, 4, 4, weights, weights_row, v, offsets, length, o, row)
+                elif group == 3:
+                    weigh(like, 3, 4, weights, weights_row, v, offsets, length, o, row)
+                elif group == 2:
+                    weigh(like, 2, 4, weights, weights_row, v, offsets, length, o, row)
+                else:
+                    weigh(like, 1, 4, weights, weights_row, v, offsets, length, o, row)
+                d += AT_ONCE * LANES
+        weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * row, group - AT_ONCE
+
+
+@njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
+def _soften(scores: Any, length: int, softcap: Any) -> tuple[Any, Any]:
+    """Scores become weights, unnormalized. Returns the highest score and the sum of weights."""
+    if softcap > 0:
+        for i in range(length):
+            scores[i] = softcap * np.float32(math.tanh(scores[i] / softcap))
+    top = scores[0]
+    for i in range(length):
+        top = max(top, scores[i])
+    total = np.float32(0.0)
+    for i in range(length):
+        weight = _exp_minus(scores[i], top)
+        scores[i] = weight
+        total += weight
+    return top, total
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
@@ -218,9 +244,12 @@ def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: boo
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy", cache=True)
-def _attend(layer: Any, plan: Any, query: Any, keys: Any, values: Any, out: Any) -> None:
-    """One thread: take items until there are none. `query` is flat; bfloat16 is there as uint16."""
-    num_heads, head_dim, num_items = plan.num_heads, plan.head_dim, plan.num_items
+def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
+    """One thread: take items until there are none. `query` is flat; bfloat16 is there as uint16, like `like`."""
+    num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
+    group, block_size = num_heads // num_kv_heads, plan.block_size
+    head_bytes = head_dim * like.itemsize
+    token_bytes = num_kv_heads * head_bytes
     many = np.int64(1) << 31  # the first dimension of a view plays no part in its addresses
     table = carray(pointer(plan.block_table), (many,), np.int32)
     tokens = carray(pointer(plan.tokens), (num_items,), np.int64)
@@ -234,10 +263,11 @@ def _attend(layer: Any, plan: Any, query: Any, keys: Any, values: Any, out: Any)
     scale, softcap = np.float32(plan.scale), np.float32(plan.softcap)
 
     q = np.empty((num_heads, head_dim), np.float32)
-    acc = np.empty((num_heads, head_dim), np.float32)
+    acc = np.empty((num_heads, head_dim), np.float32)  # not yet divided by the sum of weights
     scores = np.empty((num_heads, CHUNK), np.float32)
-    highest = np.empty(num_heads, np.float32)
-    total = np.empty(num_heads, np.float32)
+    offsets = np.empty(CHUNK, np.int64)  # of tokens in the caches, in bytes
+    q_start, acc_start = q.ctypes.data, acc.ctypes.data
+    scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
     while True:
         item = fetch_add(plan.counters, 1)
         if item >= num_items:
@@ -248,10 +278,32 @@ def _attend(layer: Any, plan: Any, query: Any, keys: Any, values: Any, out: Any)
             for d in range(head_dim):
                 q[head, d] = widened(query[base + d]) * scale
         blocks = table[requests[owner] * plan.table_stride :]
-        _attend_item(q, keys, values, blocks, begins[item], ends[item], softcap, scores, highest, total, acc)
+        begin, length = begins[item], ends[item] - begins[item]
+        block, within = begin // block_size, begin % block_size
+        for i in range(length):
+            offsets[i] = (blocks[block] * block_size + within) * token_bytes
+            within += 1
+            if within == block_size:
+                block, within = block + 1, 0
+        whole = (length + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+        for i in range(length, whole):  # scored for nothing
+            offsets[i] = offsets[length - 1]
+        for i in range(0, whole, AT_ONCE):
+            for kv_head in range(num_kv_heads):
+                head = kv_head * group
+                _score_group(
+                    like, group, q_start + head * head_dim * 4, layer.key_cache + kv_head * head_bytes,
+                    offsets_start + i * 8, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
+                )  # fmt: skip
         for head in range(num_heads):
-            partial[item, head, head_dim] = highest[head]
-            partial[item, head, head_dim + 1] = total[head]
+            partial[item, head, head_dim], partial[item, head, head_dim + 1] = _soften(scores[head], length, softcap)
+        for kv_head in range(num_kv_heads):
+            head = kv_head * group
+            _weigh_group(
+                like, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
+                layer.value_cache + kv_head * head_bytes, offsets_start, length, acc_start + head * head_dim * 4,
+            )  # fmt: skip
+        for head in range(num_heads):
             for d in range(head_dim):
                 partial[item, head, d] = acc[head, d]
         first, last = first_item[owner], first_item[owner + 1]
@@ -261,16 +313,13 @@ def _attend(layer: Any, plan: Any, query: Any, keys: Any, values: Any, out: Any)
 
 @njit(error_model="numpy", cache=True)
 def _attend_in(address: int, like: Any) -> None:
-    """`like` is a number of the type in which memory is seen."""
+    """`like` is an array of the type in which memory is seen."""
     layer = carray(pointer(address), (1,), _LAYER)[0]
     plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
-    kind = like.dtype
     many = np.int64(1) << 31
-    shape = (many, plan.block_size, plan.num_kv_heads, plan.head_dim)
-    query = carray(pointer(layer.query), (many,), kind)
-    keys, values = carray(pointer(layer.key_cache), shape, kind), carray(pointer(layer.value_cache), shape, kind)
-    out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), kind)
-    _attend(layer, plan, query, keys, values, out)
+    query = carray(pointer(layer.query), (many,), like.dtype)
+    out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), like.dtype)
+    _attend(layer, plan, query, out, like)
 
 
 @cfunc(types.void(types.int64), cache=True, error_model="numpy")

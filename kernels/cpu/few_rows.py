@@ -3,8 +3,8 @@
 """The product of a few rows with a weight matrix, compiled with Numba and run on all threads.
 
 A thread has its own contiguous part of the weight, of which it takes BLOCK rows at a time, so that it reads forwards;
-when it is done it takes blocks of the others. A block is multiplied with all rows of x, in tiles (see `tiles`), while it
-stands in the caches. Meanwhile the next one is fetched, evenly: memory and arithmetic then take their time together.
+when it is done it takes blocks of the others. A block is multiplied with all rows of x, in tiles (see `tiles`), while
+it stands in the caches. Meanwhile the next one is fetched, evenly: memory and arithmetic then take their time together.
 """
 
 from __future__ import annotations
@@ -139,10 +139,11 @@ def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, we
             fetch_end = fetch + BLOCK * weight_row
             while row < last_row:
                 left = last_row - row
+                num_x = 4 if left >= 4 else 2 if left >= 2 else 1
                 if left == eight:
                     num_x = eight
-                else:
-                    num_x = most if left >= most else 4 if left >= 4 else 2 if left >= 2 else 1
+                elif left >= most:
+                    num_x = most
                 x, j = first_x + row * x_row, block * BLOCK
                 while j < end:
                     w = a[_WEIGHT] + j * weight_row
@@ -152,10 +153,27 @@ def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, we
                     bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
                     out = a[_OUT] + (row * out_features + j) * size
                     if num_x == most:
-                        tile(name, most, fewest, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        tile(
+                            name,
+                            most,
+                            fewest,
+                            x,
+                            w,
+                            in_features,
+                            fetch,
+                            odd,
+                            pair,
+                            scales,
+                            bias,
+                            out,
+                            out_features,
+                            size,
+                        )
                         j += fewest
                     elif num_x == eight:
-                        tile(name, eight, two, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        tile(
+                            name, eight, two, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size
+                        )
                         j += two
                     elif num_x == 4:
                         tile(name, 4, four, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)

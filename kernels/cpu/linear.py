@@ -1,4 +1,4 @@
-"""Linear layers on CPU: every weight is read once, at the speed of memory, until there is more to multiply than to read.
+"""Linear layers on CPU: every weight is read once, at memory speed, until there is more to multiply than to read.
 
 A step that decodes M requests multiplies M rows with each weight matrix. That is a matter of memory, not of
 arithmetic, until M is some tens; the library's GEMM, made for large M, then reaches a fraction of the bandwidth. Two

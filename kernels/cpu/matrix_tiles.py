@@ -106,11 +106,11 @@ def multiply(
     fetch_lines: Any,
     sums: Any,
 ) -> Any:
-    """`num_a` x `num_b` tiles of sums at `sums`, [A, B, row of the weight, row of x]. Constants: these and the instruction.
+    """`num_a` x `num_b` tiles of sums at `sums`, [A, B, weight row, row of x]. Constants: these, the instruction.
 
-    Addresses: of the first weight row, of the first B and of the sums. `a_row` bytes are between weight rows, `row_bytes`
-    of which are multiplied, `b_group` bytes between one B and the other. On the way, `fetch_lines` lines per step are
-    fetched from `fetch` on, a multiple of FETCHED_AT_ONCE.
+    Addresses: of the first weight row, of the first B and of the sums. `a_row` bytes are between weight rows, of which
+    `row_bytes` are multiplied, `b_group` bytes between one B and the other. On the way, `fetch_lines` lines per step
+    are fetched from `fetch` on, a multiple of FETCHED_AT_ONCE.
     """
     name, m, n = instruction.literal_value, num_a.literal_value, num_b.literal_value
 

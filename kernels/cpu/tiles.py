@@ -158,8 +158,9 @@ def tile(
     """Compute `num_x` x `num_weights` results (constants, like the format) and store them at `out`.
 
     Addresses: of the first elements of the operands and results. On the way, as many rows of weights are fetched as the
-    tile has: at `fetch` and, so many bytes behind, `odd`, `pair` and their sum, which may be the same row. `scales` (0: none, of float32) multiply and `bias` (0: none) is added to the columns; it and the results have
-    `out_bytes` per element: 4 for float32, 2 for bfloat16.
+    tile has: at `fetch` and, so many bytes behind, `odd`, `pair` and their sum, which may all be the same row. `scales`
+    (0: none, of float32) multiply and `bias` (0: none) is added to the columns; it and the results have `out_bytes` per
+    element: 4 for float32, 2 for bfloat16.
     """
     form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
 

@@ -110,9 +110,8 @@ needs_matrix_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason
 @pytest.mark.parametrize("shape", [(16, 64), (32, 576), (48, 576), (80, 1536)])
 @pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 of bfloat16"])
 def test_matrix_tiles(kind: str, shape: tuple[int, int]) -> None:
-    """Up to two chunks of x and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
-    out_features, in_features = shape
-    num_rows = many_rows.CHUNK_BYTES // (2 * in_features) + 21
+    """Two chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
+    num_rows = many_rows.CHUNK_BYTES // (2 * shape[1]) + 21
     x, weight, bias = _inputs(num_rows, *shape)
     scales = None
     if kind != "int8":

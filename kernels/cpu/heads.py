@@ -1,0 +1,132 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, untyped-decorator"
+"""What attention does with some query heads and the cache of the KV head that they share, as LLVM vectors.
+
+    score    query heads  x  4 positions   ->  scores             keys are walked along `head_dim`
+    weigh    query heads  x  64 of head_dim  ->  weighted values    values are walked along the positions
+
+so that what is read of the cache serves all heads, and sums stay in registers. Heads and caches are addresses; where
+the positions lie in a cache is a list of offsets in bytes. `head_dim` is a multiple of LANES.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .vectors import (
+    FLOAT,
+    FLOATS,
+    INT16,
+    INT64,
+    LANES,
+    broadcast,
+    call,
+    from_bfloat16,
+    load,
+    loop_over,
+    splat,
+    store,
+    sum_lanes,
+)
+
+AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold the sums of
+_SIZE = 4  # bytes of a float32
+
+
+@intrinsic(prefer_literal=True)
+def score(
+    typing_context: Any,
+    like: Any,
+    num_heads: Any,
+    query: Any,
+    keys: Any,
+    offsets: Any,
+    head_dim: Any,
+    scores: Any,
+    scores_row: Any,
+) -> Any:
+    """Dot products of `num_heads` queries with the keys at AT_ONCE offsets, [heads, offsets] float32 at `scores`.
+
+    query [num_heads, head_dim] is float32; `scores_row` bytes are between heads. Constant: `num_heads`, up to AT_ONCE.
+    Keys have the type of `like`, an array: float32, or bfloat16 as uint16.
+    """
+    heads, width = num_heads.literal_value, like.dtype.bitwidth // 8
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, _, query, keys, offsets, head_dim, scores, scores_row = arguments
+        places = [b.add(keys, load(b, b.add(offsets, INT64(8 * i)), INT64)) for i in range(AT_ONCE)]
+        query_rows = [b.add(query, b.mul(head_dim, INT64(_SIZE * i))) for i in range(heads)]
+
+        def step(d: Any, sums: list[Any]) -> list[Any]:
+            vectors = [_load(b, b.add(place, b.mul(d, INT64(width))), width) for place in places]
+            added = []
+            for head, row in enumerate(query_rows):
+                q = load(b, b.add(row, b.mul(d, INT64(_SIZE))), FLOATS)
+                added += [_fma(b, q, vectors[i], sums[AT_ONCE * head + i]) for i in range(AT_ONCE)]
+            return added
+
+        sums = loop_over(b, head_dim, LANES, [splat(FLOATS, 0.0)] * (heads * AT_ONCE), step)
+        for head in range(heads):
+            totals = sum_lanes(b, sums[AT_ONCE * head : AT_ONCE * (head + 1)])
+            store(b, totals, b.add(scores, b.mul(scores_row, INT64(head))))
+        return context.get_dummy_value()
+
+    return types.void(like, num_heads, *[types.int64] * 6), generate
+
+
+@intrinsic(prefer_literal=True)
+def weigh(
+    typing_context: Any,
+    like: Any,
+    num_heads: Any,
+    num_vectors: Any,
+    weights: Any,
+    weights_row: Any,
+    values: Any,
+    offsets: Any,
+    num_positions: Any,
+    out: Any,
+    out_row: Any,
+) -> Any:
+    """Sums of weight x value over positions, `num_vectors` x LANES of head_dim for each of `num_heads`.
+
+    weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to AT_ONCE. Values
+    have the type of `like`.
+    """
+    heads, vectors, width = num_heads.literal_value, num_vectors.literal_value, like.dtype.bitwidth // 8
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        weights, weights_row, values, offsets, num_positions, out, out_row = arguments[3:]
+        weight_rows = [b.add(weights, b.mul(weights_row, INT64(head))) for head in range(heads)]
+
+        def step(i: Any, sums: list[Any]) -> list[Any]:
+            place = b.add(values, load(b, b.add(offsets, b.mul(i, INT64(8))), INT64))
+            loaded = [_load(b, b.add(place, INT64(LANES * width * j)), width) for j in range(vectors)]
+            added = []
+            for head, row in enumerate(weight_rows):
+                weight = broadcast(b, load(b, b.add(row, b.mul(i, INT64(_SIZE))), FLOAT), LANES)
+                added += [_fma(b, weight, value, sums[vectors * head + j]) for j, value in enumerate(loaded)]
+            return added
+
+        sums = loop_over(b, num_positions, 1, [splat(FLOATS, 0.0)] * (heads * vectors), step)
+        for head in range(heads):
+            for j in range(vectors):
+                place = b.add(b.add(out, b.mul(out_row, INT64(head))), INT64(LANES * _SIZE * j))
+                store(b, sums[vectors * head + j], place)
+        return context.get_dummy_value()
+
+    return types.void(like, num_heads, num_vectors, *[types.int64] * 7), generate
+
+
+def _load(b: ir.IRBuilder, place: Any, width: int) -> Any:
+    if width == _SIZE:
+        return load(b, place, FLOATS)
+    return from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES)))
+
+
+def _fma(b: ir.IRBuilder, x: Any, y: Any, sums: Any) -> Any:
+    return call(b, "llvm.fma.v16f32", FLOATS, [x, y, sums])
