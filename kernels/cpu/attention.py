@@ -45,12 +45,11 @@ def paged_attention(
             plan.attend(query, key_cache, value_cache, out, sinks)
     if chunks:
         only_unrecorded("prompts are gathered by their lengths")
-    group = query.shape[1] // key_cache.shape[2]
     for request, start, end, seq_len in chunks:
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
         slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
         key, value = _gather(key_cache, slots, query.dtype), _gather(value_cache, slots, query.dtype)
-        visible = _visible(metadata, end - start, seq_len - first, group, sliding_window)
+        visible = _visible(metadata, end - start, seq_len - first, sliding_window)
         attended = _attend(query[start:end], key, value, visible, scale * key_scale, softcap, sinks)
         out[start:end] = attended if value_scale == 1.0 else attended * value_scale
     return out
@@ -78,13 +77,15 @@ def _chunks(metadata: AttentionMetadata, shortest: int) -> list[tuple[int, int, 
     return chunks
 
 
-def _visible(
-    metadata: AttentionMetadata, num_queries: int, num_keys: int, group: int, sliding_window: int | None
-) -> Tensor | None:
-    """[group * num_queries, num_keys] bool, which of the last keys each query attends to; the same for every layer."""
-    if num_queries == 1:
+def _visible(metadata: AttentionMetadata, num_queries: int, num_keys: int, sliding_window: int | None) -> Tensor | None:
+    """[num_queries, num_keys] bool, which of the last keys each query attends to; the same for every layer.
+
+    None where it is all of them up to its own.
+    """
+    is_whole = num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window)
+    if num_queries == 1 or is_whole:
         return None
-    plan = ("visible", num_queries, num_keys, group, sliding_window)
+    plan = ("visible", num_queries, num_keys, sliding_window)
     visible = metadata.plans.get(plan)
     if visible is None:
         query_position = torch.arange(num_keys - num_queries, num_keys)[:, None]
@@ -92,7 +93,7 @@ def _visible(
         visible = key_position <= query_position
         if sliding_window is not None:
             visible &= key_position > query_position - sliding_window
-        visible = metadata.plans[plan] = visible.repeat(group, 1)
+        metadata.plans[plan] = visible
     return visible
 
 
@@ -160,21 +161,27 @@ def _attend(
 ) -> Tensor:
     """Dense attention of one request: query [q, H, d] of its last q positions, key and value [KV heads, k, d]."""
     num_queries, num_heads, head_dim = query.shape
-    num_kv_heads = key.shape[0]
-    group = num_heads // num_kv_heads
-    # The query heads of a group become rows of one matrix product, so that no key is read twice: [KV heads, G * q, d].
-    rows = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    num_kv_heads, num_keys, _ = key.shape
     if softcap is None and sinks is None:
-        attended = F.scaled_dot_product_attention(rows[None], key[None], value[None], attn_mask=visible, scale=scale)[0]
-    else:
-        scores = torch.bmm(rows.float(), key.float().transpose(1, 2)) * scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if visible is not None:
-            scores.masked_fill_(~visible, -torch.inf)
-        if sinks is not None:  # a last column, whose weight goes nowhere
-            column = sinks.view(num_kv_heads, group, 1).expand(-1, -1, num_queries).reshape(num_kv_heads, -1, 1)
-            scores = torch.cat([scores, column], dim=2)
-        weights = torch.softmax(scores, dim=-1)[:, :, : key.shape[1]]
-        attended = torch.bmm(weights, value.float()).to(query.dtype)
+        causal = visible is None and num_queries > 1
+        attended = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key[None], value[None],
+            attn_mask=visible, is_causal=causal, scale=scale, enable_gqa=num_heads != num_kv_heads,
+        )  # fmt: skip
+        return attended[0].transpose(0, 1)
+    # The query heads of a group become rows of one matrix product, so that no key is read twice: [KV heads, G * q, d].
+    group = num_heads // num_kv_heads
+    rows = query.view(num_queries, num_kv_heads, group, head_dim).permute(1, 2, 0, 3).flatten(1, 2)
+    scores = torch.bmm(rows.float(), key.float().transpose(1, 2)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if visible is None and num_queries > 1:
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_()
+    if visible is not None:
+        scores.masked_fill_(~visible.repeat(group, 1), -torch.inf)
+    if sinks is not None:  # a last column, whose weight goes nowhere
+        column = sinks.view(num_kv_heads, group, 1).expand(-1, -1, num_queries).reshape(num_kv_heads, -1, 1)
+        scores = torch.cat([scores, column], dim=2)
+    weights = torch.softmax(scores, dim=-1)[:, :, :num_keys]
+    attended = torch.bmm(weights, value.float()).to(query.dtype)
     return attended.view(num_kv_heads, group, num_queries, head_dim).permute(2, 0, 1, 3).flatten(1, 2)

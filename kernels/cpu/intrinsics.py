@@ -1,4 +1,4 @@
-# mypy: disable-error-code="untyped-decorator"
+# mypy: disable-error-code="untyped-decorator, call-arg"
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 """What compiled functions need of memory and threads, and Numba does not offer."""
 
