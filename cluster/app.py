@@ -39,6 +39,11 @@ ENGINE_OPTIONS: dict[str, Any] = {
     "max_constructor_retry_count": 1,  # what keeps an engine from starting does not go away by itself
 }
 
+# A step on CPU lasts a millisecond per token of prompt or so, during which nobody else's answer goes on: with 512, the
+# mean time to the first token of 32 simultaneous prompts of 128 is 0.78 s, with 2048 1.38 s, at the same tokens per
+# second (bfloat16).
+CPU_STEP_TOKENS = 512
+
 
 def build(args: QuireConfig) -> Application:
     """The deployments `Gateway` and one `Engine` per model. A config file's `deployments:` overrides their options."""
@@ -61,8 +66,11 @@ def _bind_engine(name: str, engine: EngineConfig, options: Mapping[str, Any], al
 
 
 def with_device(engine: EngineConfig) -> EngineConfig:
-    """`device: auto` settled by what the cluster has."""
-    return engine.model_copy(update={"model": engine.model.model_copy(update={"device": _device(engine.model)})})
+    """`device: auto` settled by what the cluster has, and with it the size of a step that nobody chose."""
+    model, scheduler = engine.model.model_copy(update={"device": _device(engine.model)}), engine.scheduler
+    if model.device == "cpu" and "max_num_batched_tokens" not in scheduler.model_fields_set:
+        scheduler = scheduler.model_copy(update={"max_num_batched_tokens": CPU_STEP_TOKENS})
+    return engine.model_copy(update={"model": model, "scheduler": scheduler})
 
 
 def engine_actor_options(config: EngineConfig) -> dict[str, float]:

@@ -122,7 +122,9 @@ class CacheConfig(Section):
 class SchedulerConfig(Section):
     """What one step may hold, and who goes first."""
 
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens computed in one step, over all requests.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="Tokens computed in one step, over all requests. A service on CPU has 512 by default."
+    )
     max_num_seqs: int = Field(128, ge=1, description="Requests that run at the same time.")
     long_prefill_token_threshold: int = Field(
         0, ge=0, description="Most tokens one request gets in a step; 0: no limit but the budget."

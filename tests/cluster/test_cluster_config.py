@@ -13,10 +13,11 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from quire.cluster.app import bind
+from quire.cluster.app import CPU_STEP_TOKENS, bind, with_device
 from quire.cluster.autoscaling import EngineLoadPolicy
 from quire.cluster.config import QuireConfig, override
 from quire.cluster.config_file import ServiceConfig, load_service
+from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -218,3 +219,15 @@ def test_a_gateway_that_is_not_needed_has_the_time_of_a_long_stream(
 ) -> None:
     application = bind(QuireConfig(), options)
     assert application._bound_deployment._deployment_config.graceful_shutdown_timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"),
+    [
+        ({}, CPU_STEP_TOKENS),
+        ({"model": {"device": "cuda"}}, 2048),
+        ({"model": {"device": "cpu"}, "scheduler": {"max_num_batched_tokens": 2048}}, 2048),
+    ],
+)
+def test_a_step_on_cpu_is_short_unless_somebody_chose_its_size(given: dict[str, object], tokens: int) -> None:
+    assert with_device(EngineConfig.model_validate(given)).scheduler.max_num_batched_tokens == tokens
