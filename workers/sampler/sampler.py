@@ -67,13 +67,13 @@ def highest(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu" or vocab < _SPAN:
         return logits.argmax(dim=-1)
     whole = vocab // _SPAN * _SPAN
-    tops = logits[:, :whole].unflatten(1, (-1, _SPAN)).amax(dim=-1)
+    tops = logits[:, :whole].view(len(logits), -1, _SPAN).amax(dim=-1)
     if whole < vocab:
         tops = torch.cat([tops, logits[:, whole:].amax(dim=-1, keepdim=True)], dim=1)
     # What the last span has of the one before it is lower: otherwise that one would have been the first.
     starts = (tops.argmax(dim=-1, keepdim=True) * _SPAN).clamp_(max=vocab - _SPAN)
     spans = logits.gather(1, starts + torch.arange(_SPAN))
-    return starts[:, 0] + spans.argmax(dim=-1)
+    return starts.squeeze(1).add_(spans.argmax(dim=-1))
 
 
 def _process(logits: Tensor, batch: SamplingBatch) -> Tensor:
