@@ -60,12 +60,12 @@ def bind(args: QuireConfig, options: Mapping[str, Mapping[str, Any]]) -> Applica
 
 
 def _bind_engine(name: str, engine: EngineConfig, options: Mapping[str, Any], allow_faults: bool) -> Application:
-    config = with_device(engine)
+    config = settled(engine)
     options = {"ray_actor_options": engine_actor_options(config), **ENGINE_OPTIONS, **options}
     return _deployment(Engine).options(name=name, **options).bind(config, allow_faults=allow_faults)
 
 
-def with_device(engine: EngineConfig) -> EngineConfig:
+def settled(engine: EngineConfig) -> EngineConfig:
     """`device: auto` settled by what the cluster has, and with it the size of a step that nobody chose."""
     model, scheduler = engine.model.model_copy(update={"device": _device(engine.model)}), engine.scheduler
     if model.device == "cpu" and "max_num_batched_tokens" not in scheduler.model_fields_set:

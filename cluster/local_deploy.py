@@ -73,11 +73,11 @@ def check_room(service: ServiceConfig, nodes: list[Mapping[str, float]]) -> None
 
     Raises `ConfigError` that says what is missing and what is there.
     """
-    from .app import with_device
+    from .app import settled
 
     for name, engine in service.quire.engines().items():
         options = service.deployments.get(name, {}).get("ray_actor_options")
-        for plan in _plans(with_device(engine), options):
+        for plan in _plans(settled(engine), options):
             if not placement.fits(plan, nodes):
                 raise ConfigError(f"{name} has no place here: {placement.explain_shortage(plan, nodes)}")
 

@@ -8,5 +8,6 @@ import os
 # against 44 ms. Without any, each of a prompt's hundreds of operators has to wake the threads up. 10,000 turns are half
 # a millisecond, which is longer than Python takes to come to the next (8 prompts of 128 tokens in bfloat16: 480 to 330
 # ms).
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # GNU's library, which torch brings, asks for this one first

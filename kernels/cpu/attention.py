@@ -49,7 +49,8 @@ def paged_attention(
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
         slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
         key, value = _gather(key_cache, slots, query.dtype), _gather(value_cache, slots, query.dtype)
-        visible = _visible(metadata, end - start, seq_len - first, sliding_window)
+        is_plain = softcap is None and sinks is None
+        visible = _visible(metadata, end - start, seq_len - first, sliding_window, is_plain)
         attended = _attend(query[start:end], key, value, visible, scale * key_scale, softcap, sinks)
         out[start:end] = attended if value_scale == 1.0 else attended * value_scale
     return out
@@ -77,13 +78,15 @@ def _chunks(metadata: AttentionMetadata, shortest: int) -> list[tuple[int, int, 
     return chunks
 
 
-def _visible(metadata: AttentionMetadata, num_queries: int, num_keys: int, sliding_window: int | None) -> Tensor | None:
+def _visible(
+    metadata: AttentionMetadata, num_queries: int, num_keys: int, sliding_window: int | None, is_plain: bool
+) -> Tensor | None:
     """[num_queries, num_keys] bool, which of the last keys each query attends to; the same for every layer.
 
-    None where it is all of them up to its own.
+    None where it is all of them, and where torch knows without being told: up to its own, in plain attention.
     """
     is_whole = num_queries == num_keys and (sliding_window is None or num_keys <= sliding_window)
-    if num_queries == 1 or is_whole:
+    if num_queries == 1 or (is_whole and is_plain):
         return None
     plan = ("visible", num_queries, num_keys, sliding_window)
     visible = metadata.plans.get(plan)
@@ -175,10 +178,8 @@ def _attend(
     scores = torch.bmm(rows.float(), key.float().transpose(1, 2)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if visible is None and num_queries > 1:
-        visible = torch.ones(num_queries, num_keys, dtype=torch.bool).tril_()
     if visible is not None:
-        scores.masked_fill_(~visible.repeat(group, 1), -torch.inf)
+        scores.view(num_kv_heads, group, num_queries, num_keys).masked_fill_(~visible, -torch.inf)
     if sinks is not None:  # a last column, whose weight goes nowhere
         column = sinks.view(num_kv_heads, group, 1).expand(-1, -1, num_queries).reshape(num_kv_heads, -1, 1)
         scores = torch.cat([scores, column], dim=2)

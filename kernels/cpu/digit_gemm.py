@@ -10,6 +10,8 @@ write five times. It goes by chunks of rows whose sums stay in the caches.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from numba import carray, cfunc, types
@@ -35,17 +37,18 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     chunk = max(32, _SUM_BYTES // (4 * NUM_DIGITS * out_features))
     digits = torch.empty(NUM_DIGITS * min(chunk, num_rows), in_features, dtype=torch.int8)
     sums = torch.empty(len(digits), out_features, dtype=torch.int32)
-    x_scales = torch.empty(min(chunk, num_rows))
+    x_scales = torch.empty(min(chunk, num_rows), dtype=torch.float32)
+    to_digits, from_sums = _functions()
     transposed, short = weight.t(), x.dtype == torch.bfloat16
     for start in range(0, num_rows, chunk):
         part, into = x[start : start + chunk], out[start : start + chunk]
         rows = len(part)
-        _to_digits(
+        to_digits(
             rows, in_features,
             part.data_ptr(), part.stride(0) * part.itemsize, in_features, short, digits.data_ptr(), x_scales.data_ptr(),
         )  # fmt: skip
         torch._int_mm(digits[: NUM_DIGITS * rows], transposed, out=sums[: NUM_DIGITS * rows])
-        _from_sums(
+        from_sums(
             rows, out_features,
             sums.data_ptr(), out_features, short, x_scales.data_ptr(), scales.data_ptr(),
             0 if bias is None else bias.data_ptr(), into.data_ptr(),
@@ -53,7 +56,6 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Te
     return out
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy")
 def _digits_worker(address: int) -> None:
     a = carray(pointer(address), (1,), _DIGITS_TYPE)[0]
     size = a.size
@@ -74,7 +76,6 @@ def _digits_worker(address: int) -> None:
             scales[row] = meta[0]
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy", fastmath={"contract"})
 def _sums_worker(address: int) -> None:
     a = carray(pointer(address), (1,), _SUMS_TYPE)[0]
     size = a.size
@@ -99,5 +100,10 @@ def _sums_worker(address: int) -> None:
             store_row(results, size, a.short, a.out + row * size * (2 if a.short else 4))
 
 
-# About what an element takes, in nanoseconds.
-_to_digits, _from_sums = RowFunction(_digits_worker, _DIGITS, 0.5), RowFunction(_sums_worker, _SUMS, 0.7)
+@cache
+def _functions() -> tuple[RowFunction, RowFunction]:
+    """To digits, and from sums. Compiled when first asked for: not every CPU has the instructions."""
+    signature = types.void(types.int64)
+    digits = cfunc(signature, cache=True, error_model="numpy")(_digits_worker)
+    sums = cfunc(signature, cache=True, error_model="numpy", fastmath={"contract"})(_sums_worker)
+    return RowFunction(digits, _DIGITS, 0.5), RowFunction(sums, _SUMS, 0.7)  # about what an element takes, in ns

@@ -4,7 +4,8 @@
 
 A thread has its own contiguous part of the weight, of which it takes BLOCK rows at a time, so that it reads forwards;
 when it is done it takes blocks of the others. A block is multiplied with all rows of x, in tiles (see `tiles`), while
-it stands in the caches. Meanwhile the next one is fetched, evenly: memory and arithmetic then take their time together.
+it stands in the caches. Where that takes several passes, the next one is fetched meanwhile, evenly: memory and
+arithmetic then take their time together.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _digit_row(in_features: int) -> int:
 def _worker(name: str) -> Any:
     """The compiled worker of a format. It is kept on disk for CPUs of one kind."""
     form = FORMATS[name]
-    return _compiled(name, form.shapes[0], form.digits, form.x_bytes, form.weight_bytes, digest_of(*_SOURCES))
+    return _compiled(name, form.largest, form.digits, form.x_bytes, form.weight_bytes, digest_of(*_SOURCES))
 
 
 @cache

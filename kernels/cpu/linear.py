@@ -30,12 +30,13 @@ MAX_ROWS = 128  # of float32: with more, the library's GEMM is as fast
 MAX_ROWS_SHORT = 48  # of other weights
 MAX_ROWS_INT8 = 32  # of int8 in digits
 FEW_ROWS = 4  # what is read as fast without matrix tiles, where the CPU has them
+_COMPILED = (torch.float32, torch.bfloat16)
 _DEQUANTIZED_ROWS = 4096  # of an int8 weight at once, where there are many rows of x
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear`."""
-    if x.dtype != weight.dtype or x.dtype == torch.float16 or len(x) == 0:
+    if x.dtype not in _COMPILED or x.dtype != weight.dtype or len(x) == 0 or not _alike(x, bias):
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
         if _fits(x, weight, "float32", MAX_ROWS):
@@ -49,12 +50,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_int8`."""
-    in_digits = _int8() == "int8 dot" and x.dtype != torch.float16 and len(x) > 0
+    in_digits = _int8() == "int8 dot" and x.dtype in _COMPILED and len(x) > 0 and _alike(x, bias)
     if in_digits and len(x) > FEW_ROWS and _in_matrix_tiles(weight):
         return many_rows.linear(x, weight, scales, bias)
     if in_digits and _fits(x, weight, "int8 dot", MAX_ROWS_INT8):
         return few_rows.linear("int8 dot", x, weight, scales, bias)
-    if x.dtype == torch.float32 and _fits(x, weight, "int8", MAX_ROWS_SHORT):
+    if x.dtype == torch.float32 and _alike(x, bias) and _fits(x, weight, "int8", MAX_ROWS_SHORT):
         return few_rows.linear("int8", x, weight, scales, bias)
     if in_digits and x.shape[1] % digit_gemm.STEP == 0:
         return digit_gemm.linear(x.contiguous(), weight, scales, bias)
@@ -82,6 +83,10 @@ def _bfloat16() -> str:
 @cache
 def _int8() -> str:
     return best_format("int8 dot", "int8")
+
+
+def _alike(x: Tensor, bias: Tensor | None) -> bool:
+    return bias is None or bias.dtype == x.dtype
 
 
 def _in_matrix_tiles(weight: Tensor) -> bool:

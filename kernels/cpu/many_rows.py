@@ -11,6 +11,7 @@ call, and the weight is read as it is: at the speed of memory, until there are s
     int8        x in two digits per number (`digits`), each a B of its own; sums in whole numbers
 
 A sum takes its products in the order of `in_features`: a row's result does not depend on the rows beside it.
+(`few_rows` takes those of bfloat16 in another order; whole numbers have none.)
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from .threads import run_call
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
 CHUNK_BYTES = 1 << 20  # of x: what stays in a core's second-level cache while the weight goes by
 
-_SOURCES = ("digits", "intrinsics", "matrix_tiles", "rows", "vectors")
+_SOURCES = ("call", "digits", "intrinsics", "matrix_tiles", "rows", "vectors")
 _CONFIGURATION = configuration()
 
 _TURN = Arguments("x", "x_bytes", "in_features", "turned", "scales", "num_x")
@@ -87,7 +88,7 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     num_groups, row_bytes = -(-num_rows // TILE), in_features * weight.itemsize
     turned = torch.empty(num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    x_scales = torch.empty(num_groups * TILE if is_int8 else 0)
+    x_scales = torch.empty(num_groups * TILE if is_int8 else 0, dtype=torch.float32)
     kernel.turn(
         num_groups, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, first, x_scales.data_ptr(), num_rows,
@@ -204,7 +205,7 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
         num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
         num_blocks = (out_features + BLOCK - 1) // BLOCK
-        fetched = (BLOCK // chunk_pairs + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
+        fetched = (-(-BLOCK // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         item, turn = 0, 0

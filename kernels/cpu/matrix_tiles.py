@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from functools import cache
 from typing import Any
 
@@ -51,7 +52,7 @@ FETCHED_AT_ONCE = 4  # lines
 @cache
 def are_available() -> bool:
     """Whether this CPU has them and the system lets this process use them, which it asks for."""
-    if not {"amx-tile", "amx-bf16", "amx-int8"} <= cpu_features():
+    if sys.platform != "linux" or not {"amx-tile", "amx-bf16", "amx-int8"} <= cpu_features():
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # of Linux on x86-64: ARCH_REQ_XCOMP_PERM
     if ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) != 0:
@@ -106,11 +107,11 @@ def multiply(
     fetch_lines: Any,
     sums: Any,
 ) -> Any:
-    """`num_a` x `num_b` tiles of sums at `sums`, [A, B, weight row, row of x]. Constants: these, the instruction.
+    """`num_a` x `num_b` tiles of sums at `sums`, [A, B, weight row, row of x].
 
-    Addresses: of the first weight row, of the first B and of the sums. `a_row` bytes are between weight rows, of which
-    `row_bytes` are multiplied, `b_group` bytes between one B and the other. On the way, `fetch_lines` lines per step
-    are fetched from `fetch` on, a multiple of FETCHED_AT_ONCE.
+    Constants: these numbers and the instruction. Addresses: of the first weight row, of the first B and of the sums.
+    `a_row` bytes are between weight rows, of which `row_bytes` are multiplied, `b_group` bytes between one B and the
+    other. On the way, `fetch_lines` lines per step are fetched from `fetch` on, a multiple of FETCHED_AT_ONCE.
     """
     name, m, n = instruction.literal_value, num_a.literal_value, num_b.literal_value
 

@@ -75,7 +75,7 @@ class Format:
     weight_vector: ir.Type
     prepare: Callable[[ir.IRBuilder, Any], Any]  # a loaded vector of weights, once for all rows of x
     multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]  # (builder, x, prepared weights, sums) -> sums
-    shapes: tuple[tuple[int, int], ...]  # (rows of x, rows of the weight) of its tiles, by decreasing rows of x
+    largest: tuple[int, int]  # of its tiles: rows of x, rows of the weight; fewer of x take more of the weight
     needs: str | None = None  # a feature of the CPU
     digits: int = 1  # a row of x is this many rows of numbers
 
@@ -108,18 +108,15 @@ def _same(_b: ir.IRBuilder, vector: Any) -> Any:
     return vector
 
 
-# Fewer rows of x take more of the weight: the units stay as busy. 24 sums leave registers for what is multiplied.
-_WIDE = ((6, 4), (4, 4), (2, 4), (1, 4))
-_SHAPES = ((8, 2), (4, 4), (2, 4), (1, 4))  # where a vector of weights becomes two
+_WIDE = (6, 4)  # 24 sums leave registers for what is multiplied
+_LONG = (8, 2)  # where a vector of weights becomes two
 
 FORMATS = {
     "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, _WIDE),
     "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, _WIDE, "avx512bf16"),
-    "bfloat16": Format(32, 2, 2, INTS, INTS, _widen_bfloat16, _fma_bfloat16, _SHAPES),
-    "int8 dot": Format(
-        64, 1, 1, INTS, INTS, unsigned, dot_int8, ((4, 2), (2, 4), (1, 4)), "avx512vnni", digits=NUM_DIGITS
-    ),
-    "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, _fma, _SHAPES),
+    "bfloat16": Format(32, 2, 2, INTS, INTS, _widen_bfloat16, _fma_bfloat16, _LONG),
+    "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, (4, 2), "avx512vnni", digits=NUM_DIGITS),
+    "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, _fma, _LONG),
 }
 
 

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from quire.cluster.app import CPU_STEP_TOKENS, bind, with_device
+from quire.cluster.app import CPU_STEP_TOKENS, bind, settled
 from quire.cluster.autoscaling import EngineLoadPolicy
 from quire.cluster.config import QuireConfig, override
 from quire.cluster.config_file import ServiceConfig, load_service
@@ -231,4 +231,4 @@ def test_a_gateway_that_is_not_needed_has_the_time_of_a_long_stream(
     ],
 )
 def test_a_step_on_cpu_is_short_unless_somebody_chose_its_size(given: dict[str, object], tokens: int) -> None:
-    assert with_device(EngineConfig.model_validate(given)).scheduler.max_num_batched_tokens == tokens
+    assert settled(EngineConfig.model_validate(given)).scheduler.max_num_batched_tokens == tokens

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -143,7 +149,6 @@ def test_int8_is_the_same_in_either_tiles(dtype: torch.dtype) -> None:
     x, _, bias = (tensor.to(dtype) for tensor in _inputs(40, 960, 576))
     weight, scales = _int8_inputs((960, 576))
     whole = ops.linear_int8(x, weight, scales, bias)
-    assert torch.equal(many_rows.linear(x, weight, scales, bias), whole)
     for num_rows in range(1, 2 * FEW_ROWS + 1):
         assert torch.equal(few_rows.linear("int8 dot", x[:num_rows], weight, scales, bias), whole[:num_rows])
         assert torch.equal(ops.linear_int8(x[:num_rows], weight, scales, bias), whole[:num_rows])
@@ -189,3 +194,49 @@ def test_strided_and_empty_inputs() -> None:
     x, weight, _ = _inputs(8, 48, 64)
     torch.testing.assert_close(ops.linear(x[::2], weight), ops.linear(x, weight)[::2])
     assert ops.linear(x[:0], weight).shape == (0, 48)
+
+
+@pytest.mark.parametrize("num_rows", [64, 127, 300])
+def test_few_rows_in_chunks_of_x(num_rows: int) -> None:
+    """More than a cache holds: what a chunk of x has computed is what its rows are alone."""
+    x, weight, bias = _inputs(num_rows, 52, 4096)
+    assert x.nbytes > few_rows.CHUNK_BYTES
+    whole = few_rows.linear("float32", x, weight, None, bias)
+    torch.testing.assert_close(whole, torch.nn.functional.linear(x, weight, bias), rtol=1e-5, atol=2e-4)
+    for start in range(0, num_rows, 7):
+        rows = slice(start, start + 7)
+        assert torch.equal(few_rows.linear("float32", x[rows], weight, None, bias), whole[rows])
+
+
+_ON_AN_OLDER_CPU = """
+import torch
+from quire.kernels import ops
+from quire.kernels.cpu import matrix_tiles
+from quire.kernels.cpu.tiles import best_format
+assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and best_format("int8 dot", "int8") == "int8"
+assert not matrix_tiles.are_available()
+torch.manual_seed(0)
+for num_rows in (3, 20):
+    x, weight = torch.randn(num_rows, 64), torch.randn(48, 64)
+    torch.testing.assert_close(ops.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
+    half = ops.linear(x.bfloat16(), weight.bfloat16()).float()
+    torch.testing.assert_close(half, x @ weight.T, rtol=2e-2, atol=0.5)
+    numbers, scales = torch.randint(-127, 128, (48, 64), dtype=torch.int8), torch.rand(48)
+    got = ops.linear_int8(x, numbers, scales)
+    torch.testing.assert_close(got, x @ numbers.float().T * scales, rtol=1e-3, atol=1e-2)
+"""
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPU that is played is of this kind")
+def test_a_cpu_without_such_instructions(tmp_path: Path) -> None:
+    """AVX2 alone: what it cannot do is never compiled, for LLVM would end the process."""
+    features = "sse,sse2,sse3,ssse3,sse4.1,sse4.2,popcnt,avx,avx2,fma,f16c,bmi,bmi2,lzcnt,movbe,xsave,cx16"
+    older = {
+        "NUMBA_CPU_NAME": "haswell",
+        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split(",")),
+        "NUMBA_CACHE_DIR": str(tmp_path),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", _ON_AN_OLDER_CPU], env=os.environ | older, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr

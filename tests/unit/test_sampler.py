@@ -330,3 +330,4 @@ def test_the_highest_is_the_first_of_the_highest(vocab: int) -> None:
     logits = torch.cat(rows)
     assert torch.equal(highest(logits), logits.argmax(dim=-1))
     assert torch.equal(highest(torch.cat([logits, logits], dim=1)[:, :vocab]), logits.argmax(dim=-1))
+    assert highest(logits[:0]).shape == (0,)

@@ -67,7 +67,7 @@ def highest(logits: Tensor) -> Tensor:
     if logits.device.type != "cpu" or vocab < _SPAN:
         return logits.argmax(dim=-1)
     whole = vocab // _SPAN * _SPAN
-    tops = logits[:, :whole].view(len(logits), -1, _SPAN).amax(dim=-1)
+    tops = logits[:, :whole].view(len(logits), whole // _SPAN, _SPAN).amax(dim=-1)
     if whole < vocab:
         tops = torch.cat([tops, logits[:, whole:].amax(dim=-1, keepdim=True)], dim=1)
     # What the last span has of the one before it is lower: otherwise that one would have been the first.
