@@ -33,10 +33,6 @@ def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # Ray would hide the GPUs from an actor that asks for none, and warns that this will change.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # How often the controller looks at what it controls. At Serve's default of 0.1 it takes 5% of a core for that,
-        # always, and a step that all cores compute waits for the one that is interrupted: 6% of the tokens per second
-        # of 32 streams on 2 cores.
-        "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": os.environ.get("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.3"),
         # A proxy that dies is back in 6 s instead of 30.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1",

@@ -155,21 +155,9 @@ def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, we
                     out = a[_OUT] + (row * out_features + j) * size
                     if num_x == most:
                         tile(
-                            name,
-                            most,
-                            fewest,
-                            x,
-                            w,
-                            in_features,
-                            fetch,
-                            odd,
-                            pair,
-                            scales,
-                            bias,
-                            out,
-                            out_features,
+                            name, most, fewest, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features,
                             size,
-                        )
+                        )  # fmt: skip
                         j += fewest
                     elif num_x == eight:
                         tile(

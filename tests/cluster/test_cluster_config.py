@@ -110,8 +110,9 @@ def test_the_default_service_is_that_of_the_file(repo_root: Path) -> None:
     """`quire serve` and `serve run configs/smollm2-cpu.yaml` do the same (on a machine without GPU)."""
     in_file = load_service(repo_root / "configs/smollm2-cpu.yaml")
     default = ServiceConfig()
-    settled = {"model": {"device": "cpu"}, "scheduler": {"max_num_batched_tokens": CPU_STEP_TOKENS}}
-    on_cpu = override(default.quire, settled)
+    on_cpu = override(
+        default.quire, {"model": {"device": "cpu"}, "scheduler": {"max_num_batched_tokens": CPU_STEP_TOKENS}}
+    )
     assert in_file == ServiceConfig(quire=on_cpu)
 
 
