@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .elementwise import Rotation
     from .ops import AttentionMetadata
+    from .sampling import Draws
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +90,10 @@ class Backend(Protocol):
         gate_up_scales: Tensor | None,
         down_scales: Tensor | None,
     ) -> Tensor: ...
+
+    def exclude_tokens(self, logits: Tensor, indices: Tensor, allowed: Tensor) -> None: ...
+
+    def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor: ...
 
 
 _forced: list[str] = []  # tests only: the innermost `forced_backend` is the last

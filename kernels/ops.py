@@ -1,4 +1,5 @@
-"""Operations on the paged KV cache, linear layers, experts. With those of `elementwise`: all that others call.
+"""Operations on the paged KV cache, linear layers, experts. With those of `elementwise` and `sampling`: all that others
+call.
 
 A cache is a pair of tensors `[num_blocks, block_size, num_kv_heads, head_dim]`, one pair per layer. Slot
 `block_id * block_size + offset` holds one token. The blocks of request r, in order, stand in `block_table[r]`:

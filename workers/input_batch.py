@@ -27,6 +27,7 @@ class InputBatch:
     sampling_indices: IntArray  # [num_sampling] the requests, in batch order, that sample in this step
     sampling_rows: IntArray  # [num_sampling] their rows
     reads_references: bool  # some token is still to be read from where the device keeps it
+    is_greedy: bool  # no row draws its token
     masks: TokenMasks | None = None  # of those that have a grammar; its indices count the requests that sample
 
 
@@ -64,11 +65,16 @@ def gather_inputs(step: SchedulerOutput, table: RequestTable, target: HostInputs
     sampling_rows = rows[sampling_indices]
     _write_padded(target.sampling_rows, sampling_rows, 0)
     _write_padded(target.logits_indices, query_start_loc[1:][sampling_indices] - 1, 0)
+    draws = table.sampling.draws(sampling_rows, table.num_tokens[sampling_rows])
+    if draws is not None:
+        for name, values in draws._asdict().items():
+            getattr(target, name)[: len(values)] = values
     return InputBatch(
         max_blocks=-(-int(seq_lens.max()) // table.block_size),
         sampling_indices=sampling_indices,
         sampling_rows=sampling_rows,
         reads_references=bool((token_ids < 0).any()),
+        is_greedy=draws is None,
         masks=None if step.grammar is None else _masks(step.grammar, sampling_indices),
     )
 

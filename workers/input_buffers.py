@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from quire.engine.outputs import IntArray
+from quire.engine.outputs import FloatArray, IntArray
+from quire.kernels.sampling import Draws
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -40,6 +41,11 @@ class HostInputs:
     seq_lens: IntArray  # [num_reqs]
     block_entries: Int64Array  # [max_changes], the first ones of it: which entries of the block tables change
     block_ids: IntArray  # [max_changes], the first ones of it: and what they become
+    temperature: FloatArray  # [num_reqs], the first ones of it, as of `sampling_rows`; and so all below
+    top_k: IntArray
+    top_p: FloatArray
+    min_p: FloatArray
+    numbers: npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +62,16 @@ class DeviceInputs:
     seq_lens: Tensor
     block_entries: Tensor
     block_ids: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    numbers: Tensor
+
+    def draws(self, num_sampling: int) -> Draws:
+        """How the first rows that sample draw their tokens."""
+        sections = (self.temperature, self.top_k, self.top_p, self.min_p, self.numbers)
+        return Draws(*(section[:num_sampling] for section in sections))
 
 
 class _Views(NamedTuple):
@@ -155,6 +171,11 @@ class InputBuffers:
             "seq_lens": (torch.int32, (num_reqs,)),
             "block_entries": (torch.int64, (self.max_changes,)),
             "block_ids": (torch.int32, (self.max_changes,)),
+            "temperature": (torch.float32, (num_reqs,)),
+            "top_k": (torch.int32, (num_reqs,)),
+            "top_p": (torch.float32, (num_reqs,)),
+            "min_p": (torch.float32, (num_reqs,)),
+            "numbers": (torch.float64, (num_reqs,)),
         }
 
 

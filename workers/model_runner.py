@@ -188,7 +188,7 @@ class ModelRunner:
             while self._unsettled:  # the forward is under way: the device does not wait with us
                 self._settle()
         parameters = table.sampling.gather(rows, table.num_tokens[rows], table.token_ids, batch.masks)
-        sampled = sample(logits, parameters)
+        sampled = sample(logits, None if batch.is_greedy else inputs.draws(num_sampling), parameters)
         self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
         token_ids = copies.start(sampled.token_ids.int())
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)

@@ -82,6 +82,7 @@ class Target:
     model: str
     endpoint: Endpoint
     temperature: float
+    top_p: float
     ignore_eos: bool
 
     @property
@@ -93,6 +94,7 @@ class Target:
             "model": self.model,
             "max_tokens": question.output_len,
             "temperature": self.temperature,
+            "top_p": self.top_p,
             "stream": True,
             "stream_options": {"include_usage": True},
         }

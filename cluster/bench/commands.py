@@ -57,6 +57,7 @@ def serve(
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of sampled tokens; 1 keeps all.")] = 1.0,
     vocab_size: VocabSize = 10_000,
     seed: Seed = 0,
     api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
@@ -86,6 +87,7 @@ def serve(
         seed=seed,
         api_key=api_key,
         timeout_s=timeout_s,
+        top_p=top_p,
         objectives=tuple(
             _parsed(Objective.parse, each, "--slo", "ttft, itl or e2e with milliseconds, as ttft:500")
             for each in slo or ()

@@ -44,6 +44,7 @@ class Load:
     seed: int
     api_key: str | None
     timeout_s: float  # without a byte from the server
+    top_p: float = 1.0
     objectives: tuple[Objective, ...] = ()
 
     @property
@@ -170,7 +171,7 @@ async def _meet(session: aiohttp.ClientSession, load: Load) -> tuple[Target, str
     if model is None:
         raise BenchError(f"{base_url} serves no model.")
     (question,) = _questions(load, 1, load.seed)
-    target = Target(base_url, model, load.endpoint, load.temperature, ignore_eos=True)
+    target = Target(base_url, model, load.endpoint, load.temperature, load.top_p, ignore_eos=True)
     first = await timed_request(session, target, question)
     if first.error is not None and "ignore_eos" in first.error:
         target = replace(target, ignore_eos=False)

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
 from .call import Arguments, RowFunction
+from .exponential import exp
 from .intrinsics import fetch_add, pointer
 from .rows import load_row, store_row
 
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
 
 _COMPILED = (torch.float32, torch.bfloat16)
 _SILU_SCALE, _GELU_SCALE, _GELU_CUBE = 1.0, 2.0 * (2.0 / np.pi) ** 0.5, 0.044715
-_LOG2_E = np.float32(1.44269504)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 
 _NORM = Arguments(
     "heads", "x", "x_stride", "head_stride", "residual", "residual_stride", "weight", "out", "size", "short",
@@ -174,22 +173,6 @@ def _norm_worker(address: int) -> None:
             store_row(row, size, a.short, a.out + index * size * (2 if a.short else 4))
 
 
-@njit(fastmath={"contract"}, error_model="numpy", cache=True)
-def _exp(x: Any) -> Any:
-    """exp(x) to 2 units of float32, in operations that vectorise; at most 2 ** 127 and at least 2 ** -126."""
-    x = min(max(x, np.float32(-87.0)), np.float32(87.0))
-    whole = np.floor(x * _LOG2_E + np.float32(0.5))
-    r = (x - whole * _LN2_HIGH) - whole * _LN2_LOW
-    p = np.float32(1.9875691500e-4)  # the polynomial of Cephes' expf on [-ln(2) / 2, ln(2) / 2]
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
-
-
 @cfunc(types.void(types.int64), cache=True, error_model="numpy", fastmath={"contract"})
 def _gate_worker(address: int) -> None:
     """x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) = 2 sigmoid(2u), gelu by tanh."""
@@ -205,7 +188,7 @@ def _gate_worker(address: int) -> None:
             load_row(a.gate_up + index * a.stride + size * width, size, a.short, up)
             for i in range(size):
                 x = gate[i]
-                up[i] = x / (np.float32(1.0) + _exp(-(scale * (x + cube * x * x * x)))) * up[i]
+                up[i] = x / (np.float32(1.0) + exp(-(scale * (x + cube * x * x * x)))) * up[i]
             store_row(up, size, a.short, a.out + index * size * width)
 
 

@@ -4,10 +4,13 @@ from .attention import paged_attention, write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
 from .linear import linear, linear_fp8, linear_int8
 from .moe import experts
+from .sampling import draw_tokens, exclude_tokens
 
 __all__ = [
     "activate_and_mul",
     "add_rms_norm",
+    "draw_tokens",
+    "exclude_tokens",
     "experts",
     "linear",
     "linear_fp8",

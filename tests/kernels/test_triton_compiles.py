@@ -16,6 +16,7 @@ from ahead_of_time import SHARED_MEMORY, compiled_launches
 
 from quire.kernels import elementwise, fp8, ops
 from quire.kernels.elementwise import Rotation
+from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens
 
 MIXED = ((1, 600), (40, 300))  # a decode with two splits and a chunk
 BF16 = torch.bfloat16
@@ -94,3 +95,12 @@ def test_experts(num_tokens: int, weights: torch.dtype | None) -> None:
         run_experts(arguments)
     assert names(launched) == ["gate_up_kernel", "down_kernel"]
     assert all(("mma.sync" if num_tokens == 4 else "wgmma.mma_async") in kernel.asm["ptx"] for kernel in launched)
+
+
+def test_masks_and_draws() -> None:
+    logits, floats = torch.zeros(3, 151_936), torch.zeros(3)
+    draws = Draws(floats, floats.int(), floats, floats, floats.double())
+    with compiled_launches() as launched:
+        exclude_tokens(logits, torch.arange(3), torch.zeros(3, 4748, dtype=torch.int32))
+        draw_tokens(logits, draws)
+    assert names(launched) == ["_exclude_kernel", "_draw_kernel"]

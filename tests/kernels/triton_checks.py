@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 
 import elementwise_cases
+import sampling_cases
 import torch
 from expert_cases import EXPERT_CASES, EXPERT_TOLERANCE, ExpertCase, build_experts, run_experts
 from kernel_cases import CASES, TOLERANCE, Case, alone, attend, build
@@ -109,6 +110,19 @@ def elementwise_problem(name: str, dtype: torch.dtype, device: str) -> str | Non
     return None
 
 
+def draws_problem(vocab: int, device: str) -> str | None:
+    """The first few tokens that are drawn wrong. The interpreter takes some of them."""
+    with forced_backend("triton"):
+        return "; ".join(sampling_cases.mistakes(vocab, device, 1 if device == "cuda" else 101)[:3]) or None
+
+
+def masks_are_exact(vocab: int, num_words: int, device: str) -> bool:
+    with forced_backend("triton"):
+        got = sampling_cases.excluded(vocab, num_words, device)
+    with forced_backend("reference"):
+        return torch.equal(got, sampling_cases.excluded(vocab, num_words, device))
+
+
 def checks() -> dict[str, Callable[[str], str | None]]:
     """By name; a check takes a device and says what is wrong."""
     named: dict[str, Callable[[str], str | None]] = {}
@@ -136,6 +150,12 @@ def checks() -> dict[str, Callable[[str], str | None]]:
         named[experts.name] = lambda device, case=experts: beyond(
             experts_error(case, device), EXPERT_TOLERANCE[case.dtype]
         )
+    for vocab, num_words in sampling_cases.MASKS:
+        named[f"exclude_tokens-{vocab}-{num_words}"] = lambda device, case=(vocab, num_words): wrong(
+            masks_are_exact(*case, device), "the logits differ from the reference"
+        )
+    for vocab in sampling_cases.VOCABS:
+        named[f"draw_tokens-{vocab}"] = lambda device, vocab=vocab: draws_problem(vocab, device)
     for dtype, cache_dtype in (*((dtype, dtype) for dtype in ops.DTYPES), (torch.bfloat16, fp8.DTYPE)):
         name = "fp8" if cache_dtype == fp8.DTYPE else str(dtype).removeprefix("torch.")
         named[f"write_kv-{name}"] = lambda device, dtype=dtype, cache_dtype=cache_dtype: wrong(

@@ -9,16 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from sampler_helpers import sampled
 
 from quire.engine.outputs import NewRow
 from quire.engine.sampling_params import SamplingParams
-from quire.workers.sampler import SamplerOutput, SamplingRows, sample
+from quire.workers.sampler import SamplerOutput, SamplingRows
+from quire.workers.sampler.rng import uniform
 from quire.workers.sampler.sampler import highest
 
 VOCAB = 40
 EOS = 0
 NUM_DRAWS = 10_000
-NO_TOKENS = np.zeros((1, 1), np.int32)
 
 
 def new_row(row: int, params: SamplingParams, **changes: object) -> NewRow:
@@ -46,9 +47,8 @@ def rows_of(*params: SamplingParams, vocab_size: int = VOCAB, **changes: object)
 def draw(logits: torch.Tensor, params: SamplingParams, num_draws: int = 2000) -> np.ndarray:
     """Tokens sampled for one request at `num_draws` positions."""
     rows = rows_of(params, vocab_size=len(logits))
-    positions = np.arange(num_draws, dtype=np.int32)
-    batch = rows.gather(np.zeros(num_draws, np.int32), positions, NO_TOKENS)
-    return sample(logits.expand(num_draws, -1), batch).token_ids.numpy()
+    zeros, positions = np.zeros(num_draws), np.arange(num_draws)
+    return sampled(rows, logits.expand(num_draws, -1), zeros, positions).token_ids.numpy()
 
 
 def draw_after(logits: torch.Tensor, params: SamplingParams, prompt: list[int], output: list[int]) -> np.ndarray:
@@ -57,9 +57,8 @@ def draw_after(logits: torch.Tensor, params: SamplingParams, prompt: list[int], 
     for row in range(NUM_DRAWS):
         rows.set_row(new_row(row, params, num_prompt_tokens=len(prompt), eos_token_ids=(EOS,)))
     tokens = np.broadcast_to(np.array(prompt + output, np.int32), (NUM_DRAWS, len(prompt) + len(output)))
-    positions = np.full(NUM_DRAWS, tokens.shape[1], np.int32)
-    batch = rows.gather(np.arange(NUM_DRAWS, dtype=np.int32), positions, tokens)
-    return sample(logits.expand(NUM_DRAWS, -1), batch).token_ids.numpy()
+    positions = np.full(NUM_DRAWS, tokens.shape[1])
+    return sampled(rows, logits.expand(NUM_DRAWS, -1), np.arange(NUM_DRAWS), positions, tokens).token_ids.numpy()
 
 
 def constrained(
@@ -196,14 +195,6 @@ def test_draws_over_a_vocabulary_of_several_blocks() -> None:
     assert_drawn_from(draw(logits, params, 20_000), distribution(logits, params))
 
 
-def test_pick_is_the_inverse_cdf_in_vocabulary_order() -> None:
-    from quire.workers.sampler.sampler import _pick
-
-    weights = torch.tensor([[0.0, 1.0, 0.0, 2.0, 1.0, 0.0]]).expand(7, -1)
-    numbers = torch.tensor([0.0, 0.2499, 0.25, 0.7499, 0.75, 0.9999, 1.0 - 2.0**-53], dtype=torch.float64)
-    assert _pick(weights, numbers).tolist() == [1, 1, 3, 3, 4, 4, 4]
-
-
 def test_top_k_keeps_ties_and_top_p_breaks_them_by_token_id() -> None:
     logits = torch.tensor([1.0, 3.0, 1.0, 3.0, 3.0, 0.0])
     assert set(draw(logits, SamplingParams(top_k=2))) == {1, 3, 4}
@@ -239,9 +230,7 @@ MIXED = [
 
 
 def sample_rows(order: list[int], logits: torch.Tensor, tokens: np.ndarray, position: int) -> SamplerOutput:
-    rows = rows_of(*MIXED)
-    batch = rows.gather(np.array(order, np.int32), np.full(len(order), position, np.int32), tokens)
-    return sample(logits[order], batch)
+    return sampled(rows_of(*MIXED), logits[order], order, [position] * len(order), tokens)
 
 
 def test_a_row_does_not_depend_on_its_batch() -> None:
@@ -270,9 +259,8 @@ def test_seed_choice_and_position_each_change_the_draws(logits: torch.Tensor) ->
     rows.set_row(new_row(2, SamplingParams(), seed=5, choice_index=1))
 
     def tokens(row: int, first: int) -> list[int]:
-        positions = np.arange(first, first + 50, dtype=np.int32)
-        batch = rows.gather(np.full(50, row, np.int32), positions, NO_TOKENS)
-        return sample(logits.expand(50, -1), batch).token_ids.tolist()
+        positions = np.arange(first, first + 50)
+        return sampled(rows, logits.expand(50, -1), np.full(50, row), positions).token_ids.tolist()
 
     assert tokens(0, 0) == tokens(0, 0)
     assert tokens(0, 0)[10:] == tokens(0, 10)[:40]
@@ -284,38 +272,38 @@ def test_negative_and_largest_seeds_are_seeds(logits: torch.Tensor) -> None:
     rows = SamplingRows(2, VOCAB)
     rows.set_row(new_row(0, SamplingParams(), seed=-(2**63)))
     rows.set_row(new_row(1, SamplingParams(), seed=2**63 - 1))
-    batch = rows.gather(np.array([0, 1], np.int32), np.array([4, 4], np.int32), NO_TOKENS)
-    assert batch.seeds.tolist() == [2**63, 2**63 - 1]
-    assert sample(logits.expand(2, -1), batch).token_ids.shape == (2,)
+    draws = rows.draws(np.array([0, 1], np.int32), np.array([4, 4], np.int32))
+    assert draws is not None
+    seeds = np.array([2**63, 2**63 - 1], np.uint64)
+    assert (draws.numbers == uniform(seeds, np.zeros(2, np.int32), np.full(2, 4), 0)).all()
+    assert sampled(rows, logits.expand(2, -1), [0, 1], [4, 4]).token_ids.shape == (2,)
 
 
 def test_wrong_logits_are_refused(logits: torch.Tensor) -> None:
-    batch = rows_of(SamplingParams()).gather(np.array([0], np.int32), np.array([1], np.int32), NO_TOKENS)
+    rows = rows_of(SamplingParams())
     with pytest.raises(ValueError, match=r"must be \[1, vocab\] float32, got \[2, 40\]"):
-        sample(logits.expand(2, -1), batch)
+        sampled(rows, logits.expand(2, -1), [0], [1])
     with pytest.raises(ValueError, match="float32"):
-        sample(logits[None].double(), batch)
+        sampled(rows, logits[None].double(), [0], [1])
 
 
 @pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
 def test_a_broken_row_hurts_no_other(logits: torch.Tensor, broken: float) -> None:
     rows = rows_of(*[SamplingParams(temperature=1.0, top_p=0.9)] * 3)
-    batch = rows.gather(np.arange(3, dtype=np.int32), np.full(3, 5, np.int32), NO_TOKENS)
     whole = logits.repeat(3, 1)
-    expected = sample(whole, batch).token_ids.tolist()
+    expected = sampled(rows, whole, range(3), [5] * 3).token_ids.tolist()
     whole[1] = broken
-    tokens = sample(whole, batch).token_ids.tolist()
+    tokens = sampled(rows, whole, range(3), [5] * 3).token_ids.tolist()
     assert (tokens[0], tokens[2]) == (expected[0], expected[2])
     assert 0 <= tokens[1] < VOCAB
 
 
 def test_ignored_eos_is_not_forbidden_by_min_tokens() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0] + [0.0] * (VOCAB - 3)])
-    position = np.ones(1, np.int32)
     for ignore_eos, expected in ((True, 1), (False, 2)):
         params = SamplingParams(temperature=0.0, min_tokens=4, ignore_eos=ignore_eos)
-        batch = rows_of(params, eos_token_ids=(1,)).gather(np.zeros(1, np.int32), position, NO_TOKENS)
-        assert sample(logits, batch).token_ids.tolist() == [expected]
+        rows = rows_of(params, eos_token_ids=(1,))
+        assert sampled(rows, logits, [0], [1]).token_ids.tolist() == [expected]
 
 
 @pytest.mark.parametrize("vocab", [1, 255, 256, 257, 511, 1024, 5000])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from sampler_helpers import sampled
 
 from quire.engine.outputs import NewRow
 from quire.engine.sampling_params import SamplingParams
-from quire.workers.sampler import SamplingRows, sample
+from quire.workers.sampler import SamplingRows
 from quire.workers.sampler.rng import philox4x32, uniform
 from quire.workers.sampler.sampler import _process
 
@@ -196,8 +197,7 @@ def test_logprobs_are_exact_and_raw() -> None:
             )
         )
     logits = torch.tensor([LOGITS] * 4)
-    batch = rows.gather(np.arange(4, dtype=np.int32), np.ones(4, np.int32), np.zeros((4, 1), np.int32))
-    output = sample(logits, batch)
+    output = sampled(rows, logits, range(4), [1] * 4, np.zeros((4, 1), np.int32))
     assert output.token_ids.tolist() == [2, 4, 4, 1]
     exact = np.array(LOGITS, np.float64)
     exact -= np.log(np.exp(exact).sum())
@@ -213,14 +213,12 @@ def test_logprobs_are_exact_and_raw() -> None:
 
 def test_no_logprobs_when_nobody_asks() -> None:
     rows = rows_with(SamplingParams())
-    batch = rows.gather(np.array([0], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32))
-    assert sample(torch.tensor([LOGITS]), batch).logprobs is None
+    assert sampled(rows, torch.tensor([LOGITS]), [0], [2]).logprobs is None
 
 
 def test_more_logprobs_than_tokens() -> None:
     rows = rows_with(SamplingParams(temperature=0, logprobs=20))
-    batch = rows.gather(np.array([0], np.int32), np.array([2], np.int32), np.zeros((1, 1), np.int32))
-    logprobs = sample(torch.tensor([LOGITS]), batch).logprobs
+    logprobs = sampled(rows, torch.tensor([LOGITS]), [0], [2]).logprobs
     assert logprobs is not None
     assert logprobs.scores.token_ids.tolist() == [[4, 4, 1, 0, 3, 2, 5]]
 

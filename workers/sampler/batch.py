@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -11,8 +12,11 @@ from quire.engine.outputs import FloatArray, IntArray, NewRow
 
 from .constraints import Constraints, RowConstraints
 from .penalties import PenaltyEntries, TokenCounts
+from .rng import uniform
 
 Int64Array = npt.NDArray[np.int64]
+
+DRAW_TOKEN = 0  # the draw that picks the token of a position
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,20 +36,23 @@ class TokenMasks:
     allowed: IntArray  # [m, ceil(vocab_size / 32)]
 
 
+class HostDraws(NamedTuple):
+    """How rows draw their tokens: what `kernels.sampling.Draws` is on the device, [n] each."""
+
+    temperature: FloatArray
+    top_k: IntArray
+    top_p: FloatArray
+    min_p: FloatArray
+    numbers: npt.NDArray[np.float64]
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The rows that sample in one step, in the order of their logits. All arrays are on the host.
+    """What else decides the tokens of the rows that sample in one step, in the order of their logits. On the host.
 
     The optional fields are None when no row uses the feature, which then costs nothing.
     """
 
-    temperature: FloatArray  # [n]; 0 is greedy
-    top_k: IntArray  # [n]; 0 keeps all
-    top_p: FloatArray  # [n]; 1 keeps all
-    min_p: FloatArray  # [n]; 0 keeps all
-    seeds: npt.NDArray[np.uint64]  # [n]
-    choice_indices: IntArray  # [n]
-    positions: IntArray  # [n] position that the sampled token will have, from the start of the prompt
     num_logprobs: IntArray  # [n]; -1: none wanted, 0: the sampled token only
     logit_bias: LogitEntries | None = None
     constraints: Constraints | None = None
@@ -54,7 +61,7 @@ class SamplingBatch:
 
     @property
     def num_reqs(self) -> int:
-        return len(self.temperature)
+        return len(self.num_logprobs)
 
 
 class SamplingRows:
@@ -108,26 +115,31 @@ class SamplingRows:
         constraints = self._constraints.get(row)
         return constraints is not None and constraints.bad_words is not None
 
+    def draws(self, rows: IntArray, positions: IntArray) -> HostDraws | None:
+        """How the given rows draw their tokens; None where all of them take the likeliest.
+
+        Args:
+            rows: [n] the rows that sample in this step.
+            positions: [n] how many tokens each row knows by now, which is the position of the one to sample.
+        """
+        temperature = self._temperature[rows]
+        if not temperature.any():
+            return None
+        numbers = uniform(self._seeds[rows], self._choice_indices[rows], positions, DRAW_TOKEN)
+        return HostDraws(temperature, self._top_k[rows], self._top_p[rows], self._min_p[rows], numbers)
+
     def gather(
         self, rows: IntArray, positions: IntArray, token_ids: IntArray, masks: TokenMasks | None = None
     ) -> SamplingBatch:
         """The batch of the given rows, in their order.
 
         Args:
-            rows: [n] the rows that sample in this step.
-            positions: [n] how many tokens each row knows by now, which is the position of the one to sample.
+            rows, positions: as of `draws`.
             token_ids: [max_num_seqs, max_len] the tokens of every row; read where `reads_tokens` says so, below their
                 position.
             masks: of rows with a grammar; its indices count `rows`.
         """
         return SamplingBatch(
-            temperature=self._temperature[rows],
-            top_k=self._top_k[rows],
-            top_p=self._top_p[rows],
-            min_p=self._min_p[rows],
-            seeds=self._seeds[rows],
-            choice_indices=self._choice_indices[rows],
-            positions=positions,
             num_logprobs=self._num_logprobs[rows],
             logit_bias=self._gather_logit_bias(rows) if self._logit_bias else None,
             constraints=(

@@ -1,7 +1,7 @@
 """Sampling as a pure function of (logits, sampling parameters, seed, position): DESIGN 4.3.
 
-    if batch.logit_bias is None and batch.constraints is None and batch.penalties is None and batch.masks is None:
-        └─▶ logprobs
+    logits ─┬─▶ bias ─▶ constraints ─▶ penalties ─▶ grammar ─▶ temperature, top-k, top-p, min-p ─▶ token
+            └─▶ logprobs
 
 Constraints are allowed_token_ids, bad_words and min_tokens: what they exclude is -inf from there on.
 
@@ -12,20 +12,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from .batch import LogitEntries, SamplingBatch, TokenMasks
+from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens
+
+from .batch import LogitEntries, SamplingBatch
 from .constraints import apply_constraints
-from .filters import keep_min_p, keep_top_k, keep_top_p
 from .logprobs import SampledScores, gather_logprobs
 from .penalties import apply_penalties
-from .rng import uniform
 
-DRAW_TOKEN = 0  # the draw that picks the token of a position
-_CDF_BLOCK = 256
 _SPAN = 256  # tokens
 
 
@@ -37,23 +33,17 @@ class SamplerOutput:
     logprobs: SampledScores | None  # likewise
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> SamplerOutput:
-    """Sample one token for each row of the batch. Modifies neither argument.
+def sample(logits: Tensor, draws: Draws | None, batch: SamplingBatch) -> SamplerOutput:
+    """Sample one token for each row of the batch. Modifies none of its arguments.
 
-    `logits` is [num_reqs, vocab] float32, row i belonging to index i of the batch's arrays.
+    Args:
+        logits: [num_reqs, vocab] float32, row i belonging to index i of the batch's arrays.
+        draws: how the rows draw, on the device of the logits; None where all of them take the likeliest token.
     """
     if logits.dim() != 2 or logits.shape[0] != batch.num_reqs or logits.dtype != torch.float32:
         raise ValueError(f"logits must be [{batch.num_reqs}, vocab] float32, got {list(logits.shape)} {logits.dtype}")
     processed = _process(logits, batch)
-    random_rows = np.flatnonzero(batch.temperature > 0.0)
-    if len(random_rows) == 0:
-        token_ids = highest(processed)
-    elif len(random_rows) == batch.num_reqs:
-        token_ids = _sample_random(processed, batch, random_rows)
-    else:
-        index = torch.from_numpy(random_rows).to(logits.device)
-        token_ids = highest(processed)
-        token_ids[index] = _sample_random(processed[index], batch, random_rows)
+    token_ids = highest(processed) if draws is None else draw_tokens(processed, draws)
     return SamplerOutput(token_ids, gather_logprobs(logits, token_ids, batch.num_logprobs))
 
 
@@ -88,7 +78,8 @@ def _process(logits: Tensor, batch: SamplingBatch) -> Tensor:
     if batch.penalties is not None:
         apply_penalties(processed, batch.penalties)
     if batch.masks is not None:
-        _mask(processed, batch.masks)
+        indices, allowed = batch.masks.indices, batch.masks.allowed
+        exclude_tokens(processed, *(torch.from_numpy(each).to(logits.device) for each in (indices, allowed)))
     return processed
 
 
@@ -96,60 +87,3 @@ def _add(logits: Tensor, entries: LogitEntries) -> None:
     indices = torch.from_numpy(entries.indices).to(logits.device)
     token_ids = torch.from_numpy(entries.token_ids).to(logits.device)
     logits[indices, token_ids] += torch.from_numpy(entries.values).to(logits.device)
-
-
-def _mask(logits: Tensor, masks: TokenMasks) -> None:
-    """Tokens that a mask does not allow become impossible; so do those beyond its end."""
-    words = torch.from_numpy(masks.allowed).to(logits.device)
-    shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
-    allowed = (words[:, :, None] >> shifts & 1).flatten(1).bool()
-    allowed = F.pad(allowed, (0, max(logits.shape[1] - allowed.shape[1], 0)))[:, : logits.shape[1]]
-    indices = torch.from_numpy(masks.indices).to(logits.device)
-    logits[indices] = logits[indices].masked_fill(~allowed, -torch.inf)
-
-
-def _sample_random(logits: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
-    """Tokens of the rows with a temperature. logits [r, vocab] are theirs; returns [r] int64."""
-    highest = logits.amax(dim=-1, keepdim=True)
-    broken = ~torch.isfinite(highest)  # NaN, or infinite: of one row, and the others must not suffer for it
-    if broken.any():
-        logits = torch.where(broken, _one_hot_logits(logits), logits)
-        highest = torch.where(broken, 0.0, highest)
-    # The highest logit becomes 0 before the division, so that no temperature, however small, overflows.
-    scores = logits - highest
-    scores /= torch.from_numpy(batch.temperature[rows]).to(logits.device)[:, None]
-    keep_top_k(scores, batch.top_k[rows])
-    keep_top_p(scores, batch.top_p[rows])
-    keep_min_p(scores, batch.min_p[rows])
-    numbers = uniform(batch.seeds[rows], batch.choice_indices[rows], batch.positions[rows], DRAW_TOKEN)
-    return _pick(scores.exp_(), torch.from_numpy(numbers).to(logits.device))
-
-
-def _one_hot_logits(logits: Tensor) -> Tensor:
-    """Logits that leave each row its greedy choice alone, NaN counting as never."""
-    choice = torch.nan_to_num(logits, nan=-torch.inf).argmax(dim=-1, keepdim=True)
-    return torch.full_like(logits, -torch.inf).scatter_(1, choice, 0.0)
-
-
-def _pick(weights: Tensor, numbers: Tensor) -> Tensor:
-    """The token at which the running sum of the weights, in vocabulary order, passes `number` times their total.
-
-    weights [r, vocab] float32, not negative; numbers [r] float64 in [0, 1). Returns [r] int64. The sum runs over blocks
-    of the vocabulary first and then inside one block: two short scans instead of one over the whole row.
-    """
-    num_rows, vocab_size = weights.shape
-    blocks = F.pad(weights, (0, -vocab_size % _CDF_BLOCK)).view(num_rows, -1, _CDF_BLOCK)
-    block_ends = blocks.double().sum(dim=-1).cumsum(dim=-1)
-    target = (numbers * block_ends[:, -1])[:, None]
-    block = _first_above(block_ends, target)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _CDF_BLOCK))[:, 0].double()
-    before = torch.where(block > 0, block_ends.gather(1, (block - 1).clamp_min(0)), 0.0)
-    offset = _first_above(before + inside.cumsum(dim=-1), target)
-    return (block * _CDF_BLOCK + offset)[:, 0]
-
-
-def _first_above(sums: Tensor, target: Tensor) -> Tensor:
-    """First index whose running sum exceeds the target, [r, 1]; rounding may leave none: then the last that grew."""
-    index = torch.searchsorted(sums, target, right=True)
-    last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    return torch.minimum(index, last)

@@ -99,7 +99,7 @@ def _load(
         if server.name != "quire":
             return 0.0
         wave = one_wave(WAVE, plan.output_len)
-        return _level(url, server.name, precision, index, wave, len(plan.concurrency) + 1, say).output_tokens_per_s
+        return _level(url, server.name, precision, index, wave, len(plan.concurrency) + 2, say).output_tokens_per_s
 
 
 def _level(

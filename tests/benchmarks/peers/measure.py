@@ -19,6 +19,7 @@ from .servers import engine_options
 
 MAX_REQUESTS = 32  # of a level: one with many streams takes long enough with one request each
 VOCAB_SIZE = 10_000
+TEMPERATURE, TOP_P = 0.8, 0.95  # where tokens are sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +31,18 @@ class Workload:
     prefix_len: int
     input_len: int
     output_len: int
+    is_sampled: bool = False  # at a temperature and with top-p, as most clients ask; else greedy
+
+    @property
+    def is_plain(self) -> bool:
+        """Greedy, nothing shared: what others are compared with."""
+        return not (self.prefix_len or self.is_sampled)
 
     @property
     def title(self) -> str:
         prompt = f"{self.prefix_len} shared + {self.input_len}" if self.prefix_len else f"{self.input_len}"
-        return f"{prompt} in, {self.output_len} out"
+        sampled = f", temperature {TEMPERATURE:g}, top-p {TOP_P:g}" if self.is_sampled else ""
+        return f"{prompt} in, {self.output_len} out{sampled}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +62,16 @@ class Served:
 
 
 def workloads(concurrency: Sequence[int], output_len: int) -> list[Workload]:
-    """Prompts of 128 tokens at every level; 512 shared ones + 32 at the second one (8 streams)."""
-    plain = [Workload(c, min(MAX_REQUESTS, max(3, 2 * c)), 0, 128, output_len) for c in concurrency]
-    shared = sorted(concurrency)[min(1, len(concurrency) - 1)]
-    return [*plain, Workload(shared, min(MAX_REQUESTS, max(3, 2 * shared)), 512, 32, output_len)]
+    """Prompts of 128 tokens at every level; at the second one (8 streams) 512 shared ones + 32, and answers that are
+    sampled."""
+    plain = [Workload(c, _num_requests(c), 0, 128, output_len) for c in concurrency]
+    second = sorted(concurrency)[min(1, len(concurrency) - 1)]
+    shared = Workload(second, _num_requests(second), 512, 32, output_len)
+    return [*plain, shared, Workload(second, _num_requests(second), 0, 128, output_len, is_sampled=True)]
+
+
+def _num_requests(num_streams: int) -> int:
+    return min(MAX_REQUESTS, max(3, 2 * num_streams))
 
 
 def one_wave(num_streams: int, output_len: int) -> Workload:
@@ -78,7 +92,8 @@ def load_server(url: str, workload: Workload, seed: int, on_request: Callable[[]
         prefix_len=workload.prefix_len,
         input_len=lengths[0],
         output_len=lengths[1],
-        temperature=0.0,
+        temperature=TEMPERATURE if workload.is_sampled else 0.0,
+        top_p=TOP_P if workload.is_sampled else 1.0,
         vocab_size=VOCAB_SIZE,
         seed=seed,
         api_key=None,

@@ -45,7 +45,7 @@ def _served(found: Comparison) -> str:
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
         ours, peer = (_of(found, name, precision, workload) for name in ("quire", "vllm"))
         ratio = ours[0] / peer[0] if ours and peer else None
-        aim = AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY
+        aim = "" if workload.is_sampled else f" (aim {AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY:g}×)"
         rows.append(
             (
                 precision,
@@ -53,7 +53,7 @@ def _served(found: Comparison) -> str:
                 str(workload.concurrency),
                 *_cells(ours),
                 *_cells(peer),
-                "" if ratio is None else f"**{ratio:.2f}×** (aim {aim:g}×)",
+                "" if ratio is None else f"**{ratio:.2f}×**{aim}",
             )
         )
     measured = ("tok/s", "TTFT ms", "ITL ms", "cached")
@@ -89,7 +89,7 @@ def _share_of_limit(found: Comparison) -> str:
     bandwidth = median(limits.sum_gb_per_s for limits in found.limits)
     rows = []
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
-        if workload.concurrency != 1 or workload.prefix_len:
+        if workload.concurrency != 1 or not workload.is_plain:
             continue
         limit = bandwidth * 1e9 / found.weight_bytes[precision]
         for name in ("quire", "vllm"):
@@ -109,7 +109,7 @@ def _hf(found: Comparison) -> str:
     for precision, batch in _in_order((precision, batch) for precision, batch, _ in found.hf):
         rate = median(r for p, b, r in found.hf if (p, b) == (precision, batch))
         ours = [s for s in found.served if (s.server, s.precision) == ("quire", precision)]
-        same = [s.output_tokens_per_s for s in ours if s.workload.concurrency == batch and not s.workload.prefix_len]
+        same = [s.output_tokens_per_s for s in ours if s.workload.concurrency == batch and s.workload.is_plain]
         ratio = f"**{median(same) / rate:.2f}×** (aim {AIM_HF:g}×)" if same else ""
         rows.append((precision, str(batch), f"{rate:.1f}", f"{median(same):.1f}" if same else "", ratio))
     return _table(("precision", "batch", "HF generate tok/s", "Quire over HTTP tok/s", "ratio"), rows)

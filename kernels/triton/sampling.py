@@ -1,0 +1,199 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+# (what a Triton kernel takes has no Python type)
+"""Masks, and drawing tokens: one program takes a row from its logits to its token.
+
+A token's distance from the likeliest one, (highest - logit) / temperature, is not negative; as integers, the bits of
+such numbers have the order of the numbers. Where a filter cuts is found by bisecting them: a pass over the row each,
+which stays in the second-level cache, until only one token is left between the bounds. Nothing is sorted, and nothing
+is read back from the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ..sampling import Draws
+
+_BLOCK = 4096
+_NUM_WARPS = 8
+
+INFINITY = tl.constexpr(0x7F800000)  # its bits
+
+
+@triton.jit
+def _exclude_kernel(
+    logits,  # [n, vocab], written
+    indices,  # [m]
+    allowed,  # [m, num_words]
+    stride,
+    vocab,
+    num_words,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(allowed + row * num_words + token // 32, mask=token // 32 < num_words, other=0)
+    place = logits + tl.load(indices + row) * stride + token
+    tl.store(place, -float("inf"), mask=(token < vocab) & ((word >> (token % 32)) & 1 == 0))
+
+
+@triton.jit
+def _distances(logits, token, vocab, highest, temperature):
+    """Infinite behind the end of the row."""
+    logit = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
+    return (highest - logit) / temperature
+
+
+@triton.jit
+def _weights(distance):
+    """As float32; nothing from 87 on, where they would be 2e-38."""
+    return tl.where(distance < 87.0, tl.exp(-distance), 0.0)
+
+
+@triton.jit
+def _within(logits, vocab, highest, temperature, limit, BLOCK: tl.constexpr):
+    """How many tokens are no farther than `limit`, and their weight in float64."""
+    count = 0
+    mass = tl.zeros((), tl.float64)
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        distance = _distances(logits, token, vocab, highest, temperature)
+        kept = (distance <= limit) & (token < vocab)
+        count += tl.sum(kept.to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(kept, _weights(distance), 0.0).to(tl.float64), axis=0)
+    return count, mass
+
+
+@triton.jit
+def _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left):
+    """The weights of a tile of tokens, 0 where a filter excludes one, and how many at `farthest` are in it."""
+    distance = _distances(logits, token, vocab, highest, temperature)
+    at_border = ((distance == farthest) & (token < vocab)).to(tl.int32)
+    kept = (distance < farthest) | ((at_border > 0) & (tl.cumsum(at_border, axis=0) <= ties_left))
+    return tl.where(kept & (token < vocab), _weights(distance), 0.0), tl.sum(at_border, axis=0)
+
+
+@triton.jit
+def _draw_kernel(
+    logits,  # [n, vocab]
+    temperatures,  # [n], and so are all below
+    top_k,
+    top_p,
+    min_p,
+    numbers,
+    out,
+    stride,
+    vocab,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    highest = -float("inf")
+    first = 0  # the first of the highest
+    first_nan = vocab
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
+        first_nan = tl.minimum(first_nan, tl.min(tl.where(logit != logit, token, vocab), axis=0))
+        logit = tl.where(logit != logit, -float("inf"), logit)
+        top = tl.max(logit, axis=0)
+        first = tl.where(top > highest, tl.min(tl.where(logit == top, token, vocab), axis=0), first)
+        highest = tl.maximum(highest, top)
+
+    temperature = tl.load(temperatures + row)
+    drawn = tl.where(first_nan < vocab, first_nan, first)
+    if (temperature > 0.0) & (first_nan == vocab) & (tl.abs(highest) < float("inf")):
+        # Within `high` are `count` tokens of the mass `mass`; nothing farther is kept.
+        high = tl.full((), INFINITY, tl.int32)
+        count, mass = _within(logits, vocab, highest, temperature, float("inf"), BLOCK)
+
+        k = tl.load(top_k + row)
+        if (k > 0) & (k < vocab):
+            low = tl.full((), -1, tl.int32)
+            while (count > k) & (high - low > 1):
+                middle = low + (high - low) // 2
+                limit = middle.to(tl.float32, bitcast=True)
+                inner_count, inner_mass = _within(logits, vocab, highest, temperature, limit, BLOCK)
+                is_enough = inner_count >= k
+                high = tl.where(is_enough, middle, high)
+                low = tl.where(is_enough, low, middle)
+                count = tl.where(is_enough, inner_count, count)
+                mass = tl.where(is_enough, inner_mass, mass)
+
+        ties = vocab  # how many at the border are kept
+        p = tl.load(top_p + row)
+        if p < 1.0:
+            wanted = p.to(tl.float64) * mass
+            low = tl.full((), -1, tl.int32)
+            count_below = 0
+            mass_below = tl.zeros((), tl.float64)
+            while (count - count_below > 1) & (high - low > 1):
+                middle = low + (high - low) // 2
+                limit = middle.to(tl.float32, bitcast=True)
+                inner_count, inner_mass = _within(logits, vocab, highest, temperature, limit, BLOCK)
+                is_enough = inner_mass >= wanted
+                high = tl.where(is_enough, middle, high)
+                low = tl.where(is_enough, low, middle)
+                count = tl.where(is_enough, inner_count, count)
+                count_below = tl.where(is_enough, count_below, inner_count)
+                mass_below = tl.where(is_enough, mass_below, inner_mass)
+            if count - count_below > 1:  # all of these are at one distance
+                border = _weights(high.to(tl.float32, bitcast=True)).to(tl.float64)
+                ties = tl.maximum(tl.ceil((wanted - mass_below) / border).to(tl.int32), 1)
+
+        farthest = high.to(tl.float32, bitcast=True)
+        least = tl.load(min_p + row)
+        if least > 0.0:
+            nearer = 0.0 - tl.log(least)
+            ties = tl.where(nearer < farthest, vocab, ties)
+            farthest = tl.minimum(farthest, nearer)
+
+        total = tl.zeros((), tl.float64)
+        ties_left = ties
+        for start in range(0, vocab, BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
+            total += tl.sum(weights.to(tl.float64), axis=0)
+            ties_left = tl.maximum(ties_left - at_border, 0)
+
+        target = tl.load(numbers + row) * total
+        before = tl.zeros((), tl.float64)
+        ties_left = ties
+        drawn = vocab
+        last = 0  # with any weight: rounding may leave the target to nobody
+        start = 0
+        while (start < vocab) & (drawn == vocab):
+            token = start + tl.arange(0, BLOCK)
+            weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
+            sums = before + tl.cumsum(weights.to(tl.float64), axis=0)
+            drawn = tl.min(tl.where((sums > target) & (weights > 0.0), token, vocab), axis=0)
+            last = tl.maximum(last, tl.max(tl.where(weights > 0.0, token, 0), axis=0))
+            before += tl.sum(weights.to(tl.float64), axis=0)
+            ties_left = tl.maximum(ties_left - at_border, 0)
+            start += BLOCK
+        drawn = tl.where(drawn == vocab, last, drawn)
+    tl.store(out + row, drawn.to(tl.int64))
+
+
+def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
+    """See `sampling.exclude_tokens`."""
+    (num_rows, num_words), vocab = allowed.shape, logits.shape[1]
+    if num_rows:
+        grid = (num_rows, triton.cdiv(vocab, _BLOCK))
+        _exclude_kernel[grid](logits, indices, allowed, logits.stride(0), vocab, num_words, BLOCK=_BLOCK)
+
+
+def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
+    """See `sampling.draw_tokens`."""
+    num_rows, vocab = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows:
+        block = min(_BLOCK, triton.next_power_of_2(vocab))
+        _draw_kernel[(num_rows,)](logits, *draws, out, logits.stride(0), vocab, BLOCK=block, num_warps=_NUM_WARPS)
+    return out
