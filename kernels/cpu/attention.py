@@ -1,8 +1,8 @@
 """Paged attention on CPU, each request for itself.
 
-A request with one query token, and a cache that `decode.fits`, goes to the compiled kernel there. Longer chunks, and
-other caches, gather the visible part of the cache and run dense attention in torch: there the products outweigh the
-copy.
+Where the cache `decode.fits`, requests with one query token go to the compiled kernel there, and those with several to
+the one of `prompts`. Other caches and scores, and contexts so long that the products outweigh a copy, have the visible
+part of the cache gathered for dense attention in torch.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fp8
-from . import decode
+from . import decode, prompts
 from .recording import only_unrecorded, recorder
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
+
+
+# The longest context that vectors attend to in less time than the library takes, with the copy: in bfloat16 it has
+# matrix tiles.
+_LONGEST = {torch.float32: 2048, torch.bfloat16: 256}
+_ANY_LENGTH = 1 << 31
 
 
 def paged_attention(
@@ -37,15 +43,19 @@ def paged_attention(
     value_scale: float,
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    chunks = _chunks(metadata, 1)
+    gathered = _chunks(metadata, 1, _ANY_LENGTH)
     if decode.fits(key_cache):
-        chunks = _chunks(metadata, 2)
-        plan = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
-        if plan is not None:
-            plan.attend(query, key_cache, value_cache, out, sinks)
-    if chunks:
+        decodes = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
+        if decodes is not None:
+            decodes.attend(query, key_cache, value_cache, out, sinks)
+        longest = _LONGEST[query.dtype] if softcap is None and sinks is None else 0
+        short = _prompt_plan(metadata, query, key_cache, scale, sliding_window, longest)
+        if short is not None:
+            short.attend(query, key_cache, value_cache, out)
+        gathered = [chunk for chunk in _chunks(metadata, 2, _ANY_LENGTH) if chunk[3] > longest]
+    if gathered:
         only_unrecorded("prompts are gathered by their lengths")
-    for request, start, end, seq_len in chunks:
+    for request, start, end, seq_len in gathered:
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
         slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
         key, value = _gather(key_cache, slots, query.dtype), _gather(value_cache, slots, query.dtype)
@@ -66,13 +76,14 @@ def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return tokens.transpose(0, 1)
 
 
-def _chunks(metadata: AttentionMetadata, shortest: int) -> list[tuple[int, int, int, int]]:
-    """(request, first query token, end of them, seq_len) of requests with enough query tokens; once per step."""
-    key = ("chunks", shortest)
+def _chunks(metadata: AttentionMetadata, shortest: int, longest: int) -> list[tuple[int, int, int, int]]:
+    """(request, first query token, end of them, seq_len) of requests with at least `shortest` query tokens and a
+    seq_len of at most `longest`; once per step."""
+    key = ("chunks", shortest, longest)
     chunks = metadata.plans.get(key)
     if chunks is None:
         starts, seq_lens = metadata.query_start_loc_np, metadata.seq_lens_np
-        requests = np.flatnonzero(np.diff(starts) >= shortest)
+        requests = np.flatnonzero((np.diff(starts) >= shortest) & (seq_lens <= longest))
         columns = (requests, starts[requests], starts[requests + 1], seq_lens[requests])
         chunks = metadata.plans[key] = list(zip(*(column.tolist() for column in columns), strict=True))
     return chunks
@@ -140,6 +151,41 @@ def _update(plan: decode.DecodePlan, metadata: AttentionMetadata, sliding_window
         sliding_window,
     )
     return len(requests) > 0
+
+
+def _prompt_plan(
+    metadata: AttentionMetadata,
+    query: Tensor,
+    key_cache: Tensor,
+    scale: float,
+    sliding_window: int | None,
+    longest: int,
+) -> prompts.PromptPlan | None:
+    """The plan of the requests with several query tokens and a context of at most `longest`, made once per step; None
+    where there are none."""
+    chunks = _chunks(metadata, 2, longest)
+    if not chunks:
+        return None
+    only_unrecorded("prompts come in many lengths")
+    _, block_size, num_kv_heads, head_dim = key_cache.shape
+    key = ("prompts", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window)
+    if key not in metadata.plans:
+        requests, starts, ends, seq_lens = np.array(chunks, np.int64).T
+        metadata.plans[key] = prompts.PromptPlan(
+            requests,
+            starts,
+            ends - starts,
+            seq_lens,
+            metadata.block_table.numpy(),
+            num_heads=query.shape[1],
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            scale=scale,
+            sliding_window=sliding_window,
+        )
+    found: prompts.PromptPlan = metadata.plans[key]
+    return found
 
 
 def _slots(metadata: AttentionMetadata, request: int, first: int, seq_len: int, block_size: int) -> Tensor:

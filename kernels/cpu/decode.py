@@ -1,4 +1,4 @@
-# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call, var-annotated"
 # (compiled functions and their views into memory are not Python to a type checker)
 """Attention of requests with one query token, compiled with Numba: it reads the blocks where they are.
 
@@ -27,7 +27,8 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from .heads import AT_ONCE, score, weigh
+from .exponential import largest, soften
+from .heads import AT_ONCE, score_group, weigh_group
 from .intrinsics import fetch_add, narrowed, pointer, widened
 from .recording import CompiledCall
 from .sources import digest_of
@@ -37,7 +38,6 @@ from .vectors import LANES
 _DTYPES = (torch.float32, torch.bfloat16)
 CHUNK = 256
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; infinities and NaN keep their meaning
-_LOG2_E = np.float32(math.log2(math.e))
 
 _LAYER_FIELDS = ("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan")
 _PLAN_FIELDS = (
@@ -130,89 +130,14 @@ class DecodePlan:
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy")
-def _exp_minus(x: Any, highest: Any) -> Any:
-    """exp(x - highest) for x <= highest, to 2 units of float32, in operations that vectorise (libm's exp does not)."""
-    y = max((x - highest) * _LOG2_E, np.float32(-126.0))
-    whole = np.floor(y)
-    f = y - whole
-    # Minimax polynomial of 2 ** f on [0, 1].
-    p = np.float32(1.8775767e-3)
-    p = p * f + np.float32(8.9893397e-3)
-    p = p * f + np.float32(5.5826318e-2)
-    p = p * f + np.float32(2.4015361e-1)
-    p = p * f + np.float32(6.9315308e-1)
-    p = p * f + np.float32(9.9999994e-1)
-    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
-
-
-@njit(error_model="numpy")
-def _score_group(
-    like: Any, group: int, query: int, keys: int, offsets: int, head_dim: int, scores: int, scores_row: int
-) -> None:
-    """See `heads.score`, for any number of heads."""
-    while group > 0:
-        if group >= 4:
-            score(like, 4, query, keys, offsets, head_dim, scores, scores_row)
-        elif group == 3:
-            score(like, 3, query, keys, offsets, head_dim, scores, scores_row)
-        elif group == 2:
-            score(like, 2, query, keys, offsets, head_dim, scores, scores_row)
-        else:
-            score(like, 1, query, keys, offsets, head_dim, scores, scores_row)
-        query, scores, group = query + AT_ONCE * head_dim * 4, scores + AT_ONCE * scores_row, group - AT_ONCE
-
-
-@njit(error_model="numpy")
-def _weigh_group(
-    like: Any,
-    group: int,
-    head_dim: int,
-    weights: int,
-    weights_row: int,
-    values: int,
-    offsets: int,
-    length: int,
-    out: int,
-) -> None:
-    """See `heads.weigh`, for any number of heads of any size."""
-    row = head_dim * 4
-    while group > 0:
-        d = 0
-        while d < head_dim:
-            v, o = values + d * like.itemsize, out + d * 4
-            if head_dim - d < AT_ONCE * LANES:
-                for head in range(min(group, AT_ONCE)):
-                    place = weights + head * weights_row
-                    weigh(like, 1, 1, place, weights_row, v, offsets, length, o + head * row, row)
-                d += LANES
-            else:
-                if group >= 4:
-                    weigh(like, 4, 4, weights, weights_row, v, offsets, length, o, row)
-                elif group == 3:
-                    weigh(like, 3, 4, weights, weights_row, v, offsets, length, o, row)
-                elif group == 2:
-                    weigh(like, 2, 4, weights, weights_row, v, offsets, length, o, row)
-                else:
-                    weigh(like, 1, 4, weights, weights_row, v, offsets, length, o, row)
-                d += AT_ONCE * LANES
-        weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * row, group - AT_ONCE
-
-
-@njit(fastmath=_FASTMATH, error_model="numpy")
 def _soften(scores: Any, length: int, softcap: Any) -> tuple[Any, Any]:
     """Scores become weights, unnormalized. Returns the highest score and the sum of weights."""
     if softcap > 0:
         for i in range(length):
             scores[i] = softcap * np.float32(math.tanh(scores[i] / softcap))
-    top = scores[0]
-    for i in range(length):
-        top = max(top, scores[i])
-    total = np.float32(0.0)
-    for i in range(length):
-        weight = _exp_minus(scores[i], top)
-        scores[i] = weight
-        total += weight
-    return top, total
+    start = scores.ctypes.data
+    top = largest(start, length, np.float32(-np.inf))
+    return top, soften(start, length, top)
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy")
@@ -290,7 +215,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         for i in range(0, whole, AT_ONCE):
             for kv_head in range(num_kv_heads):
                 head = kv_head * group
-                _score_group(
+                score_group(
                     like, group, q_start + head * head_dim * 4, layer.key_cache + kv_head * head_bytes,
                     offsets_start + i * 8, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
                 )  # fmt: skip
@@ -298,9 +223,10 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             partial[item, head, head_dim], partial[item, head, head_dim + 1] = _soften(scores[head], length, softcap)
         for kv_head in range(num_kv_heads):
             head = kv_head * group
-            _weigh_group(
+            weigh_group(
                 like, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
-                layer.value_cache + kv_head * head_bytes, offsets_start, length, acc_start + head * head_dim * 4,
+                layer.value_cache + kv_head * head_bytes, offsets_start, length,
+                acc_start + head * head_dim * 4, head_dim * 4,
             )  # fmt: skip
         for head in range(num_heads):
             for d in range(head_dim):
@@ -330,5 +256,5 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("decode", "heads", "intrinsics", "vectors")
+_SOURCES = digest_of("decode", "exponential", "heads", "intrinsics", "vectors")
 _float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)

@@ -22,9 +22,10 @@ from torch import Tensor
 from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
 from .call import Arguments, RowFunction
-from .exponential import exp
+from .exponential import gate
 from .intrinsics import fetch_add, pointer
 from .rows import load_row, store_row
+from .sources import digest_of
 
 if TYPE_CHECKING:
     from ..elementwise import Rotation
@@ -173,23 +174,26 @@ def _norm_worker(address: int) -> None:
             store_row(row, size, a.short, a.out + index * size * (2 if a.short else 4))
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy", fastmath={"contract"})
-def _gate_worker(address: int) -> None:
-    """x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) = 2 sigmoid(2u), gelu by tanh."""
-    a = carray(pointer(address), (1,), _GATE_TYPE)[0]
-    size, scale, cube, width = a.size, np.float32(a.scale), np.float32(a.cube), 2 if a.short else 4
-    gate, up = np.empty(size, np.float32), np.empty(size, np.float32)
-    while True:
-        first = fetch_add(address, a.grain)
-        if first >= a.num_rows:
-            return
-        for index in range(first, min(first + a.grain, a.num_rows)):
-            load_row(a.gate_up + index * a.stride, size, a.short, gate)
-            load_row(a.gate_up + index * a.stride + size * width, size, a.short, up)
-            for i in range(size):
-                x = gate[i]
-                up[i] = x / (np.float32(1.0) + exp(-(scale * (x + cube * x * x * x)))) * up[i]
-            store_row(up, size, a.short, a.out + index * size * width)
+def _gate_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy", fastmath={"contract"})
+    def worker(address: int) -> None:
+        """x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) = 2 sigmoid(2u), gelu by tanh."""
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _GATE_TYPE)[0]
+        size, scale, cube, width = a.size, np.float32(a.scale), np.float32(a.cube), 2 if a.short else 4
+        short, single = np.empty(0, np.uint16), np.empty(0, np.float32)
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                return
+            for index in range(first, min(first + a.grain, a.num_rows)):
+                gates, out = a.gate_up + index * a.stride, a.out + index * size * width
+                if a.short:
+                    gate(short, gates, gates + size * width, out, size, scale, cube)
+                else:
+                    gate(single, gates, gates + size * width, out, size, scale, cube)
+
+    return worker
 
 
 @njit(fastmath={"contract"}, error_model="numpy", cache=True)
@@ -263,6 +267,7 @@ def _write_worker(address: int) -> None:
                 store_row(row, head_dim, a.short, a.value_cache + target)
 
 
+_SOURCES = digest_of("exponential", "intrinsics", "rows", "vectors")
 # About what an element takes, in nanoseconds.
-_norm, _gate = RowFunction(_norm_worker, _NORM, 0.4), RowFunction(_gate_worker, _GATE, 1.0)
+_norm, _gate = RowFunction(_norm_worker, _NORM, 0.4), RowFunction(_gate_worker(_SOURCES), _GATE, 0.5)
 _rotate, _write = RowFunction(_rotate_worker, _ROTATE, 0.4), RowFunction(_write_worker, _WRITE, 0.4)

@@ -1,28 +1,160 @@
-# mypy: disable-error-code="untyped-decorator"
-"""The exponential function, for compiled loops."""
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, untyped-decorator"
+"""What needs exponentials, as LLVM vectors: softmax and gated activations. The compiler makes half-width ones of loops.
+
+Numbers are at addresses; the last ones of a row are read and written under a mask.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
 
-_LOG2_E = np.float32(1.44269504)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
+from .vectors import (
+    FLOAT,
+    FLOATS,
+    INT16,
+    INT64,
+    INTS,
+    LANES,
+    broadcast,
+    call,
+    from_bfloat16,
+    loop_over,
+    splat,
+    to_bfloat16,
+)
+
+FARTHEST = 87.0  # exp(-87) is 2e-38: what is below is 0
+_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
+# Cephes' expf: a polynomial for [-ln(2) / 2, ln(2) / 2].
+_POLYNOMIAL = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
+_MASK = ir.VectorType(ir.IntType(1), LANES)
+_HALVES = ir.VectorType(INT16, LANES)
 
 
-@njit(fastmath={"contract"}, error_model="numpy", cache=True)
-def exp(x: Any) -> Any:
-    """exp(x) to 2 units of float32, in operations that vectorise; at most 2 ** 127 and at least 2 ** -126."""
-    x = min(max(x, np.float32(-87.0)), np.float32(87.0))
-    whole = np.floor(x * _LOG2_E + np.float32(0.5))
-    r = (x - whole * _LN2_HIGH) - whole * _LN2_LOW
-    p = np.float32(1.9875691500e-4)  # the polynomial of Cephes' expf on [-ln(2) / 2, ln(2) / 2]
-    p = p * r + np.float32(1.3981999507e-3)
-    p = p * r + np.float32(8.3334519073e-3)
-    p = p * r + np.float32(4.1665795894e-2)
-    p = p * r + np.float32(1.6666665459e-1)
-    p = p * r + np.float32(5.0000001201e-1)
-    p = p * r * r + r + np.float32(1.0)
-    return p * np.int32((np.int32(whole) + np.int32(127)) << np.int32(23)).view(np.float32)
+@intrinsic
+def largest(typing_context: Any, numbers: Any, count: Any, start: Any) -> Any:
+    """The largest of `count` > 0 float32 and of `start`. NaN may be passed over."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        numbers, count, start = arguments
+
+        def step(k: Any, state: list[Any]) -> list[Any]:
+            vector = _load(b, numbers, k, _below(b, k, count), -math.inf)
+            return [b.select(b.fcmp_ordered(">", vector, state[0]), vector, state[0])]
+
+        (tops,) = loop_over(b, count, LANES, [broadcast(b, start, LANES)], step)
+        return call(b, "llvm.vector.reduce.fmax.v16f32", FLOAT, [tops])
+
+    return types.float32(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def soften(typing_context: Any, numbers: Any, count: Any, top: Any) -> Any:
+    """Each of `count` > 0 float32 becomes exp(number - top), to 2 units; 0 below exp(-FARTHEST). Returns their sum."""
+
+    def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        numbers, count, top = arguments
+        tops = broadcast(b, top, LANES)
+
+        def step(k: Any, state: list[Any]) -> list[Any]:
+            mask = _below(b, k, count)
+            weights = _exponential(b, b.fsub(_load(b, numbers, k, mask, -math.inf), tops))
+            _store(b, weights, numbers, k, mask)
+            return [b.fadd(state[0], b.select(mask, weights, splat(FLOATS, 0.0)))]
+
+        (sums,) = loop_over(b, count, LANES, [splat(FLOATS, 0.0)], step)
+        return _sum(b, sums)
+
+    return types.float32(types.int64, types.int64, types.float32), generate
+
+
+@intrinsic
+def gate(typing_context: Any, like: Any, gates: Any, ups: Any, out: Any, count: Any, scale: Any, cube: Any) -> Any:
+    """`count` > 0 times x / (1 + exp(-scale * (x + cube * x^3))) * up, in the type of `like`: float32, or bfloat16 as
+    uint16."""
+    is_short = like.dtype.bitwidth == 16
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, gates, ups, out, count, scale, cube = arguments
+        scales, cubes = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
+        one = splat(FLOATS, 1.0)
+
+        def step(k: Any, state: list[Any]) -> list[Any]:
+            mask = _below(b, k, count)
+            x, up = (_load(b, place, k, mask, 0.0, is_short=is_short) for place in (gates, ups))
+            # scale * (x + cube * x^3), its sign turned
+            turned = b.fneg(b.fmul(scales, b.fmul(x, _fma(b, b.fmul(cubes, x), x, one))))
+            activated = b.fdiv(x, b.fadd(one, _exponential(b, turned)))
+            _store(b, b.fmul(activated, up), out, k, mask, is_short=is_short)
+            return state
+
+        loop_over(b, count, LANES, [], step)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 4, types.float32, types.float32), generate
+
+
+def _exponential(b: ir.IRBuilder, x: Any) -> Any:
+    """exp of each lane, to 2 units of float32: at most 2 ** 126, 0 below exp(-FARTHEST). NaN stays NaN."""
+    is_far = b.fcmp_ordered("<", x, splat(FLOATS, -FARTHEST))
+    near = b.select(b.fcmp_ordered(">", x, splat(FLOATS, FARTHEST)), splat(FLOATS, FARTHEST), x)
+    scaled = _fma(b, near, splat(FLOATS, math.log2(math.e)), splat(FLOATS, 0.5))
+    whole = call(b, "llvm.floor.v16f32", FLOATS, [scaled])
+    r = _fma(b, whole, splat(FLOATS, -_LN2_HIGH), near)
+    r = _fma(b, whole, splat(FLOATS, -_LN2_LOW), r)
+    p = splat(FLOATS, _POLYNOMIAL[0])
+    for coefficient in _POLYNOMIAL[1:]:
+        p = _fma(b, p, r, splat(FLOATS, coefficient))
+    p = _fma(b, p, b.fmul(r, r), b.fadd(r, splat(FLOATS, 1.0)))
+    exponent = b.fptosi(b.select(b.fcmp_unordered("uno", whole, whole), splat(FLOATS, 0.0), whole), INTS)
+    power = b.bitcast(b.shl(b.add(exponent, splat(INTS, 127)), splat(INTS, 23)), FLOATS)
+    return b.select(is_far, splat(FLOATS, 0.0), b.fmul(p, power))
+
+
+def _below(b: ir.IRBuilder, k: Any, count: Any) -> Any:
+    """Which of the lanes from k on there are."""
+    left = b.trunc(b.sub(count, k), INTS.element)
+    return b.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), broadcast(b, left, LANES))
+
+
+def _load(b: ir.IRBuilder, place: Any, k: Any, mask: Any, other: float, *, is_short: bool = False) -> Any:
+    if is_short:
+        none = splat(_HALVES, 0)
+        halves = call(
+            b, "llvm.masked.load.v16i16.p0", _HALVES, [_at(b, place, k, _HALVES), INTS.element(2), mask, none]
+        )
+        return from_bfloat16(b, halves)
+    pointer = _at(b, place, k, FLOATS)
+    return call(b, "llvm.masked.load.v16f32.p0", FLOATS, [pointer, INTS.element(4), mask, splat(FLOATS, other)])
+
+
+def _store(b: ir.IRBuilder, values: Any, place: Any, k: Any, mask: Any, *, is_short: bool = False) -> None:
+    name, kind, align = ("v16i16", _HALVES, 2) if is_short else ("v16f32", FLOATS, 4)
+    stored = to_bfloat16(b, values) if is_short else values
+    arguments = [stored, _at(b, place, k, kind), INTS.element(align), mask]
+    call(b, f"llvm.masked.store.{name}.p0", ir.VoidType(), arguments)
+
+
+def _at(b: ir.IRBuilder, place: Any, k: Any, kind: ir.VectorType) -> Any:
+    width = 2 if kind == _HALVES else 4
+    return b.inttoptr(b.add(place, b.mul(k, INT64(width))), kind.as_pointer())
+
+
+def _fma(b: ir.IRBuilder, x: Any, y: Any, sums: Any) -> Any:
+    return call(b, "llvm.fma.v16f32", FLOATS, [x, y, sums])
+
+
+def _sum(b: ir.IRBuilder, vector: Any) -> Any:
+    """Of the lanes, by halves."""
+    total = vector
+    for half in (8, 4, 2, 1):
+        places = [ir.Constant(ir.VectorType(INTS.element, half), list(range(i, i + half))) for i in (0, half)]
+        low, high = (b.shuffle_vector(total, ir.Constant(total.type, ir.Undefined), each) for each in places)
+        total = b.fadd(low, high)
+    return b.extract_element(total, INTS.element(0))

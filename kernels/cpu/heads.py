@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
-# mypy: disable-error-code="misc, untyped-decorator"
+# mypy: disable-error-code="call-arg, misc, untyped-decorator"
 """What attention does with some query heads and the cache of the KV head that they share, as LLVM vectors.
 
     score    query heads  x  4 positions   ->  scores             keys are walked along `head_dim`
@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from .vectors import (
@@ -130,3 +130,59 @@ def _load(b: ir.IRBuilder, place: Any, width: int) -> Any:
 
 def _fma(b: ir.IRBuilder, x: Any, y: Any, sums: Any) -> Any:
     return call(b, "llvm.fma.v16f32", FLOATS, [x, y, sums])
+
+
+@njit(error_model="numpy")
+def score_group(
+    like: Any, group: int, query: int, keys: int, offsets: int, head_dim: int, scores: int, scores_row: int
+) -> None:
+    """See `score`, for any number of heads."""
+    while group > 0:
+        if group >= 4:
+            score(like, 4, query, keys, offsets, head_dim, scores, scores_row)
+        elif group == 3:
+            score(like, 3, query, keys, offsets, head_dim, scores, scores_row)
+        elif group == 2:
+            score(like, 2, query, keys, offsets, head_dim, scores, scores_row)
+        else:
+            score(like, 1, query, keys, offsets, head_dim, scores, scores_row)
+        query, scores, group = query + AT_ONCE * head_dim * 4, scores + AT_ONCE * scores_row, group - AT_ONCE
+
+
+@njit(error_model="numpy")
+def weigh_group(
+    like: Any,
+    group: int,
+    head_dim: int,
+    weights: int,
+    weights_row: int,
+    values: int,
+    offsets: int,
+    length: int,
+    out: int,
+    out_row: int,
+) -> None:
+    """See `weigh`, for any number of heads of any size that is a multiple of LANES."""
+    while group > 0:
+        d = 0
+        while d < head_dim:
+            v, o = values + d * like.itemsize, out + d * 4
+            if head_dim - d < AT_ONCE * LANES:
+                if group >= 4:
+                    weigh(like, 4, 1, weights, weights_row, v, offsets, length, o, out_row)
+                else:
+                    for head in range(group):
+                        place = weights + head * weights_row
+                        weigh(like, 1, 1, place, weights_row, v, offsets, length, o + head * out_row, out_row)
+                d += LANES
+            else:
+                if group >= 4:
+                    weigh(like, 4, 4, weights, weights_row, v, offsets, length, o, out_row)
+                elif group == 3:
+                    weigh(like, 3, 4, weights, weights_row, v, offsets, length, o, out_row)
+                elif group == 2:
+                    weigh(like, 2, 4, weights, weights_row, v, offsets, length, o, out_row)
+                else:
+                    weigh(like, 1, 4, weights, weights_row, v, offsets, length, o, out_row)
+                d += AT_ONCE * LANES
+        weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * out_row, group - AT_ONCE

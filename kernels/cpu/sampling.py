@@ -18,15 +18,15 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .call import Arguments, RowFunction
-from .exponential import exp
+from .exponential import soften
 from .intrinsics import fetch_add, pointer
+from .sources import digest_of
 
 if TYPE_CHECKING:
     from ..sampling import Draws
 
 _BLOCK = 256  # tokens whose weights are summed up before they are searched
 _INFINITY = np.int32(0x7F800000)  # its bits; those of NaN without the sign are above
-_FARTHEST = np.float32(87.0)  # from here on a weight is 0: exp(-87) is 2e-38
 
 _DRAW = Arguments("logits", "stride", "vocab", "temperature", "top_k", "top_p", "min_p", "numbers", "out")
 _EXCLUDE = Arguments("logits", "stride", "vocab", "indices", "allowed", "num_words")
@@ -53,13 +53,13 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     return out
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _in_order(bits: Any) -> Any:
     """From the bits of a float32 an integer that has the order of the numbers, and back."""
     return np.int32(bits ^ (np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _highest(bits: Any) -> Any:
     """The highest number of a row of float32, and whether there is NaN. Integers have no exceptions to look for."""
     top, largest = np.int32(-0x80000000), np.int32(0)
@@ -69,7 +69,7 @@ def _highest(bits: Any) -> Any:
     return np.int32(_in_order(top)).view(np.float32), largest > _INFINITY
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _first(logits: Any, top: Any, has_nan: bool) -> Any:
     """The first token with the highest logit, or with NaN."""
     for i in range(len(logits)):
@@ -78,15 +78,15 @@ def _first(logits: Any, top: Any, has_nan: bool) -> Any:
     return 0
 
 
-@njit(error_model="numpy", cache=True, fastmath={"contract"})
+@njit(error_model="numpy")
 def _measure(logits: Any, top: Any, temperature: Any, distances: Any, weights: Any) -> None:
     for i in range(len(logits)):
-        distance = (top - logits[i]) / temperature
-        distances[i] = distance
-        weights[i] = exp(-distance) if distance < _FARTHEST else np.float32(0.0)
+        distances[i] = (top - logits[i]) / temperature
+        weights[i] = -distances[i]
+    soften(weights.ctypes.data, len(weights), np.float32(0.0))
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _count(distances: Any, limit: Any) -> Any:
     """How many are no farther than `limit`."""
     count = np.int64(0)
@@ -95,7 +95,7 @@ def _count(distances: Any, limit: Any) -> Any:
     return count
 
 
-@njit(error_model="numpy", cache=True, fastmath={"reassoc"})
+@njit(error_model="numpy", fastmath={"reassoc"})
 def _mass(distances: Any, weights: Any, limit: Any) -> Any:
     """The weight of those no farther than `limit`."""
     mass = 0.0
@@ -104,12 +104,12 @@ def _mass(distances: Any, weights: Any, limit: Any) -> Any:
     return mass
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _from_bits(bits: Any) -> Any:
     return np.int32(bits).view(np.float32)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _farthest_of(distances: Any, k: int) -> Any:
     """A distance within which are the k nearest, those equal to the k-th, and no others."""
     low, high = np.int64(-1), np.int64(_INFINITY)
@@ -125,7 +125,7 @@ def _farthest_of(distances: Any, k: int) -> Any:
     return _from_bits(high)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _nucleus(distances: Any, weights: Any, limit: Any, top_p: Any, near: Any, their_weights: Any) -> Any:
     """Of what is no farther than `limit`: the nucleus's farthest distance, and how many at it belong to it.
 
@@ -148,12 +148,13 @@ def _nucleus(distances: Any, weights: Any, limit: Any, top_p: Any, near: Any, th
         else:
             high = middle
     farthest = _from_bits(high)
-    if high == np.int64(_INFINITY):  # rounding: all of them
-        return limit, len(distances)
-    return farthest, max(1, int(np.ceil((wanted - mass_above) / np.float64(exp(-farthest)))))
+    for i in range(size):
+        if near[i] == farthest:
+            return farthest, max(1, int(np.ceil((wanted - mass_above) / np.float64(their_weights[i]))))
+    return limit, len(distances)  # rounding: all of them
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _drop_ties(distances: Any, farthest: Any, num_kept: int) -> None:
     """Of the tokens at `farthest` only the first ones stay."""
     for i in range(len(distances)):
@@ -163,7 +164,7 @@ def _drop_ties(distances: Any, farthest: Any, num_kept: int) -> None:
                 distances[i] = np.float32(np.inf)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def _pick(distances: Any, weights: Any, farthest: Any, number: Any, sums: Any) -> Any:
     """The token at which the running sum of the weights passes `number` times their sum. `sums` is scratch."""
     total, vocab = 0.0, len(distances)
@@ -189,39 +190,45 @@ def _pick(distances: Any, weights: Any, farthest: Any, number: Any, sums: Any) -
     return last
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy")
-def _draw_worker(address: int) -> None:
-    a = carray(pointer(address), (1,), _DRAW_TYPE)[0]
-    vocab, num_rows = a.vocab, a.num_rows
-    temperature = carray(pointer(a.temperature), (num_rows,), np.float32)
-    top_k = carray(pointer(a.top_k), (num_rows,), np.int32)
-    top_p = carray(pointer(a.top_p), (num_rows,), np.float32)
-    min_p = carray(pointer(a.min_p), (num_rows,), np.float32)
-    numbers = carray(pointer(a.numbers), (num_rows,), np.float64)
-    out = carray(pointer(a.out), (num_rows,), np.int64)
-    distances, weights = np.empty(vocab, np.float32), np.empty(vocab, np.float32)
-    near, their_weights = np.empty(vocab + 1, np.float32), np.empty(vocab + 1, np.float32)
-    sums = np.empty((vocab + _BLOCK - 1) // _BLOCK, np.float64)
-    while True:
-        first = fetch_add(address, a.grain)
-        if first >= num_rows:
-            return
-        for row in range(first, min(first + a.grain, num_rows)):
-            logits = carray(pointer(a.logits + row * a.stride), (vocab,), np.float32)
-            top, has_nan = _highest(carray(pointer(a.logits + row * a.stride), (vocab,), np.int32))
-            if temperature[row] == 0.0 or has_nan or np.isinf(top):
-                out[row] = _first(logits, top, has_nan)
-                continue
-            _measure(logits, top, temperature[row], distances, weights)
-            farthest = np.float32(np.inf)
-            if 0 < top_k[row] < vocab:
-                farthest = _farthest_of(distances, top_k[row])
-            if top_p[row] < 1.0:
-                farthest, num_at = _nucleus(distances, weights, farthest, np.float64(top_p[row]), near, their_weights)
-                _drop_ties(distances, farthest, num_at)
-            if min_p[row] > 0.0:
-                farthest = min(farthest, -np.log(min_p[row]))
-            out[row] = _pick(distances, weights, farthest, numbers[row], sums)
+def _draw_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _DRAW_TYPE)[0]
+        vocab, num_rows = a.vocab, a.num_rows
+        temperature = carray(pointer(a.temperature), (num_rows,), np.float32)
+        top_k = carray(pointer(a.top_k), (num_rows,), np.int32)
+        top_p = carray(pointer(a.top_p), (num_rows,), np.float32)
+        min_p = carray(pointer(a.min_p), (num_rows,), np.float32)
+        numbers = carray(pointer(a.numbers), (num_rows,), np.float64)
+        out = carray(pointer(a.out), (num_rows,), np.int64)
+        distances, weights = np.empty(vocab, np.float32), np.empty(vocab, np.float32)
+        near, their_weights = np.empty(vocab + 1, np.float32), np.empty(vocab + 1, np.float32)
+        sums = np.empty((vocab + _BLOCK - 1) // _BLOCK, np.float64)
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= num_rows:
+                return
+            for row in range(first, min(first + a.grain, num_rows)):
+                logits = carray(pointer(a.logits + row * a.stride), (vocab,), np.float32)
+                top, has_nan = _highest(carray(pointer(a.logits + row * a.stride), (vocab,), np.int32))
+                if temperature[row] == 0.0 or has_nan or np.isinf(top):
+                    out[row] = _first(logits, top, has_nan)
+                    continue
+                _measure(logits, top, temperature[row], distances, weights)
+                farthest = np.float32(np.inf)
+                if 0 < top_k[row] < vocab:
+                    farthest = _farthest_of(distances, top_k[row])
+                if top_p[row] < 1.0:
+                    farthest, num_at = _nucleus(
+                        distances, weights, farthest, np.float64(top_p[row]), near, their_weights
+                    )
+                    _drop_ties(distances, farthest, num_at)
+                if min_p[row] > 0.0:
+                    farthest = min(farthest, -np.log(min_p[row]))
+                out[row] = _pick(distances, weights, farthest, numbers[row], sums)
+
+    return worker
 
 
 @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -246,5 +253,6 @@ def _exclude_worker(address: int) -> None:
                     logits[token] = -np.float32(np.inf)
 
 
+_SOURCES = digest_of("exponential", "intrinsics", "vectors")
 _exclude = RowFunction(_exclude_worker, _EXCLUDE, 0.3)
-_draw = RowFunction(_draw_worker, _DRAW, 2.0)
+_draw = RowFunction(_draw_worker(_SOURCES), _DRAW, 2.0)

@@ -63,6 +63,47 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
         assert torch.equal(attend(alone(inputs, request), case), together[starts[request] : starts[request + 1]])
 
 
+BF16 = torch.bfloat16
+PROMPTS = [  # on both sides of chunks of keys, items, tiles, and of what is gathered
+    Case(((513, 513), (2, 257), (64, 256), (3, 3)), num_heads=9, num_kv_heads=3),
+    Case(((300, 700), (1, 300)), num_heads=8, num_kv_heads=1, head_dim=128),
+    Case(((200, 600), (260, 260)), num_heads=3, num_kv_heads=3, head_dim=16, block_size=256),
+    Case(((40, 2060), (17, 2048)), num_heads=2, num_kv_heads=1, head_dim=48),
+    Case(((150, 600), (600, 600), (5, 20)), sliding_window=100),
+    Case(((150, 900), (3, 258)), sliding_window=300, num_heads=9, num_kv_heads=3),
+    Case(((256, 256), (30, 257), (2, 90)), num_heads=9, num_kv_heads=3, dtype=BF16),
+    Case(((100, 200),), sliding_window=33, dtype=BF16, head_dim=80),
+]
+
+
+@pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
+def test_prompts_match_the_reference_and_are_the_same_alone(case: Case) -> None:
+    test_matches_reference_and_reads_nothing_else(case)
+    test_a_request_gets_the_same_bits_alone_and_in_a_batch(case)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 70])
+@pytest.mark.parametrize(("dtype", "length"), [(torch.float32, 600), (BF16, 250)])
+def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(
+    dtype: torch.dtype, length: int, sliding_window: int | None
+) -> None:
+    case = Case(((length, length),), num_heads=9, num_kv_heads=3, dtype=dtype, sliding_window=sliding_window)
+    whole = build(case)
+    expected = attend(whole, case)
+    for start, end in ((0, 100), (37, 250), (length - 3, length), (100, length)):
+        starts, seq_lens = np.array([0, end - start], np.int32), np.array([end], np.int32)
+        metadata = replace(
+            whole.metadata,
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.from_numpy(seq_lens),
+            query_start_loc_np=starts,
+            seq_lens_np=seq_lens,
+            plans={},
+        )
+        part = replace(whole, query=whole.query[start:end], metadata=metadata)
+        assert torch.equal(attend(part, case), expected[start:end])
+
+
 def test_one_query_by_hand() -> None:
     """Two keys with scores 0 and log 3: weights 1/4 and 3/4."""
     case = Case(((1, 2),), num_heads=1, num_kv_heads=1, head_dim=2, block_size=1)
