@@ -27,7 +27,8 @@ BACKENDS = {
 
 
 class Backend(Protocol):
-    """The functions of a backend's package. `ops` and `elementwise` checked the arguments, and say what they mean.
+    """The functions of a backend's package. `ops`, `elementwise` and `sampling` checked the arguments, and say what
+    they mean.
 
     A cache in 8 bits comes to `write_kv` as bytes, with keys and values that are bytes already.
     """

@@ -31,8 +31,10 @@ class InputBatch:
     masks: TokenMasks | None = None  # of those that have a grammar; its indices count the requests that sample
 
 
-def gather_inputs(step: SchedulerOutput, table: RequestTable, target: HostInputs) -> InputBatch:
+def gather_inputs(step: SchedulerOutput, table: RequestTable, target: HostInputs, *, samples: bool) -> InputBatch:
     """Write the batch of a step, whose changes are already in `table`, to `target`, with padding up to its end.
+
+    `samples`: on this rank, which has logits.
 
     Raises `ValueError` when the step computes tokens that the table does not know.
     """
@@ -65,7 +67,7 @@ def gather_inputs(step: SchedulerOutput, table: RequestTable, target: HostInputs
     sampling_rows = rows[sampling_indices]
     _write_padded(target.sampling_rows, sampling_rows, 0)
     _write_padded(target.logits_indices, query_start_loc[1:][sampling_indices] - 1, 0)
-    draws = table.sampling.draws(sampling_rows, table.num_tokens[sampling_rows])
+    draws = table.sampling.draws(sampling_rows, table.num_tokens[sampling_rows]) if samples else None
     if draws is not None:
         for name, values in draws._asdict().items():
             getattr(target, name)[: len(values)] = values
@@ -94,6 +96,8 @@ def _write_padded(target: np.ndarray, values: np.ndarray, padding: int) -> None:
 
 
 def _masks(grammar: GrammarMasks, sampling_indices: IntArray) -> TokenMasks:
+    if not np.isin(grammar.indices, sampling_indices).all():
+        raise ValueError(f"requests {grammar.indices} have masks, but {sampling_indices} sample")
     return TokenMasks(
         indices=np.searchsorted(sampling_indices, grammar.indices).astype(np.int64),
         allowed=np.require(grammar.allowed, requirements="W"),  # one that has travelled is read-only

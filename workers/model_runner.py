@@ -107,7 +107,7 @@ class ModelRunner:
         size = self._graph_size(step)
         shape = BatchShape(len(step.rows), step.total_num_scheduled_tokens) if size is None else BatchShape(size, size)
         target = self._buffers.begin(shape)
-        batch = gather_inputs(step, table, target)
+        batch = gather_inputs(step, table, target, samples=self._model.gives_logits)
         changes = BlockChanges(table, target)
         inputs = self._buffers.upload(shape)
         changes.apply(self._rows, inputs)

@@ -14,7 +14,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
 from quire.engine.model_source import ModelInfo
-from quire.engine.outputs import ModelRunnerOutput, NewRow, SchedulerOutput
+from quire.engine.outputs import GrammarMasks, ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels import fp8
 
@@ -198,7 +198,7 @@ class Worker:
         return max(0, before - free_bytes(self.device))
 
     def _largest_step(self) -> tuple[SchedulerOutput, KVCacheConfig]:
-        """A step with as many tokens and rows as the scheduler may give, and the cache that it needs."""
+        """A step with as many tokens and rows as the scheduler may give, all with a grammar, and the cache it needs."""
         limits, block_size = self._config.scheduler, self._config.cache.block_size
         num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         lengths = np.full(num_rows, limits.max_num_batched_tokens // num_rows, np.int32)
@@ -230,6 +230,9 @@ class Worker:
             num_scheduled_tokens=lengths,
             num_computed_tokens=np.zeros_like(rows),
             new_rows=new_rows,
+            grammar=GrammarMasks(
+                indices=rows, allowed=np.full((num_rows, -(-self._info.vocab_size // 32)), -1, np.int32)
+            ),
         )
         return step, KVCacheConfig(next_block, block_size, groups)
 

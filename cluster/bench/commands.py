@@ -72,6 +72,8 @@ def serve(
 
     if concurrency is not None and rate is not None:
         raise typer.BadParameter("give either a number of streams or a rate", param_hint="--rate")
+    if top_p == 0:
+        raise typer.BadParameter("must be above 0", param_hint="--top-p")
     load = Load(
         url=url,
         model=model,

@@ -1,8 +1,9 @@
 """Paged attention on CPU, each request for itself.
 
 Where the cache `decode.fits`, requests with one query token go to the compiled kernel there, and those with several to
-the one of `prompts`. Other caches and scores, and contexts so long that the products outweigh a copy, have the visible
-part of the cache gathered for dense attention in torch.
+the one of `prompts`. Other caches and scores, and tokens so far behind in a context that the products outweigh a copy,
+have the visible part of the cache gathered for dense attention in torch. The position of a token decides, not the
+length of what is computed with it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
     from ..ops import AttentionMetadata
 
 
-# The longest context that vectors attend to in less time than the library takes, with the copy: in bfloat16 it has
-# matrix tiles.
-_LONGEST = {torch.float32: 2048, torch.bfloat16: 256}
-_ANY_LENGTH = 1 << 31
+# How many positions vectors attend from in less time than the library takes, with the copy: in bfloat16 it has matrix
+# tiles.
+NEAR = {torch.float32: 2048, torch.bfloat16: 256}
+_Chunk = tuple[int, int, int, int]  # request, first query token, end of them, seq_len at that end
 
 
 def paged_attention(
@@ -43,16 +44,16 @@ def paged_attention(
     value_scale: float,
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    gathered = _chunks(metadata, 1, _ANY_LENGTH)
+    gathered = _chunks(metadata, 1)
     if decode.fits(key_cache):
         decodes = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if decodes is not None:
             decodes.attend(query, key_cache, value_cache, out, sinks)
-        longest = _LONGEST[query.dtype] if softcap is None and sinks is None else 0
-        short = _prompt_plan(metadata, query, key_cache, scale, sliding_window, longest)
-        if short is not None:
-            short.attend(query, key_cache, value_cache, out)
-        gathered = [chunk for chunk in _chunks(metadata, 2, _ANY_LENGTH) if chunk[3] > longest]
+        near, gathered = _divided(metadata, NEAR[query.dtype] if softcap is None and sinks is None else 0)
+        if near:
+            _prompt_plan(metadata, near, query, key_cache, scale, sliding_window).attend(
+                query, key_cache, value_cache, out
+            )
     if gathered:
         only_unrecorded("prompts are gathered by their lengths")
     for request, start, end, seq_len in gathered:
@@ -76,17 +77,32 @@ def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return tokens.transpose(0, 1)
 
 
-def _chunks(metadata: AttentionMetadata, shortest: int, longest: int) -> list[tuple[int, int, int, int]]:
-    """(request, first query token, end of them, seq_len) of requests with at least `shortest` query tokens and a
-    seq_len of at most `longest`; once per step."""
-    key = ("chunks", shortest, longest)
+def _chunks(metadata: AttentionMetadata, shortest: int) -> list[_Chunk]:
+    """The requests with at least so many query tokens; once per step."""
+    key = ("chunks", shortest)
     chunks = metadata.plans.get(key)
     if chunks is None:
         starts, seq_lens = metadata.query_start_loc_np, metadata.seq_lens_np
-        requests = np.flatnonzero((np.diff(starts) >= shortest) & (seq_lens <= longest))
+        requests = np.flatnonzero(np.diff(starts) >= shortest)
         columns = (requests, starts[requests], starts[requests + 1], seq_lens[requests])
         chunks = metadata.plans[key] = list(zip(*(column.tolist() for column in columns), strict=True))
     return chunks
+
+
+def _divided(metadata: AttentionMetadata, near: int) -> tuple[list[_Chunk], list[_Chunk]]:
+    """Of the requests with several query tokens those at positions below `near`, and the others; once per step."""
+    key = ("divided", near)
+    found: tuple[list[_Chunk], list[_Chunk]] | None = metadata.plans.get(key)
+    if found is None:
+        found = ([], [])
+        for request, start, end, seq_len in _chunks(metadata, 2):
+            border = min(max(start, end - (seq_len - near)), end)
+            if start < border:
+                found[0].append((request, start, border, seq_len - (end - border)))
+            if border < end:
+                found[1].append((request, border, end, seq_len))
+        metadata.plans[key] = found
+    return found
 
 
 def _visible(
@@ -155,17 +171,13 @@ def _update(plan: decode.DecodePlan, metadata: AttentionMetadata, sliding_window
 
 def _prompt_plan(
     metadata: AttentionMetadata,
+    chunks: list[_Chunk],
     query: Tensor,
     key_cache: Tensor,
     scale: float,
     sliding_window: int | None,
-    longest: int,
-) -> prompts.PromptPlan | None:
-    """The plan of the requests with several query tokens and a context of at most `longest`, made once per step; None
-    where there are none."""
-    chunks = _chunks(metadata, 2, longest)
-    if not chunks:
-        return None
+) -> prompts.PromptPlan:
+    """The plan of these query tokens, made once per step."""
     only_unrecorded("prompts come in many lengths")
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     key = ("prompts", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window)

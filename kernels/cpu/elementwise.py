@@ -4,7 +4,7 @@
 
 torch takes three to six operators for each of them, and for a few rows an operator's call costs more than its work. A
 row is widened into float32 scratch, worked on there (it stays in the first-level cache), and rounded when it is stored
-(`rows`).
+(`rows`); gates are vectors from end to end (`exponential`).
 
 The sum of a norm is reordered into vectors by the compiler, once for all: a row's result depends on its size alone.
 Other dtypes, and activations that need an error function, are left to torch.
@@ -267,7 +267,7 @@ def _write_worker(address: int) -> None:
                 store_row(row, head_dim, a.short, a.value_cache + target)
 
 
-_SOURCES = digest_of("exponential", "intrinsics", "rows", "vectors")
+_SOURCES = digest_of("call", "exponential", "intrinsics", "rows", "vectors")
 # About what an element takes, in nanoseconds.
 _norm, _gate = RowFunction(_norm_worker, _NORM, 0.4), RowFunction(_gate_worker(_SOURCES), _GATE, 0.5)
 _rotate, _write = RowFunction(_rotate_worker, _ROTATE, 0.4), RowFunction(_write_worker, _WRITE, 0.4)

@@ -86,6 +86,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._actions: list[Callable[[], object]] = []
         self._calls: list[CompiledCall] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Otherwise the first operator that is recorded imports all of `torch._dynamo`, to keep it from compiling what
+        nobody compiles here: one to two seconds in the middle of a service's first answer."""
+        return False
+
     def add_call(self, call: CompiledCall) -> None:
         self._calls.append(call)
 

@@ -225,34 +225,38 @@ def _draw_worker(sources: str) -> Any:
                     )
                     _drop_ties(distances, farthest, num_at)
                 if min_p[row] > 0.0:
-                    farthest = min(farthest, -np.log(min_p[row]))
+                    farthest = min(farthest, max(-np.log(min_p[row]), np.float32(0.0)))
                 out[row] = _pick(distances, weights, farthest, numbers[row], sums)
 
     return worker
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy")
-def _exclude_worker(address: int) -> None:
-    a = carray(pointer(address), (1,), _EXCLUDE_TYPE)[0]
-    indices = carray(pointer(a.indices), (a.num_rows,), np.int64)
-    num_whole = min(a.num_words, a.vocab // 32)  # words all of whose tokens there are
-    while True:
-        first = fetch_add(address, a.grain)
-        if first >= a.num_rows:
-            return
-        for row in range(first, min(first + a.grain, a.num_rows)):
-            logits = carray(pointer(a.logits + indices[row] * a.stride), (a.vocab,), np.float32)
-            allowed = carray(pointer(a.allowed + row * a.num_words * 4), (a.num_words,), np.int32)
-            for word in range(num_whole):
-                bits = allowed[word]
-                for i in range(32):
-                    if not (bits >> np.int32(i)) & np.int32(1):
-                        logits[word * 32 + i] = -np.float32(np.inf)
-            for token in range(num_whole * 32, a.vocab):
-                if token // 32 >= a.num_words or not (allowed[token // 32] >> np.int32(token % 32)) & np.int32(1):
-                    logits[token] = -np.float32(np.inf)
+def _exclude_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _EXCLUDE_TYPE)[0]
+        indices = carray(pointer(a.indices), (a.num_rows,), np.int64)
+        num_whole = min(a.num_words, a.vocab // 32)  # words all of whose tokens there are
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                return
+            for row in range(first, min(first + a.grain, a.num_rows)):
+                logits = carray(pointer(a.logits + indices[row] * a.stride), (a.vocab,), np.float32)
+                allowed = carray(pointer(a.allowed + row * a.num_words * 4), (a.num_words,), np.int32)
+                for word in range(num_whole):
+                    bits = allowed[word]
+                    for i in range(32):
+                        if not (bits >> np.int32(i)) & np.int32(1):
+                            logits[word * 32 + i] = -np.float32(np.inf)
+                for token in range(num_whole * 32, a.vocab):
+                    if token // 32 >= a.num_words or not (allowed[token // 32] >> np.int32(token % 32)) & np.int32(1):
+                        logits[token] = -np.float32(np.inf)
+
+    return worker
 
 
-_SOURCES = digest_of("exponential", "intrinsics", "vectors")
-_exclude = RowFunction(_exclude_worker, _EXCLUDE, 0.3)
+_SOURCES = digest_of("call", "exponential", "intrinsics", "vectors")
+_exclude = RowFunction(_exclude_worker(_SOURCES), _EXCLUDE, 0.3)
 _draw = RowFunction(_draw_worker(_SOURCES), _DRAW, 2.0)

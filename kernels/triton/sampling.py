@@ -58,7 +58,7 @@ def _weights(distance):
 
 @triton.jit
 def _within(logits, vocab, highest, temperature, limit, BLOCK: tl.constexpr):
-    """How many tokens are no farther than `limit`, and their weight in float64."""
+    """How many tokens are no farther than `limit`, and their weight: of a tile in float32, of all in float64."""
     count = 0
     mass = tl.zeros((), tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -66,7 +66,7 @@ def _within(logits, vocab, highest, temperature, limit, BLOCK: tl.constexpr):
         distance = _distances(logits, token, vocab, highest, temperature)
         kept = (distance <= limit) & (token < vocab)
         count += tl.sum(kept.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(kept, _weights(distance), 0.0).to(tl.float64), axis=0)
+        mass += tl.sum(tl.where(kept, _weights(distance), 0.0), axis=0).to(tl.float64)
     return count, mass
 
 
@@ -150,7 +150,7 @@ def _draw_kernel(
         farthest = high.to(tl.float32, bitcast=True)
         least = tl.load(min_p + row)
         if least > 0.0:
-            nearer = 0.0 - tl.log(least)
+            nearer = tl.maximum(0.0 - tl.log(least), 0.0)
             ties = tl.where(nearer < farthest, vocab, ties)
             farthest = tl.minimum(farthest, nearer)
 
@@ -159,7 +159,7 @@ def _draw_kernel(
         for start in range(0, vocab, BLOCK):
             token = start + tl.arange(0, BLOCK)
             weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
-            total += tl.sum(weights.to(tl.float64), axis=0)
+            total += tl.sum(weights, axis=0).to(tl.float64)
             ties_left = tl.maximum(ties_left - at_border, 0)
 
         target = tl.load(numbers + row) * total
@@ -174,7 +174,7 @@ def _draw_kernel(
             sums = before + tl.cumsum(weights.to(tl.float64), axis=0)
             drawn = tl.min(tl.where((sums > target) & (weights > 0.0), token, vocab), axis=0)
             last = tl.maximum(last, tl.max(tl.where(weights > 0.0, token, 0), axis=0))
-            before += tl.sum(weights.to(tl.float64), axis=0)
+            before += tl.sum(weights, axis=0).to(tl.float64)
             ties_left = tl.maximum(ties_left - at_border, 0)
             start += BLOCK
         drawn = tl.where(drawn == vocab, last, drawn)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 RANK_THREAD = "quire-rank"
 OURS = "quire/"
-STEP = "execute_model"  # a sample without it is no part of a step
+STEP = "launch (quire/workers/worker.py"  # a sample without it is no part of a step
 
 
 @dataclass(slots=True)

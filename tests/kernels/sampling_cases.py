@@ -46,6 +46,17 @@ def cases(vocab: int, step: int = 1) -> tuple[Tensor, Draws]:
     return logits[picked[::step]], Draws(*(values[::step].contiguous() for values in (*repeated, numbers)))
 
 
+def broken(device: str = "cpu") -> Tensor:
+    """What is drawn from rows with NaN and infinities, and from others between them; columns at the sides are
+    nobody's."""
+    logits = torch.randn(8, 303, generator=torch.Generator().manual_seed(0))
+    logits[1, [41, 300]], logits[2, [41, 300]], logits[3, [41, 300]] = torch.nan, torch.inf, -torch.inf
+    logits[5], logits[6], logits[7] = torch.nan, torch.inf, -torch.inf
+    ones = torch.ones(8, device=device)
+    draws = Draws(ones, ones.int() * 40, ones * 0.5, ones * 0.01, ones.double() * 0.9)
+    return draw_tokens(logits.to(device)[:, 1:301], draws).cpu()
+
+
 def to(draws: Draws, device: str) -> Draws:
     return Draws(*(values.to(device) for values in draws))
 

@@ -123,6 +123,13 @@ def masks_are_exact(vocab: int, num_words: int, device: str) -> bool:
         return torch.equal(got, sampling_cases.excluded(vocab, num_words, device))
 
 
+def broken_rows_are_right(device: str) -> bool:
+    with forced_backend("triton"):
+        drawn = sampling_cases.broken(device)
+    with forced_backend("reference"):
+        return torch.equal(drawn, sampling_cases.broken(device))
+
+
 def checks() -> dict[str, Callable[[str], str | None]]:
     """By name; a check takes a device and says what is wrong."""
     named: dict[str, Callable[[str], str | None]] = {}
@@ -154,6 +161,7 @@ def checks() -> dict[str, Callable[[str], str | None]]:
         named[f"exclude_tokens-{vocab}-{num_words}"] = lambda device, case=(vocab, num_words): wrong(
             masks_are_exact(*case, device), "the logits differ from the reference"
         )
+    named["draw_tokens-broken"] = lambda device: wrong(broken_rows_are_right(device), "not as the reference takes them")
     for vocab in sampling_cases.VOCABS:
         named[f"draw_tokens-{vocab}"] = lambda device, vocab=vocab: draws_problem(vocab, device)
     for dtype, cache_dtype in (*((dtype, dtype) for dtype in ops.DTYPES), (torch.bfloat16, fp8.DTYPE)):

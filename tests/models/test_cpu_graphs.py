@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -157,3 +159,17 @@ def test_what_depends_on_numbers_is_refused(run: Callable[[torch.Tensor], object
     with torch.inference_mode(), pytest.raises(NotCapturableError, match="depends on numbers"):
         capture(lambda: run(torch.tensor([1, 2, 3])), Pool())
     assert recorder() is None
+
+
+def test_recording_imports_no_compiler() -> None:
+    """`torch._dynamo` and what it needs take one to two seconds, which a service's first answer would wait for."""
+    code = (
+        "import sys, torch\n"
+        "from quire.kernels.cpu.graph import Pool, capture\n"
+        "x = torch.zeros(4)\n"
+        "repeat = capture(lambda: x.add_(1), Pool())\n"
+        "repeat()\n"
+        "print(x.tolist(), 'torch._dynamo' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "[2.0, 2.0, 2.0, 2.0] False"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from quire.cluster.bench.latency import RequestTiming, summarize
-from tests.benchmarks import hot_loop, serving_path
+from tests.benchmarks import hot_loop, operations, serving_path
 
 
 def test_samples_of_steps_are_shared_out() -> None:
-    step = "thread (7): quire-rank_0;run (threading.py:1);execute_model (quire/workers/worker.py:5)"
+    step = "thread (7): quire-rank_0;run (threading.py:1);launch (quire/workers/worker.py:5)"
     profile = hot_loop.read(
         [
             f"{step};linear (quire/kernels/ops.py:3);matmul (torch/x.py:1) 6",
@@ -17,14 +17,14 @@ def test_samples_of_steps_are_shared_out() -> None:
             f"{step};sample (quire/workers/sampler/sampler.py:9) 2",
             f"{step} 1",
             "thread (7): quire-rank_0;load_model (quire/workers/worker.py:2) 50",
-            "thread (8): MainThread;execute_model (quire/workers/worker.py:5) 50",
+            "thread (8): MainThread;launch (quire/workers/worker.py:5) 50",
         ]
     )
     assert profile.num_samples == 10
     text = hot_loop.markdown(profile, 2).splitlines()
     assert text[-2] == "| `linear (quire/kernels/ops.py)` | 70.0% | 70.0% |"
     assert text[-1] == "| `sample (quire/workers/sampler/sampler.py)` | 20.0% | 20.0% |"
-    assert profile.anywhere["execute_model (quire/workers/worker.py"] == 10
+    assert profile.anywhere["launch (quire/workers/worker.py"] == 10
 
 
 def test_costs_are_shown_with_what_is_there_without_load() -> None:
@@ -35,3 +35,15 @@ def test_costs_are_shown_with_what_is_there_without_load() -> None:
     assert "| client | 0.0% | 9 |" in text
     assert "| quire-rank | 1,234 |" in text
     assert "gateway" not in serving_path.markdown(replace(cost, by_role={}))
+
+
+def test_operations_are_shown_by_what_they_take() -> None:
+    slow = operations.Step(8, 8, 0.5)
+    step = operations.Step(8, 8, 0.2, {"paged_attention": 0.05, "linear 960 x 576": 0.1}, {"paged_attention": 3})
+    assert operations.fastest([slow, step, operations.Step(1, 1, 0.01)], 8) is step
+    step.calls["linear 960 x 576"] = 30
+    assert operations.markdown(step).splitlines()[2:] == [
+        "| linear 960 x 576 | 30 | 100.0 | 50% |",
+        "| paged_attention | 3 | 50.0 | 25% |",
+        "| the rest | | 50.0 | 25% |",
+    ]
