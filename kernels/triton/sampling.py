@@ -80,6 +80,117 @@ def _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_lef
 
 
 @triton.jit
+def _highest(logits, vocab, BLOCK: tl.constexpr):
+    """The highest logit of a row but for NaN, the first token that has it, and the first NaN, or `vocab`."""
+    highest = -float("inf")
+    first = 0
+    first_nan = vocab
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        logit = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
+        first_nan = tl.minimum(first_nan, tl.min(tl.where(logit != logit, token, vocab), axis=0))
+        logit = tl.where(logit != logit, -float("inf"), logit)
+        top = tl.max(logit, axis=0)
+        first = tl.where(top > highest, tl.min(tl.where(logit == top, token, vocab), axis=0), first)
+        highest = tl.maximum(highest, top)
+    return highest, first, first_nan
+
+
+@triton.jit
+def _narrowed(
+    logits,
+    vocab,
+    highest,
+    temperature,
+    high,  # the bits of a distance
+    count,  # of the tokens within it, and their mass
+    mass,
+    wanted,  # float64: so many tokens, or so much mass
+    BY_MASS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The least distance within which there is what is wanted, its count and mass, and those of what is nearer.
+
+    Or a greater one with no token between the two. Where tokens are left between it and what is nearer, they are all at
+    this distance, unless there is just what is wanted.
+    """
+    low = tl.full((), -1, tl.int32)
+    count_below = 0
+    mass_below = tl.zeros((), tl.float64)
+    found = mass if BY_MASS else count.to(tl.float64)
+    while (found > wanted) & (count - count_below > 1) & (high - low > 1):
+        middle = low + (high - low) // 2
+        limit = middle.to(tl.float32, bitcast=True)
+        inner_count, inner_mass = _within(logits, vocab, highest, temperature, limit, BLOCK)
+        inner = inner_mass if BY_MASS else inner_count.to(tl.float64)
+        is_enough = inner >= wanted
+        high = tl.where(is_enough, middle, high)
+        low = tl.where(is_enough, low, middle)
+        found = tl.where(is_enough, inner, found)
+        count = tl.where(is_enough, inner_count, count)
+        mass = tl.where(is_enough, inner_mass, mass)
+        count_below = tl.where(is_enough, count_below, inner_count)
+        mass_below = tl.where(is_enough, mass_below, inner_mass)
+    return high, count, mass, count_below, mass_below
+
+
+@triton.jit
+def _border(logits, vocab, highest, temperature, k, p, least, BLOCK: tl.constexpr):
+    """What the filters leave of a row: the farthest distance, and how many of the tokens at it, the first ones."""
+    high = tl.full((), INFINITY, tl.int32)
+    count, mass = _within(logits, vocab, highest, temperature, float("inf"), BLOCK)
+    if (k > 0) & (k < vocab):
+        wanted = k.to(tl.float64)
+        high, count, mass, _, _ = _narrowed(
+            logits, vocab, highest, temperature, high, count, mass, wanted, False, BLOCK
+        )
+    ties = vocab
+    if p < 1.0:
+        wanted = p.to(tl.float64) * mass
+        high, count, mass, count_below, mass_below = _narrowed(
+            logits, vocab, highest, temperature, high, count, mass, wanted, True, BLOCK
+        )
+        if (mass > wanted) & (count - count_below > 1):
+            weight = _weights(high.to(tl.float32, bitcast=True)).to(tl.float64)
+            ties = tl.maximum(tl.ceil((wanted - mass_below) / weight).to(tl.int32), 1)
+    farthest = high.to(tl.float32, bitcast=True)
+    if least > 0.0:
+        nearer = tl.maximum(0.0 - tl.log(least), 0.0)
+        ties = tl.where(nearer < farthest, vocab, ties)
+        farthest = tl.minimum(farthest, nearer)
+    return farthest, ties
+
+
+@triton.jit
+def _picked(logits, vocab, highest, temperature, farthest, ties, number, BLOCK: tl.constexpr):
+    """The token at which the running sum of the kept weights passes `number` times their sum."""
+    total = tl.zeros((), tl.float64)
+    ties_left = ties
+    for start in range(0, vocab, BLOCK):
+        token = start + tl.arange(0, BLOCK)
+        weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
+        total += tl.sum(weights, axis=0).to(tl.float64)
+        ties_left = tl.maximum(ties_left - at_border, 0)
+
+    target = number * total
+    before = tl.zeros((), tl.float64)
+    ties_left = ties
+    picked = vocab
+    last = 0  # with any weight: rounding may leave the target to nobody
+    start = 0
+    while (start < vocab) & (picked == vocab):
+        token = start + tl.arange(0, BLOCK)
+        weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
+        sums = before + tl.cumsum(weights.to(tl.float64), axis=0)
+        picked = tl.min(tl.where((sums > target) & (weights > 0.0), token, vocab), axis=0)
+        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, token, 0), axis=0))
+        before += tl.sum(weights, axis=0).to(tl.float64)
+        ties_left = tl.maximum(ties_left - at_border, 0)
+        start += BLOCK
+    return tl.where(picked == vocab, last, picked)
+
+
+@triton.jit
 def _draw_kernel(
     logits,  # [n, vocab]
     temperatures,  # [n], and so are all below
@@ -94,90 +205,14 @@ def _draw_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
-    highest = -float("inf")
-    first = 0  # the first of the highest
-    first_nan = vocab
-    for start in range(0, vocab, BLOCK):
-        token = start + tl.arange(0, BLOCK)
-        logit = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
-        first_nan = tl.minimum(first_nan, tl.min(tl.where(logit != logit, token, vocab), axis=0))
-        logit = tl.where(logit != logit, -float("inf"), logit)
-        top = tl.max(logit, axis=0)
-        first = tl.where(top > highest, tl.min(tl.where(logit == top, token, vocab), axis=0), first)
-        highest = tl.maximum(highest, top)
-
-    temperature = tl.load(temperatures + row)
+    highest, first, first_nan = _highest(logits, vocab, BLOCK)
     drawn = tl.where(first_nan < vocab, first_nan, first)
+    temperature = tl.load(temperatures + row)
     if (temperature > 0.0) & (first_nan == vocab) & (tl.abs(highest) < float("inf")):
-        # Within `high` are `count` tokens of the mass `mass`; nothing farther is kept.
-        high = tl.full((), INFINITY, tl.int32)
-        count, mass = _within(logits, vocab, highest, temperature, float("inf"), BLOCK)
-
-        k = tl.load(top_k + row)
-        if (k > 0) & (k < vocab):
-            low = tl.full((), -1, tl.int32)
-            while (count > k) & (high - low > 1):
-                middle = low + (high - low) // 2
-                limit = middle.to(tl.float32, bitcast=True)
-                inner_count, inner_mass = _within(logits, vocab, highest, temperature, limit, BLOCK)
-                is_enough = inner_count >= k
-                high = tl.where(is_enough, middle, high)
-                low = tl.where(is_enough, low, middle)
-                count = tl.where(is_enough, inner_count, count)
-                mass = tl.where(is_enough, inner_mass, mass)
-
-        ties = vocab  # how many at the border are kept
-        p = tl.load(top_p + row)
-        if p < 1.0:
-            wanted = p.to(tl.float64) * mass
-            low = tl.full((), -1, tl.int32)
-            count_below = 0
-            mass_below = tl.zeros((), tl.float64)
-            while (count - count_below > 1) & (high - low > 1):
-                middle = low + (high - low) // 2
-                limit = middle.to(tl.float32, bitcast=True)
-                inner_count, inner_mass = _within(logits, vocab, highest, temperature, limit, BLOCK)
-                is_enough = inner_mass >= wanted
-                high = tl.where(is_enough, middle, high)
-                low = tl.where(is_enough, low, middle)
-                count = tl.where(is_enough, inner_count, count)
-                count_below = tl.where(is_enough, count_below, inner_count)
-                mass_below = tl.where(is_enough, mass_below, inner_mass)
-            if count - count_below > 1:  # all of these are at one distance
-                border = _weights(high.to(tl.float32, bitcast=True)).to(tl.float64)
-                ties = tl.maximum(tl.ceil((wanted - mass_below) / border).to(tl.int32), 1)
-
-        farthest = high.to(tl.float32, bitcast=True)
-        least = tl.load(min_p + row)
-        if least > 0.0:
-            nearer = tl.maximum(0.0 - tl.log(least), 0.0)
-            ties = tl.where(nearer < farthest, vocab, ties)
-            farthest = tl.minimum(farthest, nearer)
-
-        total = tl.zeros((), tl.float64)
-        ties_left = ties
-        for start in range(0, vocab, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
-            total += tl.sum(weights, axis=0).to(tl.float64)
-            ties_left = tl.maximum(ties_left - at_border, 0)
-
-        target = tl.load(numbers + row) * total
-        before = tl.zeros((), tl.float64)
-        ties_left = ties
-        drawn = vocab
-        last = 0  # with any weight: rounding may leave the target to nobody
-        start = 0
-        while (start < vocab) & (drawn == vocab):
-            token = start + tl.arange(0, BLOCK)
-            weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
-            sums = before + tl.cumsum(weights.to(tl.float64), axis=0)
-            drawn = tl.min(tl.where((sums > target) & (weights > 0.0), token, vocab), axis=0)
-            last = tl.maximum(last, tl.max(tl.where(weights > 0.0, token, 0), axis=0))
-            before += tl.sum(weights, axis=0).to(tl.float64)
-            ties_left = tl.maximum(ties_left - at_border, 0)
-            start += BLOCK
-        drawn = tl.where(drawn == vocab, last, drawn)
+        k, p, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+        farthest, ties = _border(logits, vocab, highest, temperature, k, p, least, BLOCK)
+        number = tl.load(numbers + row)
+        drawn = _picked(logits, vocab, highest, temperature, farthest, ties, number, BLOCK)
     tl.store(out + row, drawn.to(tl.int64))
 
 
