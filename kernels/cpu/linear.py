@@ -4,15 +4,17 @@ A step that decodes M requests multiplies M rows with each weight matrix. That i
 arithmetic, until M is some tens; the library's GEMM, made for large M, then reaches a fraction of the bandwidth. Two
 kernels take its place:
 
-    few_rows    in vectors: any CPU
-    many_rows   in matrix tiles, where the CPU has them: more than a few rows of bfloat16 or int8, and prompts
+    few_rows    a sum in all lanes of a vector
+    many_rows   a sum in one lane, which is one row's; or, of bfloat16 and int8, in matrix tiles, where the CPU has them
 
 Weights come in three precisions:
 
     float32     multiplied and added in float32
     bfloat16    x as well; products and sums in float32
-    int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers;
-                in float32, where the CPU has no such instruction
+    int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
+
+A CPU that has no instruction for bfloat16 or int8 multiplies them as float32, which many rows make worth a copy: its
+library takes three to six times as long for a prompt in bfloat16.
 """
 
 from __future__ import annotations
@@ -23,15 +25,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import digit_gemm, few_rows, many_rows, matrix_tiles
-from .tiles import FORMATS, TILE_ROWS, best_format
+from . import digit_gemm, few_rows, many_rows
+from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features
 
-MAX_ROWS = 128  # of float32: with more, the library's GEMM is as fast
-MAX_ROWS_SHORT = 48  # of other weights
+MAX_ROWS_BFLOAT16 = 48  # of `few_rows`, where there is an instruction
+MAX_ROWS_WIDENED = 16  # likewise, of bfloat16 and int8, where there is none
 MAX_ROWS_INT8 = 32  # of int8 in digits
 FEW_ROWS = 4  # what is read as fast without matrix tiles, where the CPU has them
+# The most rows of float32 for `few_rows` and for `many_rows`, by whether there are 32 registers of 16 lanes. With more,
+# the library's GEMM is as fast.
+FLOAT_ROWS = {True: (24, 256), False: (8, 64)}
 _COMPILED = (torch.float32, torch.bfloat16)
-_DEQUANTIZED_ROWS = 4096  # of an int8 weight at once, where there are many rows of x
+_WIDENED_ROWS = 4096  # of a weight at once
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -39,27 +44,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype not in _COMPILED or x.dtype != weight.dtype or len(x) == 0 or not _alike(x, bias):
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
-        if _fits(x, weight, "float32", MAX_ROWS):
+        few, many = FLOAT_ROWS["avx512f" in cpu_features()]
+        if _fits(x, weight, "float32", few):
             return few_rows.linear("float32", x, weight, None, bias)
-    elif len(x) > FEW_ROWS and _in_matrix_tiles(weight):
+        if len(x) <= many and many_rows.fits(weight):
+            return many_rows.linear(x, weight, None, bias)
+    elif len(x) > FEW_ROWS and many_rows.fits(weight):
         return many_rows.linear(x, weight, None, bias)
-    elif _fits(x, weight, _bfloat16(), MAX_ROWS_SHORT):
+    elif _fits(x, weight, _bfloat16(), MAX_ROWS_BFLOAT16 if _has_bfloat16() else MAX_ROWS_WIDENED):
         return few_rows.linear(_bfloat16(), x, weight, None, bias)
+    elif not _has_bfloat16():
+        return _widened(x.float(), weight, None, _float(bias)).to(x.dtype)
     return F.linear(x, weight, bias)
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_int8`."""
     in_digits = _int8() == "int8 dot" and x.dtype in _COMPILED and len(x) > 0 and _alike(x, bias)
-    if in_digits and len(x) > FEW_ROWS and _in_matrix_tiles(weight):
+    if in_digits and len(x) > FEW_ROWS and many_rows.fits(weight):
         return many_rows.linear(x, weight, scales, bias)
     if in_digits and _fits(x, weight, "int8 dot", MAX_ROWS_INT8):
         return few_rows.linear("int8 dot", x, weight, scales, bias)
-    if x.dtype == torch.float32 and _alike(x, bias) and _fits(x, weight, "int8", MAX_ROWS_SHORT):
+    if x.dtype == torch.float32 and _alike(x, bias) and _fits(x, weight, "int8", MAX_ROWS_WIDENED):
         return few_rows.linear("int8", x, weight, scales, bias)
     if in_digits and x.shape[1] % digit_gemm.STEP == 0:
         return digit_gemm.linear(x.contiguous(), weight, scales, bias)
-    return _widened(x.float(), weight, scales, None if bias is None else bias.float()).to(x.dtype)
+    return _widened(x.float(), weight, scales, _float(bias)).to(x.dtype)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,17 +77,26 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
     return _widened(x, weight, scales, bias)
 
 
-def _widened(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     out = x.new_empty(x.shape[0], weight.shape[0])
-    for start in range(0, weight.shape[0], _DEQUANTIZED_ROWS):
-        rows = slice(start, start + _DEQUANTIZED_ROWS)
-        out[:, rows] = F.linear(x, weight[rows].to(x.dtype).mul_(scales[rows, None].to(x.dtype)))
+    for start in range(0, weight.shape[0], _WIDENED_ROWS):
+        rows = slice(start, start + _WIDENED_ROWS)
+        wide = weight[rows].to(x.dtype)
+        out[:, rows] = F.linear(x, wide if scales is None else wide.mul_(scales[rows, None].to(x.dtype)))
     return out if bias is None else out.add_(bias)
+
+
+def _float(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.float()
 
 
 @cache
 def _bfloat16() -> str:
     return best_format("bfloat16 dot", "bfloat16")
+
+
+def _has_bfloat16() -> bool:
+    return _bfloat16() == "bfloat16 dot"
 
 
 @cache
@@ -87,10 +106,6 @@ def _int8() -> str:
 
 def _alike(x: Tensor, bias: Tensor | None) -> bool:
     return bias is None or bias.dtype == x.dtype
-
-
-def _in_matrix_tiles(weight: Tensor) -> bool:
-    return matrix_tiles.are_available() and many_rows.fits(weight)
 
 
 def _fits(x: Tensor, weight: Tensor, name: str, max_rows: int) -> bool:

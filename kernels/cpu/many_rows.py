@@ -1,17 +1,18 @@
 # mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call, var-annotated"
 # (compiled functions and their views into memory are not Python to a type checker)
-"""The product of many rows with a weight matrix in the CPU's own matrix tiles, compiled with Numba.
+"""The product of many rows with a weight matrix in tiles of 16 rows each, compiled with Numba.
 
-Libraries multiply such tiles too, but want a turned copy of the weight beside the weight. Here x is turned, once per
-call, and the weight is read as it is: at the speed of memory, until there are some hundreds of rows.
+Libraries multiply tiles too, but want a turned copy of the weight beside the weight. Here x is turned, once per call,
+and the weight is read as it is: at the speed of memory, until there are some tens of rows (float32) or hundreds.
 
     x  --turn-->  B, B, ...  --multiply with 32 rows of the weight-->  sums  --finish-->  results
 
-    bfloat16    products and sums in float32
-    int8        x in two digits per number (`digits`), each a B of its own; sums in whole numbers
+    float32     in vectors
+    bfloat16    in the CPU's own matrix tiles; products and sums in float32
+    int8        likewise; x in two digits per number (`digits`), each a B of its own; sums in whole numbers
 
 A sum takes its products in the order of `in_features`: a row's result does not depend on the rows beside it.
-(`few_rows` takes those of bfloat16 in another order; whole numbers have none.)
+(`few_rows` takes them in another order, of which whole numbers have none.)
 """
 
 from __future__ import annotations
@@ -28,27 +29,21 @@ from torch import Tensor
 from .call import Arguments, RowFunction
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import fetch_add, pointer, take_item
-from .matrix_tiles import (
-    FETCHED_AT_ONCE,
-    STEP_BYTES,
-    TILE,
-    TILE_BYTES,
-    configuration,
-    configure,
-    finish,
-    multiply,
-    release,
-    turn_tile,
-)
+from .matrix_tiles import are_available, configuration
 from .recording import CompiledCall
 from .rows import load_row
 from .sources import digest_of
 from .threads import run_call
+from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES
+from .turned_tiles import IN_VECTORS, begin, end, finish, multiply, turn_tile
 
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
 CHUNK_BYTES = 1 << 20  # of x: what stays in a core's second-level cache while the weight goes by
 
-_SOURCES = ("call", "digits", "intrinsics", "matrix_tiles", "rows", "vectors")
+_SOURCES = (
+    *("call", "digits", "intrinsics", "rows", "vectors"),
+    *("matrix_tiles", "tile_product", "turned_tiles", "vector_tiles"),
+)
 _CONFIGURATION = configuration()
 
 _TURN = Arguments("x", "x_bytes", "in_features", "turned", "scales", "num_x")
@@ -75,16 +70,16 @@ _TURN_TYPE = _TURN.dtype
 
 
 def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
-    """(x @ weight.T) * scales + bias, in the dtype of x, where `matrix_tiles.are_available`.
+    """(x @ weight.T) * scales + bias, in the dtype of x, where the weight `fits`.
 
-    x [num_rows, in_features] and weight [out_features, in_features]: both bfloat16 and no scales, or x float32 or
-    bfloat16 and the weight int8. See `fits`.
+    x [num_rows, in_features] and weight [out_features, in_features]: both float32 or both bfloat16 and no scales, or x
+    float32 or bfloat16 and the weight int8.
     """
     x = x.contiguous()
     (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
     out = x.new_empty(num_rows, out_features)
     is_int8 = weight.dtype == torch.int8
-    kernel, num_digits = _kernel(is_int8), NUM_DIGITS if is_int8 else 1
+    kernel, num_digits = _kernel(weight.dtype), NUM_DIGITS if is_int8 else 1
     num_groups, row_bytes = -(-num_rows // TILE), in_features * weight.itemsize
     turned = torch.empty(num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
@@ -113,7 +108,9 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
 
 
 def fits(weight: Tensor) -> bool:
-    """Whether a weight can be multiplied so: whole tiles, in whole rows."""
+    """Whether a weight can be multiplied so: whole tiles, in whole rows, by what this CPU has."""
+    if weight.dtype != torch.float32 and not are_available():
+        return False
     out_features, in_features = weight.shape
     whole = out_features % TILE == 0 and in_features * weight.itemsize % STEP_BYTES == 0
     return whole and weight.is_contiguous()
@@ -124,18 +121,19 @@ class _Kernel(NamedTuple):
     multiply: Any  # ctypes function pointer
 
 
+_INSTRUCTIONS = {torch.float32: IN_VECTORS, torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}
+
+
 @cache
-def _kernel(is_int8: bool) -> _Kernel:
-    """Compiled when it is first asked for: other CPUs have no such instructions. It is kept on disk."""
-    sources = digest_of(*_SOURCES)
-    if is_int8:
-        turn, multiply = _turn_digits_worker(sources), _multiply_worker("tdpbssd", NUM_DIGITS, sources)
-    else:
-        turn, multiply = _turn_worker(sources), _multiply_worker("tdpbf16ps", 1, sources)
+def _kernel(dtype: torch.dtype) -> _Kernel:
+    """For weights of a type. Compiled when it is first asked for, as not every CPU can; kept on disk."""
+    sources, is_int8 = digest_of(*_SOURCES), dtype == torch.int8
+    turn = _turn_digits_worker(sources) if is_int8 else _turn_worker(sources)
+    multiply = _multiply_worker(_INSTRUCTIONS[dtype], NUM_DIGITS if is_int8 else 1, sources)
     return _Kernel(RowFunction(turn, _TURN, _TURN_NS[is_int8]), multiply.ctypes)
 
 
-_TURN_NS = {False: 0.1, True: 0.5}  # about what an element takes
+_TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes
 
 
 def _turn_worker(sources: str) -> Any:
@@ -209,7 +207,7 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         item, turn = 0, 0
-        configure(a[_CONFIG])
+        begin(instruction, a[_CONFIG])
         while True:
             item, turn = take_item(counters + 8, thread, turn, num_threads, num_blocks * num_chunks)
             if item < 0:
@@ -222,13 +220,13 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
                 if num_a == 2 and num_b == 2:
-                    multiply(instruction, 2, 2, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 2, 2, w, x, row_bytes, fetch, lines, sums)
                 elif num_a == 2:
-                    multiply(instruction, 2, 1, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 2, 1, w, x, row_bytes, fetch, lines, sums)
                 elif num_b == 2:
-                    multiply(instruction, 1, 2, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 1, 2, w, x, row_bytes, fetch, lines, sums)
                 else:
-                    multiply(instruction, 1, 1, w, row_bytes, x, b_bytes, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 1, 1, w, x, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= w + 2 * BLOCK * row_bytes:
                     lines = 0
@@ -249,7 +247,7 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
                             a[_OUT] + (row * out_features + column) * size,
                             out_features * size,
                         )
-        release()
+        end(instruction)
         memory[0] = bias[0] = 0  # they live until here: Numba does not see who has their addresses
 
     return worker

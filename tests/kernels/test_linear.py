@@ -14,8 +14,8 @@ import torch
 from quire.kernels import fp8, ops
 from quire.kernels.cpu import few_rows, many_rows, matrix_tiles
 from quire.kernels.cpu.digits import X_MAX
-from quire.kernels.cpu.linear import FEW_ROWS, MAX_ROWS
-from quire.kernels.cpu.tiles import FORMATS, best_format
+from quire.kernels.cpu.linear import FEW_ROWS, FLOAT_ROWS
+from quire.kernels.cpu.tiles import FORMATS, best_format, cpu_features
 from quire.kernels.dispatch import forced_backend
 
 SHAPES = [(4, 16), (48, 64), (52, 576), (960, 576), (576, 1536)]  # (out_features, in_features)
@@ -112,19 +112,21 @@ def test_every_format_of_this_cpu(name: str) -> None:
 needs_matrix_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
 
 
-@needs_matrix_tiles
 @pytest.mark.parametrize("shape", [(16, 64), (32, 576), (48, 576), (80, 1536)])
-@pytest.mark.parametrize("kind", ["bfloat16", "int8", "int8 of bfloat16"])
-def test_matrix_tiles(kind: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "kind",
+    ["float32", *(pytest.param(kind, marks=needs_matrix_tiles) for kind in ("bfloat16", "int8", "int8 of bfloat16"))],
+)
+def test_tiles_of_many_rows(kind: str, shape: tuple[int, int]) -> None:
     """Two chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
     num_rows = many_rows.CHUNK_BYTES // (2 * shape[1]) + 21
     x, weight, bias = _inputs(num_rows, *shape)
     scales = None
-    if kind != "int8":
+    if kind.endswith("bfloat16"):
         x, bias = x.bfloat16(), bias.bfloat16()
     if kind == "bfloat16":
         weight = weight.bfloat16()
-    else:
+    elif kind != "float32":
         weight, scales = _int8_inputs(shape)
     whole = many_rows.linear(x, weight, scales, bias)
     exact = x.double() @ weight.double().T * (1 if scales is None else scales.double()) + bias.double()
@@ -176,12 +178,14 @@ def test_fp8_agrees_with_the_reference(num_rows: int) -> None:
 
 
 def test_rows_do_not_depend_on_their_batch() -> None:
-    """Bit for bit, for every number of rows that decode steps have."""
-    x, weight, _ = _inputs(MAX_ROWS, 960, 576)
-    whole = ops.linear(x, weight)
-    for num_rows in range(1, MAX_ROWS):
-        assert torch.equal(ops.linear(x[:num_rows], weight), whole[:num_rows])
-        assert torch.equal(ops.linear(x[num_rows:], weight), whole[num_rows:])
+    """Bit for bit, for every number of rows that one kernel is asked for."""
+    few, many = FLOAT_ROWS["avx512f" in cpu_features()]
+    x, weight, _ = _inputs(many, 960, 576)
+    for least, most in ((1, few), (few + 1, many)):
+        whole = ops.linear(x[:most], weight)
+        for num_rows in range(least, most):
+            assert torch.equal(ops.linear(x[:num_rows], weight), whole[:num_rows])
+            assert torch.equal(ops.linear(x[most - num_rows : most], weight), whole[most - num_rows :])
 
 
 @pytest.mark.parametrize("shape", [(50, 576), (48, 40)])
@@ -216,11 +220,12 @@ from quire.kernels.cpu.tiles import best_format
 assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and best_format("int8 dot", "int8") == "int8"
 assert not matrix_tiles.are_available()
 torch.manual_seed(0)
-for num_rows in (3, 20):
+for num_rows in (3, 20, 70):
     x, weight = torch.randn(num_rows, 64), torch.randn(48, 64)
     torch.testing.assert_close(ops.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
-    half = ops.linear(x.bfloat16(), weight.bfloat16()).float()
-    torch.testing.assert_close(half, x @ weight.T, rtol=2e-2, atol=0.5)
+    half, half_weight, half_bias = x.bfloat16(), weight.bfloat16(), torch.randn(48).bfloat16()
+    expected = half.float() @ half_weight.float().T + half_bias.float()
+    torch.testing.assert_close(ops.linear(half, half_weight, half_bias).float(), expected, rtol=2**-8, atol=1e-2)
     numbers, scales = torch.randint(-127, 128, (48, 64), dtype=torch.int8), torch.rand(48)
     got = ops.linear_int8(x, numbers, scales)
     torch.testing.assert_close(got, x @ numbers.float().T * scales, rtol=1e-3, atol=1e-2)

@@ -1,0 +1,21 @@
+"""What every product of tiles is given (see `turned_tiles`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+TILE = 16  # rows of a tile
+STEP_BYTES = 64  # of a row of either operand, which one step of a product takes; a line of the cache, too
+TILE_BYTES = TILE * STEP_BYTES
+FETCHED_AT_ONCE = 4  # lines
+
+
+class Operands(NamedTuple):
+    """Of 16 or 32 weight rows, which lie behind each other, times one or two B, likewise. LLVM values, int64."""
+
+    a: Any  # address of the first weight row
+    b: Any  # address of the first B: for each step, the words that it takes of 16 rows of x, [word, row of x]
+    row_bytes: Any  # of the weight; of B, TILE times as many
+    fetch: Any  # address of what is fetched into the caches on the way
+    fetch_lines: Any  # of STEP_BYTES, in each step: a multiple of FETCHED_AT_ONCE, or 0
+    sums: Any  # address of the results, float32 or int32

@@ -1,0 +1,92 @@
+"""The product of float32 tiles in vectors whose lanes are rows of x, on any CPU.
+
+A number of the weight is broadcast and multiplied with the vectors of x that wait for it. A sum is a lane: nothing is
+added across lanes, which is what `tiles` spends a fifth of its time on where there are many rows. It takes its products
+one by one, but no more than IN_A_ROW before it is added to a total, so that rounding errors stay small.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+
+from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
+from .tiles import cpu_features
+from .vectors import FLOAT, FLOATS, INT64, LANES, broadcast, call, load, loop_over, prefetch, splat, store
+
+IN_A_ROW = 128
+_WORDS = STEP_BYTES // 4  # of a step
+
+
+def multiply(b: ir.IRBuilder, num_a: int, num_b: int, operands: Operands) -> None:
+    """Generate it: in parts, of as many weight rows and B as there are registers for their sums.
+
+    What is to be fetched is divided among the parts.
+    """
+    rows, width = (8, num_b) if "avx512f" in cpu_features() else (4, 1)  # else 16 registers of 8 lanes, or 32 of 4
+    parts_of_b = num_a * TILE // rows
+    lines = b.sdiv(operands.fetch_lines, INT64(parts_of_b * num_b // width))
+    lines = b.select(b.icmp_signed(">", lines, INT64(0)), lines, INT64(1))
+    for first_b in range(0, num_b, width):
+
+        def part(row: Any, _state: list[Any], first_b: int = first_b) -> list[Any]:
+            before = b.mul(b.add(b.sdiv(row, INT64(rows)), INT64(first_b // width * parts_of_b)), lines)
+            left = b.sub(operands.fetch_lines, before)
+            of_part = operands._replace(
+                a=b.add(operands.a, b.mul(operands.row_bytes, row)),
+                b=b.add(operands.b, b.mul(operands.row_bytes, INT64(TILE * first_b))),
+                fetch=b.add(operands.fetch, b.mul(operands.row_bytes, before)),
+                fetch_lines=b.select(b.icmp_signed("<", left, lines), left, lines),
+            )
+            tile, row_of_tile = b.sdiv(row, INT64(TILE)), b.srem(row, INT64(TILE))
+            first = b.add(b.mul(tile, INT64(num_b)), INT64(first_b))
+            place = b.add(b.mul(first, INT64(TILE_BYTES)), b.mul(row_of_tile, INT64(STEP_BYTES)))
+            _multiply_part(b, rows, width, of_part._replace(sums=b.add(operands.sums, place)))
+            return []
+
+        loop_over(b, INT64(num_a * TILE), rows, [], part)
+
+
+def _multiply_part(b: ir.IRBuilder, num_rows: int, num_b: int, operands: Operands) -> None:
+    """Sums of a weight row lie STEP_BYTES behind those of the row before it, those of a B TILE_BYTES."""
+    zeros = splat(FLOATS, 0.0)
+    fetch_bytes = b.mul(operands.fetch_lines, INT64(STEP_BYTES))
+    places = [
+        b.add(operands.sums, INT64(STEP_BYTES * i + TILE_BYTES * j)) for i in range(num_rows) for j in range(num_b)
+    ]
+    for place in places:
+        store(b, zeros, place)
+
+    def products(first_k: Any, _state: list[Any]) -> list[Any]:
+        start = b.add(operands.a, first_k)
+        rows = [b.add(start, b.mul(operands.row_bytes, INT64(i))) for i in range(num_rows)]
+        column = b.add(operands.b, b.mul(first_k, INT64(TILE)))
+        turned = [b.add(column, b.mul(operands.row_bytes, INT64(TILE * j))) for j in range(num_b)]
+        first_line = b.add(operands.fetch, b.mul(first_k, operands.fetch_lines))
+
+        def step(k: Any, sums: list[Any]) -> list[Any]:
+            lines = b.add(first_line, b.mul(k, operands.fetch_lines))
+
+            def fetch_line(offset: Any, _state: list[Any]) -> list[Any]:
+                prefetch(b, b.add(lines, offset))
+                return []
+
+            with b.if_then(b.icmp_signed(">", fetch_bytes, INT64(0))):
+                loop_over(b, fetch_bytes, STEP_BYTES, [], fetch_line)
+            for word in range(_WORDS):
+                place = b.add(b.mul(k, INT64(TILE)), INT64(STEP_BYTES * word))
+                vectors = [load(b, b.add(start, place), FLOATS) for start in turned]
+                totals, sums = iter(sums), []
+                for row in rows:
+                    weight = broadcast(b, load(b, b.add(b.add(row, k), INT64(4 * word)), FLOAT), LANES)
+                    sums += [call(b, "llvm.fma.v16f32", FLOATS, [weight, x, next(totals)]) for x in vectors]
+            return sums
+
+        left, most = b.sub(operands.row_bytes, first_k), INT64(4 * IN_A_ROW)
+        size = b.select(b.icmp_signed("<", left, most), left, most)
+        for total, place in zip(loop_over(b, size, STEP_BYTES, [zeros] * len(places), step), places, strict=True):
+            store(b, b.fadd(load(b, place, FLOATS), total), place)
+        return []
+
+    loop_over(b, operands.row_bytes, 4 * IN_A_ROW, [], products)
