@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from .malloc import keep_freed_memory
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
 from .model_runner import ModelRunner, StepLimits
 from .models.model import Model
+from .page_filler import PageFiller
 from .parallel import ParallelContext
 from .quantization import blueprint_for
 
@@ -55,6 +56,7 @@ class Worker:
         self._kv_scales: list[KVScales] = []
         self._model: Model | None = None
         self._runner: ModelRunner | None = None
+        self._filler: PageFiller | None = None
 
     def load_model(self) -> None:
         """Build and fill this rank's share of the model. Raises `ConfigError` when it cannot work or does not fit."""
@@ -111,13 +113,18 @@ class Worker:
             self._capture_graphs()
 
     def _make_runner(self, config: KVCacheConfig) -> None:
+        if self._filler is not None:
+            self._filler.stop()
         self._runner = None  # frees the old cache first
+        caches = allocate_kv_cache(
+            config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
+        )
+        if self.device.type == "cpu":
+            self._filler = PageFiller([half for cache in caches for half in (cache.key, cache.value)])
         limits = self._config.scheduler
         self._runner = ModelRunner(
             self.model,
-            allocate_kv_cache(
-                config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
-            ),
+            caches,
             config,
             StepLimits(
                 limits.max_num_seqs,
@@ -136,7 +143,8 @@ class Worker:
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step without waiting for it; with several ranks, all must be given the same steps in the same
         order."""
-        return self.runner.launch(step)
+        with self._filler or nullcontext():
+            return self.runner.launch(step)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step and wait for its result."""
