@@ -39,6 +39,7 @@ from .turned_tiles import IN_VECTORS, begin, end, finish, multiply, turn_tile
 
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
 CHUNK_BYTES = 1 << 20  # of x: what stays in a core's second-level cache while the weight goes by
+MANY_PAIRS = 8  # of B, which would push the block of weights out of the first cache
 
 _SOURCES = (
     *("call", "digits", "intrinsics", "rows", "vectors"),
@@ -202,6 +203,7 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
         num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
         num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
+        b_once = chunk_pairs >= MANY_PAIRS
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         fetched = (-(-BLOCK // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
@@ -220,13 +222,13 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
                 if num_a == 2 and num_b == 2:
-                    multiply(instruction, 2, 2, w, x, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 2, 2, w, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_a == 2:
-                    multiply(instruction, 2, 1, w, x, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 2, 1, w, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_b == 2:
-                    multiply(instruction, 1, 2, w, x, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 1, 2, w, x, b_once, row_bytes, fetch, lines, sums)
                 else:
-                    multiply(instruction, 1, 1, w, x, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 1, 1, w, x, b_once, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= w + 2 * BLOCK * row_bytes:
                     lines = 0

@@ -54,7 +54,7 @@ def release(b: ir.IRBuilder) -> None:
 
 def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands: Operands) -> None:
     """Generate it, with `tdpbf16ps` (sums in float32) or `tdpbssd` (int32)."""
-    a, b_start, row_bytes, fetch, fetch_lines, sums = operands
+    a, b_start, once, row_bytes, fetch, fetch_lines, sums = operands
     for tile in range(num_a * num_b):
         _call_tiles(b, "tilezero", INT8(tile))
     a_tiles, b_tiles = range(4, 4 + num_a), range(6, 6 + num_b)
@@ -74,7 +74,11 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
             _load_tile(b, tile, b.add(b.add(a, b.mul(row_bytes, INT64(TILE * i))), k), row_bytes)
         for j, tile in enumerate(b_tiles):
             start = b.add(b_start, b.mul(b.add(b.mul(row_bytes, INT64(j)), k), INT64(TILE)))
-            _load_tile(b, tile, start, INT64(STEP_BYTES))
+            with b.if_else(b.icmp_signed("!=", once, INT64(0))) as (streamed, kept):
+                with streamed:
+                    _load_tile(b, tile, start, INT64(STEP_BYTES), "tileloaddt164")
+                with kept:
+                    _load_tile(b, tile, start, INT64(STEP_BYTES))
         for i, a_tile in enumerate(a_tiles):
             for j, b_tile in enumerate(b_tiles):
                 _call_tiles(b, instruction, INT8(i * num_b + j), INT8(a_tile), INT8(b_tile))
@@ -90,5 +94,5 @@ def _call_tiles(b: ir.IRBuilder, name: str, *arguments: Any) -> None:
     call(b, f"llvm.x86.{name}", ir.VoidType(), arguments)
 
 
-def _load_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any) -> None:
-    _call_tiles(b, "tileloadd64", INT8(tile), b.inttoptr(start, INT8.as_pointer()), row_bytes)
+def _load_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, instruction: str = "tileloadd64") -> None:
+    _call_tiles(b, instruction, INT8(tile), b.inttoptr(start, INT8.as_pointer()), row_bytes)

@@ -15,6 +15,7 @@ class Operands(NamedTuple):
 
     a: Any  # address of the first weight row
     b: Any  # address of the first B: for each step, the words that it takes of 16 rows of x, [word, row of x]
+    b_once: Any  # not 0: do not keep B in the first cache, for A has a better use for it
     row_bytes: Any  # of the weight; of B, TILE times as many
     fetch: Any  # address of what is fetched into the caches on the way
     fetch_lines: Any  # of STEP_BYTES, in each step: a multiple of FETCHED_AT_ONCE, or 0

@@ -26,12 +26,12 @@ from numba.extending import intrinsic
 
 from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
 from .vectors import (
+    BFLOATS,
     FLOATS,
     INT8S,
     INT16,
     INT64,
     INTS,
-    LANES,
     broadcast,
     call,
     from_bfloat16,
@@ -46,22 +46,6 @@ from .vectors import (
 )
 
 TILE_ROWS = 4  # the most weight rows of a tile; they must divide `out_features`
-
-
-class _BFloat(ir.Type):
-    """llvmlite has no such type; LLVM's name for it is enough to cast to it."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_BFLOATS = ir.VectorType(_BFloat(), LANES * 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +84,7 @@ def _fma_bfloat16(b: ir.IRBuilder, x: Any, weights: tuple[Any, Any], sums: Any) 
 
 
 def _dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
-    operands = [b.bitcast(x, _BFLOATS), b.bitcast(weights, _BFLOATS)]
+    operands = [b.bitcast(x, BFLOATS), b.bitcast(weights, BFLOATS)]
     return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *operands])
 
 

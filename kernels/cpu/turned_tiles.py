@@ -19,7 +19,8 @@ from numba.extending import intrinsic
 from . import matrix_tiles, vector_tiles
 from .digits import join_digits
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
-from .vectors import FLOAT, FLOATS, INT64, INTS, LANES, broadcast, load, store, take, to_bfloat16
+from .tiles import cpu_features
+from .vectors import FLOAT, FLOATS, INT64, INTS, LANES, broadcast, load, store, take, to_bfloat16_pairs
 
 IN_VECTORS = "fma"
 
@@ -56,6 +57,7 @@ def multiply(
     num_b: Any,
     a: Any,
     b_start: Any,
+    b_once: Any,
     row_bytes: Any,
     fetch: Any,
     fetch_lines: Any,
@@ -75,7 +77,7 @@ def multiply(
             matrix_tiles.multiply(b, name, m, n, operands)
         return context.get_dummy_value()
 
-    return types.void(instruction, num_a, num_b, *[types.int64] * 6), generate
+    return types.void(instruction, num_a, num_b, *[types.int64] * 7), generate
 
 
 @intrinsic
@@ -120,31 +122,42 @@ def finish(
         places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
         if is_int8:
             lows = [load(b, b.add(place, INT64(TILE_BYTES)), INTS) for place in places]
-            rows = [join_digits(b, load(b, place, INTS), low) for place, low in zip(places, lows, strict=True)]
+            columns = [join_digits(b, load(b, place, INTS), low) for place, low in zip(places, lows, strict=True)]
+            x_scale = load(b, x_scales, FLOATS)
+            columns = [b.fmul(b.fmul(column, x_scale), _number(b, scales, i)) for i, column in enumerate(columns)]
         else:
-            rows = [load(b, place, FLOATS) for place in places]
-        added = load(b, bias, FLOATS)
-        is_short = b.icmp_signed("!=", short, INT64(0))
-        for i, row in enumerate(_turned(b, rows)):
-            with b.if_then(b.icmp_signed("<", INT64(i), num_rows)):
-                if is_int8:
-                    x_scale = load(b, b.add(x_scales, INT64(4 * i)), FLOAT)
-                    row = b.fmul(b.fmul(row, broadcast(b, x_scale, LANES)), load(b, scales, FLOATS))
-                total, place = b.fadd(row, added), b.add(out, b.mul(out_row, INT64(i)))
-                with b.if_else(is_short) as (half, full):
-                    with half:
-                        store(b, to_bfloat16(b, total), place)
-                    with full:
-                        store(b, total, place)
+            columns = [load(b, place, FLOATS) for place in places]
+        columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
+        with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
+            with half:
+                is_there = "avx512bf16" in cpu_features()
+                pairs = zip(columns[::2], columns[1::2], strict=True)
+                words = _turned(b, [to_bfloat16_pairs(b, *pair, is_there) for pair in pairs])
+                rows = [take(b, vector, range(i, i + LANES // 2)) for vector in words for i in (0, LANES // 2)]
+                _store_rows(b, rows, num_rows, out, out_row)
+            with full:
+                _store_rows(b, _turned(b, columns), num_rows, out, out_row)
         return context.get_dummy_value()
 
     return types.void(num_digits, *[types.int64] * 8), generate
 
 
-def _turned(b: ir.IRBuilder, rows: list[Any]) -> list[Any]:
-    """The columns of 16 vectors: riffling the upper half of them into the lower one, as often as 16 has bits."""
-    halves = [[i // 2 + LANES * (i % 2) + start for i in range(LANES)] for start in (0, LANES // 2)]
-    for _ in range(4):
-        pairs = [(rows[i], rows[i + TILE // 2]) for i in range(TILE // 2)]
-        rows = [take(b, low, half, high) for low, high in pairs for half in halves]
-    return rows
+def _number(b: ir.IRBuilder, numbers: Any, i: int) -> Any:
+    return broadcast(b, load(b, b.add(numbers, INT64(4 * i)), FLOAT), LANES)
+
+
+def _store_rows(b: ir.IRBuilder, rows: list[Any], num_rows: Any, out: Any, out_row: Any) -> None:
+    for i, row in enumerate(rows):
+        with b.if_then(b.icmp_signed("<", INT64(i), num_rows)):
+            store(b, row, b.add(out, b.mul(out_row, INT64(i))))
+
+
+def _turned(b: ir.IRBuilder, columns: list[Any]) -> list[Any]:
+    """8 or 16 vectors of 16 words, turned and laid end to end: riffling the upper half of them into the lower one turns
+    the bits of a word's place by one, and must turn as many as their number has."""
+    lower, upper = ([i // 2 + LANES * (i % 2) + start for i in range(LANES)] for start in (0, LANES // 2))
+    half = len(columns) // 2
+    for _ in range(half.bit_length()):
+        pairs = zip(columns[:half], columns[half:], strict=True)
+        columns = [take(b, low, places, high) for low, high in pairs for places in (lower, upper)]
+    return columns

@@ -13,6 +13,22 @@ FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 INT8S, BYTES = ir.VectorType(INT8, LANES), ir.VectorType(INT8, LANES * 4)
 
 
+class _BFloat(ir.Type):
+    """llvmlite has no such type; LLVM's name for it is enough to cast to it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOATS = ir.VectorType(_BFloat(), LANES * 2)
+
+
 def call(b: ir.IRBuilder, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
     function_type = ir.FunctionType(result, [argument.type for argument in arguments])
     return b.call(b.module.globals.get(name) or ir.Function(b.module, function_type, name), arguments)
@@ -89,6 +105,19 @@ def to_bfloat16(b: ir.IRBuilder, values: Any) -> Any:
     rounded = b.lshr(b.add(b.add(bits, splat(ints, 0x7FFF)), odd), sixteen)
     rounded = b.select(b.fcmp_unordered("uno", values, values), splat(ints, 0x7FC0), rounded)
     return b.trunc(rounded, ir.VectorType(INT16, values.type.count))
+
+
+def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any, has_instruction: bool) -> Any:
+    """The vector of words that have a lane of `low` in their lower half and one of `high` in their upper half.
+
+    The instruction (avx512bf16) takes numbers below the smallest normal one for zero.
+    """
+    if has_instruction:
+        together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
+        both, other = b.bitcast(together, ir.VectorType(INT16, LANES * 2)), None
+    else:
+        both, other = to_bfloat16(b, low), to_bfloat16(b, high)
+    return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)], other), INTS)
 
 
 def loop_over(
