@@ -13,7 +13,7 @@ FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
 INT8S, BYTES = ir.VectorType(INT8, LANES), ir.VectorType(INT8, LANES * 4)
 
 
-class _BFloat(ir.Type):
+class _BFloat(ir.Type):  # type: ignore[misc]
     """llvmlite has no such type; LLVM's name for it is enough to cast to it."""
 
     def _to_string(self) -> str:
