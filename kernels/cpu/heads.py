@@ -2,6 +2,7 @@
 # mypy: disable-error-code="call-arg, misc, untyped-decorator"
 """What attention does with some query heads and the cache of the KV head that they share, as LLVM vectors.
 
+    turn     16 positions   ->   columns                            so that `weigh` can score long rows of positions
     score    query heads  x  4 positions   ->  scores             keys are walked along `head_dim`
     weigh    query heads  x  64 of head_dim  ->  weighted values    values are walked along the positions
 
@@ -31,10 +32,32 @@ from .vectors import (
     splat,
     store,
     sum_lanes,
+    turn_words,
 )
 
 AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold the sums of
 _SIZE = 4  # bytes of a float32
+
+
+@intrinsic
+def turn(typing_context: Any, like: Any, keys: Any, offsets: Any, head_dim: Any, turned: Any, turned_row: Any) -> Any:
+    """The keys at 16 offsets become columns of float32: turned[d][i], whose rows are `turned_row` bytes apart."""
+    width = like.dtype.bitwidth // 8
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, keys, offsets, head_dim, turned, turned_row = arguments
+        places = [b.add(keys, load(b, b.add(offsets, INT64(8 * i)), INT64)) for i in range(LANES)]
+
+        def step(d: Any, _state: list[Any]) -> list[Any]:
+            rows = [_load(b, b.add(place, b.mul(d, INT64(width))), width) for place in places]
+            for i, column in enumerate(turn_words(b, rows)):
+                store(b, column, b.add(turned, b.mul(b.add(d, INT64(i)), turned_row)))
+            return []
+
+        loop_over(b, head_dim, LANES, [], step)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 5), generate
 
 
 @intrinsic(prefer_literal=True)

@@ -25,7 +25,7 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .exponential import largest, soften
-from .heads import weigh_group
+from .heads import turn, weigh_group
 from .intrinsics import fetch_add, narrowed, pointer, widened
 from .sources import digest_of
 from .threads import run_parallel
@@ -111,15 +111,6 @@ class PromptPlan:
 
 
 @njit(error_model="numpy")
-def _turn(keys: Any, offsets: Any, length: int, head_dim: int, turned: Any) -> None:
-    """Keys at some offsets, in elements, become the columns of `turned` [head_dim, CHUNK]."""
-    for i in range(length):
-        key = keys[offsets[i] : offsets[i] + head_dim]
-        for d in range(head_dim):
-            turned[d, i] = widened(key[d])
-
-
-@njit(error_model="numpy")
 def _soften(scores: Any, low: int, high: int, end: int, top: Any) -> tuple[Any, Any]:
     """Scores low .. high - 1 of a row become weights, and 0 what is before and behind them. Returns the highest score
     so far, and the sum of the weights."""
@@ -134,7 +125,7 @@ def _soften(scores: Any, low: int, high: int, end: int, top: Any) -> tuple[Any, 
 
 
 @njit(fastmath=_FASTMATH, error_model="numpy")
-def _attend(layer: Any, plan: Any, query: Any, keys: Any, out: Any, like: Any) -> None:
+def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     """One thread: take items until there are none. Memory is flat; bfloat16 is there as uint16, like `like`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
     group, block_size, window, scale = num_heads // num_kv_heads, plan.block_size, plan.window, np.float32(plan.scale)
@@ -152,7 +143,7 @@ def _attend(layer: Any, plan: Any, query: Any, keys: Any, out: Any, like: Any) -
     scores = np.empty((most, CHUNK), np.float32)
     turned, single = np.zeros((head_dim, CHUNK), np.float32), np.empty(0, np.float32)
     columns = np.arange(head_dim) * (CHUNK * 4)  # where the rows of `turned` are, in bytes
-    elements, offsets = np.empty(CHUNK, np.int64), np.empty(CHUNK, np.int64)
+    offsets = np.empty(CHUNK, np.int64)
     while True:
         item = fetch_add(plan.counter, 1)
         if item >= num_items:
@@ -171,12 +162,13 @@ def _attend(layer: Any, plan: Any, query: Any, keys: Any, out: Any, like: Any) -
         blocks = table[requests[part] * plan.table_stride :]
         for chunk in range(first_key // CHUNK * CHUNK, position + count, CHUNK):
             begin, end = max(chunk, first_key) - chunk, min(chunk + CHUNK, position + count) - chunk
-            for i in range(begin, end):
-                block, within = (chunk + i) // block_size, (chunk + i) % block_size
-                slot = blocks[block] * block_size + within
-                elements[i] = (slot * num_kv_heads + kv_head) * head_dim
-                offsets[i] = elements[i] * like.itemsize
-            _turn(keys, elements[begin:end], end - begin, head_dim, turned[:, begin:])
+            aligned = begin // LANES * LANES
+            for i in range(aligned, (end + LANES - 1) // LANES * LANES):
+                at = chunk + max(begin, min(end - 1, i))  # places beside the keys repeat one: nobody looks at them
+                slot = blocks[at // block_size] * block_size + at % block_size
+                offsets[i] = (slot * num_kv_heads + kv_head) * head_dim * like.itemsize
+            for i in range(aligned, end, LANES):
+                turn(like, layer.key_cache, offsets[i:].ctypes.data, head_dim, turned[0, i:].ctypes.data, CHUNK * 4)
             for row in range(0, num_rows, _TILE):
                 num_tile = min(_TILE, num_rows - row)
                 # Keys of the last token of the tile; the others have weights of 0 there.
@@ -194,7 +186,7 @@ def _attend(layer: Any, plan: Any, query: Any, keys: Any, out: Any, like: Any) -
                     low = min(high, max(begin, own - window + 1 - chunk)) if window else begin
                     before = highest[r]
                     top, total = _soften(scores[r], low, high, tile_end, before)
-                    if top > before:
+                    if top > before and before > -np.inf:
                         factor = np.float32(math.exp(before - top))
                         totals[r] = totals[r] * factor
                         for d in range(head_dim):
@@ -222,9 +214,8 @@ def _attend_in(address: int, like: Any) -> None:
     plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
     many = np.int64(1) << 40  # the length of a view plays no part in its addresses
     query = carray(pointer(layer.query), (many,), like.dtype)
-    keys = carray(pointer(layer.key_cache), (many,), like.dtype)
     out = carray(pointer(layer.out), (many,), like.dtype)
-    _attend(layer, plan, query, keys, out, like)
+    _attend(layer, plan, query, out, like)
 
 
 def _worker(dtype: type[np.generic], sources: str) -> Any:

@@ -20,7 +20,7 @@ from . import matrix_tiles, vector_tiles
 from .digits import join_digits
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
 from .tiles import cpu_features
-from .vectors import FLOAT, FLOATS, INT64, INTS, LANES, broadcast, load, store, take, to_bfloat16_pairs
+from .vectors import FLOAT, FLOATS, INT64, INTS, LANES, broadcast, load, store, take, to_bfloat16_pairs, turn_words
 
 IN_VECTORS = "fma"
 
@@ -90,7 +90,7 @@ def turn_tile(typing_context: Any, source: Any, row_bytes: Any, last_row: Any, t
         for i in range(TILE):
             row = b.select(b.icmp_signed("<", INT64(i), last_row), INT64(i), last_row)
             rows.append(load(b, b.add(source, b.mul(row, row_bytes)), INTS))
-        for i, row in enumerate(_turned(b, rows)):
+        for i, row in enumerate(turn_words(b, rows)):
             store(b, row, b.add(target, INT64(i * STEP_BYTES)))
         return context.get_dummy_value()
 
@@ -132,11 +132,11 @@ def finish(
             with half:
                 is_there = "avx512bf16" in cpu_features()
                 pairs = zip(columns[::2], columns[1::2], strict=True)
-                words = _turned(b, [to_bfloat16_pairs(b, *pair, is_there) for pair in pairs])
+                words = turn_words(b, [to_bfloat16_pairs(b, *pair, is_there) for pair in pairs])
                 rows = [take(b, vector, range(i, i + LANES // 2)) for vector in words for i in (0, LANES // 2)]
                 _store_rows(b, rows, num_rows, out, out_row)
             with full:
-                _store_rows(b, _turned(b, columns), num_rows, out, out_row)
+                _store_rows(b, turn_words(b, columns), num_rows, out, out_row)
         return context.get_dummy_value()
 
     return types.void(num_digits, *[types.int64] * 8), generate
@@ -150,14 +150,3 @@ def _store_rows(b: ir.IRBuilder, rows: list[Any], num_rows: Any, out: Any, out_r
     for i, row in enumerate(rows):
         with b.if_then(b.icmp_signed("<", INT64(i), num_rows)):
             store(b, row, b.add(out, b.mul(out_row, INT64(i))))
-
-
-def _turned(b: ir.IRBuilder, columns: list[Any]) -> list[Any]:
-    """8 or 16 vectors of 16 words, turned and laid end to end: riffling the upper half of them into the lower one turns
-    the bits of a word's place by one, and must turn as many as their number has."""
-    lower, upper = ([i // 2 + LANES * (i % 2) + start for i in range(LANES)] for start in (0, LANES // 2))
-    half = len(columns) // 2
-    for _ in range(half.bit_length()):
-        pairs = zip(columns[:half], columns[half:], strict=True)
-        columns = [take(b, low, places, high) for low, high in pairs for places in (lower, upper)]
-    return columns

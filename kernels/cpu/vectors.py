@@ -120,6 +120,17 @@ def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any, has_instruction: boo
     return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)], other), INTS)
 
 
+def turn_words(b: ir.IRBuilder, columns: list[Any]) -> list[Any]:
+    """8 or 16 vectors of 16 words, turned and laid end to end: riffling the upper half of them into the lower one turns
+    the bits of a word's place by one, and must turn as many as their number has."""
+    lower, upper = ([i // 2 + LANES * (i % 2) + start for i in range(LANES)] for start in (0, LANES // 2))
+    half = len(columns) // 2
+    for _ in range(half.bit_length()):
+        pairs = zip(columns[:half], columns[half:], strict=True)
+        columns = [take(b, low, places, high) for low, high in pairs for places in (lower, upper)]
+    return columns
+
+
 def loop_over(
     b: ir.IRBuilder, end: Any, step: int, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
