@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -156,17 +157,29 @@ def handed_over(before: dict[Path, str]) -> bool:
     return "streams go on elsewhere" in since
 
 
-def busiest(engines: list[psutil.Process]) -> psutil.Process:
-    """The engine that computes most: one with streams."""
+def busiest(url: str) -> psutil.Process:
+    """The engine with most streams, and with two at least, so that what it has does not end just now.
 
-    def cpu_s(engine: psutil.Process) -> float:
-        times = engine.cpu_times()
-        return float(times.user + times.system)
+    How many each has is in the service's metrics, and where each listens in what the gateways say.
+    """
+    streams: dict[str, float] = {}
 
-    before = [cpu_s(engine) for engine in engines]
-    time.sleep(1.0)
-    spent = [cpu_s(engine) - start for engine, start in zip(engines, before, strict=True)]
-    return engines[spent.index(max(spent))]
+    def find() -> bool:
+        samples = Service(url).samples().items()
+        streams.clear()
+        streams.update(
+            {dict(of)["engine"]: value for (name, of), value in samples if name == "quire:num_requests_running"}
+        )
+        return max(streams.values(), default=0) >= 2
+
+    wait_for(find, 30, lambda: streams)
+    engine_id = max(streams, key=lambda engine: streams[engine])
+    port = re.findall(rf"Connected to engine {engine_id} at [^:]+:(\d+)", "".join(gateway_log().values()))[-1]
+    return next(
+        engine
+        for engine in processes(ENGINES)
+        if any(c.status == psutil.CONN_LISTEN and c.laddr.port == int(port) for c in engine.net_connections())
+    )
 
 
 def health(url: str) -> tuple[int, str]:
@@ -232,7 +245,7 @@ def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) ->
     count, before = load.num_answers, gateway_log()
     wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
     long = ThreadPoolExecutor(1).submit(answer, url, 1, max_tokens=4000)
-    terminated = busiest(processes(ENGINES))
+    terminated = busiest(url)
     terminated.terminate()
     wait_for(lambda: not terminated.is_running(), 10)
     assert handed_over(before)
