@@ -62,7 +62,7 @@ class PageFiller:
 
     def _fill(self, madvise: Callable[..., int]) -> None:
         started = time.monotonic()
-        longest = max(size for _, size in self._spans)
+        longest = max((size for _, size in self._spans), default=0)
         for offset in range(0, longest, _PIECE_BYTES):
             for address, size in self._spans:
                 first = address + offset
@@ -76,7 +76,7 @@ class PageFiller:
                     logger.debug("pages are not touched ahead: error %d", ctypes.get_errno())
                     return
         total = sum(size for _, size in self._spans)
-        logger.info("the KV cache's %d bytes are there, after %.1f s", total, time.monotonic() - started)
+        logger.info("all %d bytes of the KV cache are in memory, after %.1f s", total, time.monotonic() - started)
 
     def _wait_until_idle(self) -> bool:
         """False when the filler is to stop."""

@@ -13,7 +13,7 @@ from numba.extending import intrinsic
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()
-_IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @intrinsic
@@ -101,7 +101,7 @@ def pause(typing_context: Any) -> Any:
     """A moment's rest in a loop that waits for another core."""
 
     def generate(context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
-        if _IS_X86:
+        if IS_X86:
             kind = ir.FunctionType(ir.VoidType(), [])
             builder.call(builder.module.declare_intrinsic("llvm.x86.sse2.pause", [], kind), [])
         return context.get_dummy_value()

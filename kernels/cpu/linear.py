@@ -13,8 +13,8 @@ Weights come in three precisions:
     bfloat16    x as well; products and sums in float32
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
-A CPU that has no instruction for bfloat16 or int8 multiplies them as float32, which many rows make worth a copy: its
-library takes three to six times as long for a prompt in bfloat16.
+A CPU that has no instruction for bfloat16 or int8 multiplies them as float32, which many rows make worth a copy: the
+library's product of a prompt in bfloat16 takes three to six times as long on x86 (elsewhere it was not measured).
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import digit_gemm, few_rows, many_rows
+from .intrinsics import IS_X86
 from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features
 
-MAX_ROWS_BFLOAT16 = 48  # of `few_rows`, where there is an instruction
-MAX_ROWS_WIDENED = 16  # likewise, of bfloat16 and int8, where there is none
+MAX_ROWS_BFLOAT16 = 48  # of `few_rows`
+MAX_ROWS_WIDENED = 16  # likewise, of bfloat16 and int8 that are multiplied as float32
 MAX_ROWS_INT8 = 32  # of int8 in digits
 FEW_ROWS = 4  # what is read as fast without matrix tiles, where the CPU has them
 # The most rows of float32 for `few_rows` and for `many_rows`, by whether there are 32 registers of 16 lanes. With more,
@@ -51,9 +52,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return many_rows.linear(x, weight, None, bias)
     elif len(x) > FEW_ROWS and many_rows.fits(weight):
         return many_rows.linear(x, weight, None, bias)
-    elif _fits(x, weight, _bfloat16(), MAX_ROWS_BFLOAT16 if _has_bfloat16() else MAX_ROWS_WIDENED):
+    elif _fits(x, weight, _bfloat16(), MAX_ROWS_WIDENED if _widens_bfloat16() else MAX_ROWS_BFLOAT16):
         return few_rows.linear(_bfloat16(), x, weight, None, bias)
-    elif not _has_bfloat16():
+    elif _widens_bfloat16():
         return _widened(x.float(), weight, None, _float(bias)).to(x.dtype)
     return F.linear(x, weight, bias)
 
@@ -95,8 +96,8 @@ def _bfloat16() -> str:
     return best_format("bfloat16 dot", "bfloat16")
 
 
-def _has_bfloat16() -> bool:
-    return _bfloat16() == "bfloat16 dot"
+def _widens_bfloat16() -> bool:
+    return IS_X86 and _bfloat16() != "bfloat16 dot"
 
 
 @cache
