@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from .program import Program
-from .recording import CompiledCall, NotCapturableError, recorded_by
+from .recording import CompiledCall, NotCapturableError, recorded_by, recorder
 
 _ALIGNMENT = 64  # bytes
 _SMALLEST = 4096  # bytes of a block
@@ -112,6 +112,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if recorder() is not self:  # within an action
+            return func(*args, **kwargs)
         if not _UNFIT.isdisjoint(func.tags):
             raise NotCapturableError(f"{func} depends on numbers")
         result = func(*args, **kwargs)

@@ -15,6 +15,10 @@ Weights come in three precisions:
 
 A CPU that has no instruction for bfloat16 or int8 multiplies them as float32, which many rows make worth a copy: the
 library's product of a prompt in bfloat16 takes three to six times as long on x86 (elsewhere it was not measured).
+
+A row's result has the same bits whatever rows are beside it, among as many rows as one kernel takes. Of float32, these
+change where FLOAT_ROWS says: a sum's products are added in another order in each of `few_rows`, `many_rows` and the
+library.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from torch import Tensor
 
 from . import digit_gemm, few_rows, many_rows
 from .intrinsics import IS_X86
+from .recording import as_one_action
 from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features
 
 MAX_ROWS_BFLOAT16 = 48  # of `few_rows`
@@ -54,8 +59,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return many_rows.linear(x, weight, None, bias)
     elif _fits(x, weight, _bfloat16(), MAX_ROWS_WIDENED if _widens_bfloat16() else MAX_ROWS_BFLOAT16):
         return few_rows.linear(_bfloat16(), x, weight, None, bias)
-    elif _widens_bfloat16():
-        return _widened(x.float(), weight, None, _float(bias)).to(x.dtype)
+    elif _widens_bfloat16() and len(x) > MAX_ROWS_WIDENED:
+        return _widened(x, weight, None, bias, torch.float32)
     return F.linear(x, weight, bias)
 
 
@@ -70,25 +75,28 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
         return few_rows.linear("int8", x, weight, scales, bias)
     if in_digits and x.shape[1] % digit_gemm.STEP == 0:
         return digit_gemm.linear(x.contiguous(), weight, scales, bias)
-    return _widened(x.float(), weight, scales, _float(bias)).to(x.dtype)
+    return _widened(x, weight, scales, bias, torch.float32)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_fp8`. CPUs have no instruction that reads such numbers: less memory, not more speed."""
-    return _widened(x, weight, scales, bias)
+    return _widened(x, weight, scales, bias, x.dtype)
 
 
-def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Multiplied in `dtype`, after a copy of each part of the weight. One action, as a graph would keep the copies."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    for start in range(0, weight.shape[0], _WIDENED_ROWS):
-        rows = slice(start, start + _WIDENED_ROWS)
-        wide = weight[rows].to(x.dtype)
-        out[:, rows] = F.linear(x, wide if scales is None else wide.mul_(scales[rows, None].to(x.dtype)))
-    return out if bias is None else out.add_(bias)
 
+    def multiply(x: Tensor, out: Tensor) -> None:
+        wide_x = x.to(dtype)
+        for start in range(0, weight.shape[0], _WIDENED_ROWS):
+            rows = slice(start, start + _WIDENED_ROWS)
+            wide = weight[rows].to(dtype)
+            product = F.linear(wide_x, wide if scales is None else wide.mul_(scales[rows, None].to(dtype)))
+            out[:, rows] = product if bias is None else product.add_(bias[rows].to(dtype))
 
-def _float(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.float()
+    as_one_action(multiply, x.contiguous(), out)
+    return out
 
 
 @cache

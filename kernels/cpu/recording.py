@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
 
 
 class NotCapturableError(Exception):
@@ -44,12 +49,31 @@ def recorder() -> Recorder | None:
 
 
 @contextmanager
-def recorded_by(listener: Recorder) -> Iterator[None]:
+def recorded_by(listener: Recorder | None) -> Iterator[None]:
+    before = recorder()
     _of_thread.recorder = listener
     try:
         yield
     finally:
-        _of_thread.recorder = None
+        _of_thread.recorder = before
+
+
+def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
+    """`action(*tensors)`, which have no gaps.
+
+    In a record it is one action, which keeps neither its intermediate results nor, as compiled calls do not, the memory
+    of these tensors.
+    """
+    listener = recorder()
+    with recorded_by(None):
+        action(*tensors)
+        if listener is not None:
+            listener.add_action(partial(action, *map(_borrowed, tensors)))
+
+
+def _borrowed(tensor: Tensor) -> Tensor:
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 
 
 def only_unrecorded(reason: str) -> None:

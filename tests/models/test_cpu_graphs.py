@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from quire.engine.kv_cache_spec import group_layers
 from quire.engine.model_source import load_model_info
 from quire.engine.outputs import EngineRequest
 from quire.engine.sampling_params import SamplingParams
+from quire.kernels import fp8, ops
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.recording import NotCapturableError, recorder
 from quire.kernels.elementwise import rms_norm
@@ -115,6 +117,29 @@ def test_memory_goes_back_when_nobody_has_it() -> None:
     assert pool.like(torch.empty(7, 5)).data_ptr() == address
     strided = pool.like(torch.empty_strided((3, 4), (1, 3), dtype=torch.bfloat16))
     assert (strided.shape, strided.stride(), strided.dtype) == ((3, 4), (1, 3), torch.bfloat16)
+
+
+def test_a_graph_keeps_no_copy_of_a_weight() -> None:
+    """What the CPU cannot multiply is widened anew each time: graphs are of up to 32 sizes."""
+    weight, scales = fp8.quantize(torch.randn(512, 64), 0.01), torch.rand(512)
+    x, out = torch.randn(3, 64), torch.empty(3, 512)
+
+    def run() -> None:
+        out.copy_(ops.linear_fp8(x * 2, weight, scales) + 1)
+
+    def held() -> int:
+        gc.collect()
+        return sum(found.nbytes for found in gc.get_objects() if type(found) is torch.Tensor)
+
+    with torch.inference_mode():
+        before, replay = held(), capture(run, Pool())
+        assert held() - before < weight.numel()
+        x.mul_(-3)
+        replay()
+        found = out.clone()
+        run()
+    assert torch.equal(found, out)
+    assert not torch.equal(found, torch.zeros_like(found))
 
 
 def test_operators_are_repeated_on_new_numbers() -> None:
