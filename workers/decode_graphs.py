@@ -32,6 +32,9 @@ _LARGEST = 512  # beyond it, a step takes longer to compute than to launch
 _NUM_WARMUPS = 2  # the first compiles kernels and picks algorithms, the second shows that nothing is left to do
 
 Replay = Callable[[], None]
+# Hidden states [size, hidden_size] of the inputs that lie in the buffers for a batch of `size`: it launches the same
+# kernels whatever these inputs are.
+Forward = Callable[[int], Tensor]
 
 
 class GraphBackend(Protocol):
@@ -73,31 +76,29 @@ class CudaGraphBackend:
 class DecodeGraphs:
     """The graphs of steps in which every request computes one token. Owned by the model runner.
 
-    `forward(size)` computes the hidden states [size, hidden_size] of the inputs that lie in the buffers for a batch of
-    that size, and launches the same kernels whatever these inputs are.
+    They do not keep the runner, whose cache is to be freed before the next one is made.
     """
 
-    def __init__(self, backend: GraphBackend, forward: Callable[[int], Tensor], sizes: list[int]) -> None:
+    def __init__(self, backend: GraphBackend, sizes: list[int]) -> None:
         self._backend = backend
-        self._forward = forward
         self._sizes = sizes
         self._replays: dict[int, Replay] = {}
         # One output for all: what a graph leaves in the pool, the next one overwrites.
         self._hidden: Tensor | None = None
 
-    def capture_all(self, prepare: Callable[[int], None], *, progress: bool = False) -> None:
+    def capture_all(self, forward: Forward, prepare: Callable[[int], None], *, progress: bool = False) -> None:
         """Capture every size now; `prepare(size)` writes inputs that do no harm.
 
         The largest comes first, so that the pool has all memory that the others need.
         """
         prepare(self._sizes[-1])
-        self._run(self._sizes[-1])  # kernel by kernel: the output for all is no part of the pool
+        self._run(forward, self._sizes[-1])  # kernel by kernel: the output for all is no part of the pool
         started = time.monotonic()
         console = Console(stderr=True)
         hidden = not progress or not console.is_terminal
         for size in track(self._sizes[::-1], "Capturing graphs", transient=True, console=console, disable=hidden):
             prepare(size)
-            self._capture(size)
+            self._capture(forward, size)
         count = len(self._replays)
         logger.info("captured graphs of %d sizes in %.1f s", count, time.monotonic() - started)
 
@@ -108,25 +109,25 @@ class DecodeGraphs:
             return None
         return self._sizes[bisect_left(self._sizes, num_reqs)]
 
-    def replay(self, size: int) -> Tensor:
+    def replay(self, forward: Forward, size: int) -> Tensor:
         """[size, hidden_size], valid until the next replay. A size that was not captured yet is, by this step."""
         replay = self._replays.get(size)
         if replay is None:
-            self._capture(size)
+            self._capture(forward, size)
         else:
             replay()
         assert self._hidden is not None
         return self._hidden[:size]
 
-    def _capture(self, size: int) -> None:
-        replay = self._backend.capture(partial(self._run, size))
+    def _capture(self, forward: Forward, size: int) -> None:
+        replay = self._backend.capture(partial(self._run, forward, size))
         if replay is None:
             self._sizes = []
         else:
             self._replays[size] = replay
 
-    def _run(self, size: int) -> None:
-        computed = self._forward(size)
+    def _run(self, forward: Forward, size: int) -> None:
+        computed = forward(size)
         if self._hidden is None:
             self._hidden = computed.new_empty(self._sizes[-1], computed.shape[1])
         self._hidden[:size].copy_(computed)

@@ -85,13 +85,13 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, *, progress: bool = False) -> None:
         """From now on decode steps are graphs, all captured here. To be called before the first step."""
-        self._graphs = DecodeGraphs(backend, self._forward_in_place, graph_sizes(self._most_decodes))
-        self._graphs.capture_all(self._prepare_idle, progress=progress)
+        self._graphs = DecodeGraphs(backend, graph_sizes(self._most_decodes))
+        self._graphs.capture_all(self._forward_in_place, self._prepare_idle, progress=progress)
 
     def record_graphs(self, backend: GraphBackend, most: int) -> None:
         """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes."""
         sizes = list(range(1, min(most, self._most_decodes) + 1))
-        self._graphs = DecodeGraphs(backend, self._forward_in_place, sizes)
+        self._graphs = DecodeGraphs(backend, sizes)
 
     @property
     def _most_decodes(self) -> int:
@@ -112,7 +112,7 @@ class ModelRunner:
         inputs = self._buffers.upload(shape)
         changes.apply(self._rows, inputs)
         if self._graphs is not None and size is not None:
-            hidden = self._graphs.replay(size)
+            hidden = self._graphs.replay(self._forward_in_place, size)
         else:
             hidden = self._forward(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
         if not self._model.gives_logits:
