@@ -39,7 +39,8 @@ def allocate_kv_cache(
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     """Zeros, since a masked position of a block that was never written would still spread a NaN.
 
-    On the host they come from the kernel page by page as the cache fills: `torch.zeros` would touch all of it now.
+    On the host they come from the kernel page by page when they are first touched (see `page_filler`): `torch.zeros`
+    would touch all of them now.
     """
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))

@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import torch
@@ -113,14 +114,13 @@ class Worker:
             self._capture_graphs()
 
     def _make_runner(self, config: KVCacheConfig) -> None:
-        if self._filler is not None:
-            self._filler.stop()
         self._runner = None  # frees the old cache first
         caches = allocate_kv_cache(
             config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
         )
         if self.device.type == "cpu":
-            self._filler = PageFiller([half for cache in caches for half in (cache.key, cache.value)])
+            halves = [half for cache in caches for half in (cache.key, cache.value)]
+            self._filler = PageFiller(halves, free=partial(free_bytes, self.device))
         limits = self._config.scheduler
         self._runner = ModelRunner(
             self.model,
