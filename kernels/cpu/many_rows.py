@@ -43,7 +43,7 @@ MANY_PAIRS = 8  # of B, which would push the block of weights out of the first c
 
 _SOURCES = (
     *("call", "digits", "intrinsics", "rows", "vectors"),
-    *("matrix_tiles", "tile_product", "turned_tiles", "vector_tiles"),
+    *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
 
@@ -239,6 +239,7 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
                     for j in range(num_b // num_digits):
                         row = first_row + j * TILE
                         finish(
+                            instruction,
                             num_digits,
                             sums + (i * num_b + j) * TILE_BYTES,
                             min(TILE, num_rows - row),

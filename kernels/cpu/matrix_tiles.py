@@ -23,8 +23,11 @@ logger = logging.getLogger(__name__)
 
 @cache
 def are_available() -> bool:
-    """Whether this CPU has them and the system lets this process use them, which it asks for."""
-    if sys.platform != "linux" or not {"amx-tile", "amx-bf16", "amx-int8"} <= cpu_features():
+    """Whether this CPU has them and the system lets this process use them, which it asks for.
+
+    avx512bf16, which rounds what they compute, is there wherever they are, unless a virtual machine hides it.
+    """
+    if sys.platform != "linux" or not {"amx-tile", "amx-bf16", "amx-int8", "avx512bf16"} <= cpu_features():
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # of Linux on x86-64: ARCH_REQ_XCOMP_PERM
     if ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) != 0:

@@ -19,7 +19,6 @@ from numba.extending import intrinsic
 from . import matrix_tiles, vector_tiles
 from .digits import join_digits
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
-from .tiles import cpu_features
 from .vectors import FLOAT, FLOATS, INT64, INTS, LANES, broadcast, load, store, take, to_bfloat16_pairs, turn_words
 
 IN_VECTORS = "fma"
@@ -100,6 +99,7 @@ def turn_tile(typing_context: Any, source: Any, row_bytes: Any, last_row: Any, t
 @intrinsic(prefer_literal=True)
 def finish(
     typing_context: Any,
+    instruction: Any,
     num_digits: Any,
     sums: Any,
     num_rows: Any,
@@ -112,13 +112,14 @@ def finish(
 ) -> Any:
     """Store a tile of sums as `num_rows` rows of results for 16 columns, which `out_row` bytes are between.
 
-    `num_digits` is a constant. For more than one, sums has a tile for each; x_scales (of the rows) and scales (of the
-    columns) multiply. bias (float32) is added. `short`: results are rounded to bfloat16.
+    `instruction` and `num_digits` are constants. For more than one, sums has a tile for each; x_scales (of the rows)
+    and scales (of the columns) multiply. bias (float32) is added. `short`: results are rounded to bfloat16, never those
+    of IN_VECTORS.
     """
     is_int8 = num_digits.literal_value > 1
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, sums, num_rows, x_scales, scales, bias, short, out, out_row = arguments
+        _, _, sums, num_rows, x_scales, scales, bias, short, out, out_row = arguments
         places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
         if is_int8:
             lows = [load(b, b.add(place, INT64(TILE_BYTES)), INTS) for place in places]
@@ -128,18 +129,20 @@ def finish(
         else:
             columns = [load(b, place, FLOATS) for place in places]
         columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
+        if instruction.literal_value == IN_VECTORS:
+            _store_rows(b, turn_words(b, columns), num_rows, out, out_row)
+            return context.get_dummy_value()
         with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
             with half:
-                is_there = "avx512bf16" in cpu_features()
                 pairs = zip(columns[::2], columns[1::2], strict=True)
-                words = turn_words(b, [to_bfloat16_pairs(b, *pair, is_there) for pair in pairs])
+                words = turn_words(b, [to_bfloat16_pairs(b, *pair) for pair in pairs])
                 rows = [take(b, vector, range(i, i + LANES // 2)) for vector in words for i in (0, LANES // 2)]
                 _store_rows(b, rows, num_rows, out, out_row)
             with full:
                 _store_rows(b, turn_words(b, columns), num_rows, out, out_row)
         return context.get_dummy_value()
 
-    return types.void(num_digits, *[types.int64] * 8), generate
+    return types.void(instruction, num_digits, *[types.int64] * 8), generate
 
 
 def _number(b: ir.IRBuilder, numbers: Any, i: int) -> Any:

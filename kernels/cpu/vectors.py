@@ -107,17 +107,14 @@ def to_bfloat16(b: ir.IRBuilder, values: Any) -> Any:
     return b.trunc(rounded, ir.VectorType(INT16, values.type.count))
 
 
-def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any, has_instruction: bool) -> Any:
+def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any) -> Any:
     """The vector of words that have a lane of `low` in their lower half and one of `high` in their upper half.
 
-    The instruction (avx512bf16) takes numbers below the smallest normal one for zero.
+    By an instruction of avx512bf16, which takes numbers below the smallest normal one for zero.
     """
-    if has_instruction:
-        together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
-        both, other = b.bitcast(together, ir.VectorType(INT16, LANES * 2)), None
-    else:
-        both, other = to_bfloat16(b, low), to_bfloat16(b, high)
-    return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)], other), INTS)
+    together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
+    both = b.bitcast(together, ir.VectorType(INT16, LANES * 2))
+    return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)]), INTS)
 
 
 def turn_words(b: ir.IRBuilder, columns: list[Any]) -> list[Any]:

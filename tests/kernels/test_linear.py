@@ -118,7 +118,7 @@ needs_matrix_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason
     ["float32", *(pytest.param(kind, marks=needs_matrix_tiles) for kind in ("bfloat16", "int8", "int8 of bfloat16"))],
 )
 def test_tiles_of_many_rows(kind: str, shape: tuple[int, int]) -> None:
-    """Two chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
+    """Chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
     num_rows = many_rows.CHUNK_BYTES // (2 * shape[1]) + 21
     x, weight, bias = _inputs(num_rows, *shape)
     scales = None
