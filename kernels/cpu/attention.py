@@ -1,13 +1,14 @@
 """Paged attention on CPU, each request for itself.
 
 Where the cache `decode.fits`, requests with one query token go to the compiled kernel there, and those with several to
-the one of `prompts`. Other caches and scores, and tokens so far behind in a context that the products outweigh a copy,
-have the visible part of the cache gathered for dense attention in torch. The position of a token decides, not the
-length of what is computed with it.
+one of `prompt_tiles`, for bfloat16 where the CPU has matrix tiles, or of `prompts`. Other caches and scores, and tokens
+so far behind in a context that the products of `prompts` outweigh a copy, have the visible part of the cache gathered
+for dense attention in torch. The position of a token decides, not the length of what is computed with it.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,15 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import fp8
-from . import decode, prompts
+from . import decode, prompt_tiles, prompts
+from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
 
 
-# How many positions vectors attend from in less time than the library takes, with the copy: in bfloat16 it has matrix
-# tiles.
+# How many positions vectors attend from in less time than the library takes, with the copy: in bfloat16 it may have
+# matrix tiles.
 NEAR = {torch.float32: 2048, torch.bfloat16: 256}
 _Chunk = tuple[int, int, int, int]  # request, first query token, end of them, seq_len at that end
 
@@ -49,11 +51,13 @@ def paged_attention(
         decodes = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if decodes is not None:
             decodes.attend(query, key_cache, value_cache, out, sinks)
-        near, gathered = _divided(metadata, NEAR[query.dtype] if softcap is None and sinks is None else 0)
+        in_tiles = prompt_tiles.fits(key_cache)
+        most = 0 if softcap is not None or sinks is not None else sys.maxsize if in_tiles else NEAR[query.dtype]
+        near, gathered = _divided(metadata, most)
         if near:
-            _prompt_plan(metadata, near, query, key_cache, scale, sliding_window).attend(
-                query, key_cache, value_cache, out
-            )
+            worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[query.dtype]
+            plan = _prompt_plan(metadata, near, query, key_cache, scale, sliding_window)
+            plan.attend(worker, query, key_cache, value_cache, out)
     if gathered:
         only_unrecorded("prompts are gathered by their lengths")
     for request, start, end, seq_len in gathered:
@@ -176,14 +180,14 @@ def _prompt_plan(
     key_cache: Tensor,
     scale: float,
     sliding_window: int | None,
-) -> prompts.PromptPlan:
+) -> PromptPlan:
     """The plan of these query tokens, made once per step."""
     only_unrecorded("prompts come in many lengths")
     _, block_size, num_kv_heads, head_dim = key_cache.shape
     key = ("prompts", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window)
     if key not in metadata.plans:
         requests, starts, ends, seq_lens = np.array(chunks, np.int64).T
-        metadata.plans[key] = prompts.PromptPlan(
+        metadata.plans[key] = PromptPlan(
             requests,
             starts,
             ends - starts,
@@ -196,7 +200,7 @@ def _prompt_plan(
             scale=scale,
             sliding_window=sliding_window,
         )
-    found: prompts.PromptPlan = metadata.plans[key]
+    found: PromptPlan = metadata.plans[key]
     return found
 
 

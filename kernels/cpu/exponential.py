@@ -65,7 +65,7 @@ def soften(typing_context: Any, numbers: Any, count: Any, top: Any) -> Any:
         tops = broadcast(b, top, LANES)
 
         def step(k: Any, mask: Any, state: list[Any]) -> list[Any]:
-            weights = _exponential(b, b.fsub(_load(b, numbers, k, mask, -math.inf), tops))
+            weights = exponential(b, b.fsub(_load(b, numbers, k, mask, -math.inf), tops))
             _store(b, weights, numbers, k, mask)
             if mask is not None:
                 weights = b.select(mask, weights, splat(FLOATS, 0.0))
@@ -92,7 +92,7 @@ def gate(typing_context: Any, like: Any, gates: Any, ups: Any, out: Any, count: 
             x, up = (_load(b, place, k, mask, 0.0, is_short=is_short) for place in (gates, ups))
             # scale * (x + cube * x^3), its sign turned
             turned = b.fneg(b.fmul(scales, b.fmul(x, _fma(b, b.fmul(cubes, x), x, one))))
-            activated = b.fdiv(x, b.fadd(one, _exponential(b, turned)))
+            activated = b.fdiv(x, b.fadd(one, exponential(b, turned)))
             _store(b, b.fmul(activated, up), out, k, mask, is_short=is_short)
             return state
 
@@ -102,7 +102,7 @@ def gate(typing_context: Any, like: Any, gates: Any, ups: Any, out: Any, count: 
     return types.void(like, *[types.int64] * 4, types.float32, types.float32), generate
 
 
-def _exponential(b: ir.IRBuilder, x: Any) -> Any:
+def exponential(b: ir.IRBuilder, x: Any) -> Any:
     """exp of each lane, to 2 units of float32: at most 2 ** 126, 0 below exp(-FARTHEST). NaN stays NaN."""
     is_far = b.fcmp_ordered("<", x, splat(FLOATS, -FARTHEST))
     near = b.select(b.fcmp_ordered(">", x, splat(FLOATS, FARTHEST)), splat(FLOATS, FARTHEST), x)

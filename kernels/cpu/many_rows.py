@@ -222,13 +222,13 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
                 if num_a == 2 and num_b == 2:
-                    multiply(instruction, 2, 2, w, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 2, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_a == 2:
-                    multiply(instruction, 2, 1, w, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 2, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_b == 2:
-                    multiply(instruction, 1, 2, w, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 1, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 else:
-                    multiply(instruction, 1, 1, w, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(instruction, 1, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= w + 2 * BLOCK * row_bytes:
                     lines = 0

@@ -57,7 +57,7 @@ def release(b: ir.IRBuilder) -> None:
 
 def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands: Operands) -> None:
     """Generate it, with `tdpbf16ps` (sums in float32) or `tdpbssd` (int32)."""
-    a, b_start, once, row_bytes, fetch, fetch_lines, sums = operands
+    a, a_row, b_start, once, row_bytes, fetch, fetch_lines, sums = operands
     for tile in range(num_a * num_b):
         _call_tiles(b, "tilezero", INT8(tile))
     a_tiles, b_tiles = range(4, 4 + num_a), range(6, 6 + num_b)
@@ -74,7 +74,7 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
         with b.if_then(b.icmp_signed(">", fetch_lines, INT64(0))):
             loop_over(b, fetch_bytes, STEP_BYTES * FETCHED_AT_ONCE, [], fetch_some)
         for i, tile in enumerate(a_tiles):
-            _load_tile(b, tile, b.add(b.add(a, b.mul(row_bytes, INT64(TILE * i))), k), row_bytes)
+            _load_tile(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row)
         for j, tile in enumerate(b_tiles):
             start = b.add(b_start, b.mul(b.add(b.mul(row_bytes, INT64(j)), k), INT64(TILE)))
             with b.if_else(b.icmp_signed("!=", once, INT64(0))) as (streamed, kept):

@@ -2,8 +2,7 @@
 # (compiled functions and their views into memory are not Python to a type checker)
 """Attention of requests with several query tokens, compiled with Numba: it reads the blocks where they are.
 
-An item is some query tokens of a request and one KV head; threads take items, the longest first. Its rows are these
-tokens times the query heads that share the KV head. They walk along the keys in chunks at fixed positions:
+The rows of an item (`prompt_plan`) are its tokens times its query heads. They walk along the keys in chunks:
 
     chunk of keys, turned to [head_dim, keys]     rows x keys  =  scores     each row up to its own position
     scores -> weights, by the highest so far      rows x values  +  what is there, rescaled
@@ -14,100 +13,22 @@ position and on the cache alone: not on the batch, nor on how its prompt was cut
 
 from __future__ import annotations
 
-import ctypes
 import math
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from numba import carray, cfunc, njit, types
-from torch import Tensor
 
 from .exponential import largest, soften
 from .heads import turn, weigh_group
 from .intrinsics import fetch_add, narrowed, pointer, widened
+from .prompt_plan import CHUNK, LAYER, PLAN
 from .sources import digest_of
-from .threads import run_parallel
 from .vectors import LANES
 
-CHUNK = 256  # keys
-_ROWS = 192  # of an item, about: chunks are turned for as many, and their scores stay in the second-level cache
 _TILE = 4  # rows whose keys end at one place
 _FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; infinities and NaN keep their meaning
-
-_LAYER_FIELDS = ("query", "key_cache", "value_cache", "out", "token_stride", "head_stride", "plan")
-_PLAN_FIELDS = (
-    "block_table", "table_stride", "tokens", "positions", "counts", "requests", "counter", "num_items", "num_heads",
-    "num_kv_heads", "head_dim", "block_size", "window",
-)  # fmt: skip
-# What differs from layer to layer, and what the layers of a step have in common. Strides are in elements.
-_LAYER = np.dtype([(name, np.int64) for name in _LAYER_FIELDS])
-_PLAN = np.dtype([*((name, np.int64) for name in _PLAN_FIELDS), ("scale", np.float64)])
-
-
-class _LayerArguments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _LAYER_FIELDS]
-
-
-class PromptPlan:
-    """What the requests of a step with several query tokens have in common in all layers."""
-
-    def __init__(
-        self,
-        requests: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        query_lens: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-        block_table: npt.NDArray[np.int32],
-        *,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        block_size: int,
-        scale: float,
-        sliding_window: int | None,
-    ) -> None:
-        """`requests` [n] are rows of `block_table` [num_reqs, max_blocks]; their query tokens begin at `starts`."""
-        size = max(1, _ROWS * num_kv_heads // num_heads)  # tokens of an item
-        num_parts = -(-query_lens // size)
-        owners = np.repeat(np.arange(len(requests)), num_parts)
-        first = (np.arange(len(owners)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * size
-        positions = (seq_lens - query_lens)[owners] + first
-        counts = np.minimum(size, query_lens[owners] - first)
-        order = np.argsort(-(positions + counts), kind="stable")
-        self._counter = np.zeros(1, np.int64)
-        self._arrays = {
-            "block_table": block_table,
-            "tokens": (starts[owners] + first)[order],
-            "positions": positions[order],
-            "counts": counts[order],
-            "requests": requests[owners][order],
-            "counter": self._counter,
-        }
-        self._record = np.zeros(1, _PLAN)
-        fields = self._record[0]
-        for name, array in self._arrays.items():
-            fields[name] = array.ctypes.data
-        fields["table_stride"] = block_table.strides[0] // block_table.itemsize
-        fields["num_items"] = len(owners) * num_kv_heads
-        fields["num_heads"], fields["num_kv_heads"], fields["head_dim"] = num_heads, num_kv_heads, head_dim
-        fields["block_size"], fields["window"], fields["scale"] = block_size, sliding_window or 0, scale
-
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor) -> None:
-        """Attend in one layer, whose caches `decode.fits`. Writes the rows of `out`, contiguous, that were planned."""
-        self._counter[0] = 0
-        arguments = _LayerArguments(
-            query.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            out.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            self._record.ctypes.data,
-        )
-        worker = _float32_worker if query.dtype == torch.float32 else _bfloat16_worker
-        run_parallel(worker.ctypes, ctypes.addressof(arguments), torch.get_num_threads())
 
 
 @njit(error_model="numpy")
@@ -136,7 +57,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     counts = carray(pointer(plan.counts), (num_parts,), np.int64)
     requests = carray(pointer(plan.requests), (num_parts,), np.int64)
 
-    most = max(1, _ROWS // group) * group
+    most = plan.item_tokens * group
     q, acc = np.empty((most, head_dim), np.float32), np.empty((most, head_dim), np.float32)
     added = np.empty((_TILE, head_dim), np.float32)
     highest, totals = np.empty(most, np.float32), np.empty(most, np.float32)
@@ -210,8 +131,8 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
 @njit(error_model="numpy")
 def _attend_in(address: int, like: Any) -> None:
     """`like` is an array of the type in which memory is seen."""
-    layer = carray(pointer(address), (1,), _LAYER)[0]
-    plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
+    layer = carray(pointer(address), (1,), LAYER)[0]
+    plan = carray(pointer(layer.plan), (1,), PLAN)[0]
     many = np.int64(1) << 40  # the length of a view plays no part in its addresses
     query = carray(pointer(layer.query), (many,), like.dtype)
     out = carray(pointer(layer.out), (many,), like.dtype)
@@ -227,5 +148,5 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("prompts", "exponential", "heads", "intrinsics", "vectors")
-_float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)
+_SOURCES = digest_of("prompts", "prompt_plan", "exponential", "heads", "intrinsics", "vectors")
+WORKERS = {torch.float32: _worker(np.float32, _SOURCES), torch.bfloat16: _worker(np.uint16, _SOURCES)}  # by the cache's

@@ -11,12 +11,13 @@ FETCHED_AT_ONCE = 4  # lines
 
 
 class Operands(NamedTuple):
-    """Of 16 or 32 weight rows, which lie behind each other, times one or two B, likewise. LLVM values, int64."""
+    """Of 16 or 32 rows of A times one or two B, which lie behind each other. LLVM values, int64."""
 
-    a: Any  # address of the first weight row
+    a: Any  # address of the first row
+    a_row: Any  # bytes from one row to the next
     b: Any  # address of the first B: for each step, the words that it takes of 16 rows of x, [word, row of x]
     b_once: Any  # not 0: do not keep B in the first cache, for A has a better use for it
-    row_bytes: Any  # of the weight; of B, TILE times as many
+    row_bytes: Any  # that are multiplied, in steps of STEP_BYTES; a B has TILE times as many
     fetch: Any  # address of what is fetched into the caches on the way
     fetch_lines: Any  # of STEP_BYTES, in each step: a multiple of FETCHED_AT_ONCE, or 0
     sums: Any  # address of the results, float32 or int32

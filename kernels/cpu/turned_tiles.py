@@ -55,6 +55,7 @@ def multiply(
     num_a: Any,
     num_b: Any,
     a: Any,
+    a_row: Any,
     b_start: Any,
     b_once: Any,
     row_bytes: Any,
@@ -62,7 +63,7 @@ def multiply(
     fetch_lines: Any,
     sums: Any,
 ) -> Any:
-    """`num_a` x `num_b` tiles of sums at `sums`, [A, B, weight row, row of x]. See `Operands`.
+    """`num_a` x `num_b` tiles of sums at `sums`, [A, B, row of A, row of x]. See `Operands`.
 
     These numbers, 1 or 2, and the instruction are constants.
     """
@@ -76,7 +77,7 @@ def multiply(
             matrix_tiles.multiply(b, name, m, n, operands)
         return context.get_dummy_value()
 
-    return types.void(instruction, num_a, num_b, *[types.int64] * 7), generate
+    return types.void(instruction, num_a, num_b, *[types.int64] * 8), generate
 
 
 @intrinsic

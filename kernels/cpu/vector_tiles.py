@@ -34,7 +34,7 @@ def multiply(b: ir.IRBuilder, num_a: int, num_b: int, operands: Operands) -> Non
             before = b.mul(b.add(b.sdiv(row, INT64(rows)), INT64(first_b // width * parts_of_b)), lines)
             left = b.sub(operands.fetch_lines, before)
             of_part = operands._replace(
-                a=b.add(operands.a, b.mul(operands.row_bytes, row)),
+                a=b.add(operands.a, b.mul(operands.a_row, row)),
                 b=b.add(operands.b, b.mul(operands.row_bytes, INT64(TILE * first_b))),
                 fetch=b.add(operands.fetch, b.mul(operands.row_bytes, before)),
                 fetch_lines=b.select(b.icmp_signed("<", left, lines), left, lines),
@@ -60,7 +60,7 @@ def _multiply_part(b: ir.IRBuilder, num_rows: int, num_b: int, operands: Operand
 
     def products(first_k: Any, _state: list[Any]) -> list[Any]:
         start = b.add(operands.a, first_k)
-        rows = [b.add(start, b.mul(operands.row_bytes, INT64(i))) for i in range(num_rows)]
+        rows = [b.add(start, b.mul(operands.a_row, INT64(i))) for i in range(num_rows)]
         column = b.add(operands.b, b.mul(first_k, INT64(TILE)))
         turned = [b.add(column, b.mul(operands.row_bytes, INT64(TILE * j))) for j in range(num_b)]
         first_line = b.add(operands.fetch, b.mul(first_k, operands.fetch_lines))

@@ -14,8 +14,12 @@ from kernel_cases import CASES, KEY_SCALE, MIXED, TOLERANCE, VALUE_SCALE, Case, 
 from torch import Tensor
 
 from quire.kernels import ops
+from quire.kernels.cpu import prompt_tiles
 from quire.kernels.cpu.attention import NEAR
+from quire.kernels.cpu.matrix_tiles import are_available
 from quire.kernels.dispatch import forced_backend
+
+needs_matrix_tiles = pytest.mark.skipif(not are_available(), reason="this CPU has no matrix tiles")
 
 
 @pytest.fixture(autouse=True)
@@ -74,24 +78,58 @@ PROMPTS = [  # on both sides of chunks of keys, items, tiles, and of what is gat
     Case(((150, 900), (3, 258)), sliding_window=300, num_heads=9, num_kv_heads=3),
     Case(((256, 256), (30, 257), (2, 90)), num_heads=9, num_kv_heads=3, dtype=BF16),
     Case(((100, 200),), sliding_window=33, dtype=BF16, head_dim=80),
+    Case(((513, 513), (2, 257), (64, 256), (3, 3), (1, 40)), num_heads=9, num_kv_heads=3, dtype=BF16),
+    Case(((300, 700), (33, 300)), num_heads=8, num_kv_heads=1, head_dim=128, block_size=64, dtype=BF16),
+    Case(((40, 2060), (17, 2048)), num_heads=2, num_kv_heads=2, head_dim=32, block_size=256, dtype=BF16),
+    Case(((150, 900), (3, 258), (600, 600)), sliding_window=300, num_heads=9, num_kv_heads=3, dtype=BF16),
+    Case(((150, 600), (5, 20)), sliding_window=9, num_heads=32, num_kv_heads=1, dtype=BF16),
+    Case(((70, 90),), block_size=8, dtype=BF16),
 ]
 
 
-@pytest.mark.parametrize("case", PROMPTS, ids=lambda case: case.name)
+@pytest.fixture(params=[pytest.param("tiles", marks=needs_matrix_tiles), "vectors"])
+def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """What attends to prompts in bfloat16, where there is a choice."""
+    if request.param == "vectors":
+        monkeypatch.setattr(prompt_tiles, "fits", lambda _cache: False)
+    return request.param
+
+
+@pytest.mark.usefixtures("how")
+@pytest.mark.parametrize("case", [case for case in PROMPTS if case.dtype == BF16], ids=lambda case: case.name)
+def test_prompts_in_bfloat16(case: Case) -> None:
+    test_prompts_match_the_reference_and_are_the_same_alone(case)
+
+
+@needs_matrix_tiles
+def test_a_chunk_that_some_lanes_do_not_see() -> None:
+    """A window that ends right before a chunk of keys, for the first tokens of a tile alone."""
+    case = Case(((40, 300),), sliding_window=20, dtype=BF16)
+    for query_len in (40, 30, 16):
+        test_matches_reference_and_reads_nothing_else(replace(case, lens=((query_len, 256 + 20 + query_len // 2),)))
+
+
+@pytest.mark.parametrize("case", [case for case in PROMPTS if case.dtype != BF16], ids=lambda case: case.name)
 def test_prompts_match_the_reference_and_are_the_same_alone(case: Case) -> None:
     test_matches_reference_and_reads_nothing_else(case)
     test_a_request_gets_the_same_bits_alone_and_in_a_batch(case)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 70])
-@pytest.mark.parametrize(("dtype", "length"), [(torch.float32, 600), (torch.float32, 2100), (BF16, 400)])
+@pytest.mark.parametrize("length", [400, 700])
+def test_bits_of_bfloat16_however_its_prompt_is_cut(how: str, length: int, sliding_window: int | None) -> None:
+    near = length if how == "tiles" else NEAR[BF16]
+    test_a_token_gets_the_same_bits_however_its_prompt_is_cut(BF16, length, near, sliding_window)
+
+
+@pytest.mark.parametrize("sliding_window", [None, 70])
+@pytest.mark.parametrize(("dtype", "length", "near"), [(torch.float32, n, NEAR[torch.float32]) for n in (600, 2100)])
 def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(
-    dtype: torch.dtype, length: int, sliding_window: int | None
+    dtype: torch.dtype, length: int, near: int, sliding_window: int | None
 ) -> None:
     case = Case(((length, length),), num_heads=9, num_kv_heads=3, dtype=dtype, sliding_window=sliding_window)
     whole = build(case)
     expected = attend(whole, case)
-    near = NEAR[dtype]
     assert torch.equal(expected, attend(replace(whole, metadata=replace(whole.metadata, plans={})), case))
     for start, end in ((0, 100), (37, 250), (length - 3, length), (100, length), (200, near + 2), (near - 1, near + 1)):
         if end > length:
