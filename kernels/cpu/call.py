@@ -17,7 +17,7 @@ import torch
 from .recording import CompiledCall, recorder
 from .threads import run_call
 
-_SMALL_NS = 40_000  # less than this much work wakes no other thread
+_SMALL_NS = 15_000  # less than this much work wakes no other thread
 _ITEM_NS = 20_000  # what a thread takes at once
 
 
