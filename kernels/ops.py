@@ -124,7 +124,7 @@ def paged_attention(
         key_cache, value_cache: [num_blocks, block_size, num_kv_heads, head_dim], contiguous, the dtype of `query`,
             or in 8 bits.
         metadata: which rows of `query` belong to whom, and where their cache is.
-        scale: multiplies the scores, usually head_dim ** -0.5.
+        scale: multiplies the scores, usually head_dim ** -0.5; positive.
         sliding_window: W: a token attends to itself and the W - 1 tokens before it. Blocks wholly before the window
             are not read, their entries in the table may be anything.
         softcap: scores become softcap * tanh(score / softcap), after `scale`.
@@ -142,6 +142,8 @@ def paged_attention(
         raise ValueError(f"{num_heads} query heads cannot share {num_kv_heads} KV heads evenly")
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {sliding_window}")
+    if scale <= 0:
+        raise ValueError(f"scale must be positive, got {scale}")
     if softcap is not None and softcap <= 0:
         raise ValueError(f"softcap must be positive, got {softcap}")
     if sinks is not None:

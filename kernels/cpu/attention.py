@@ -21,6 +21,7 @@ from .. import fp8
 from . import decode, prompt_tiles, prompts
 from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
+from .tile_product import TILE
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
@@ -56,7 +57,7 @@ def paged_attention(
         near, gathered = _divided(metadata, most)
         if near:
             worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[query.dtype]
-            plan = _prompt_plan(metadata, near, query, key_cache, scale, sliding_window)
+            plan = _prompt_plan(metadata, near, query, key_cache, scale, sliding_window, TILE if in_tiles else 1)
             plan.attend(worker, query, key_cache, value_cache, out)
     if gathered:
         only_unrecorded("prompts are gathered by their lengths")
@@ -180,6 +181,7 @@ def _prompt_plan(
     key_cache: Tensor,
     scale: float,
     sliding_window: int | None,
+    multiple_of: int,
 ) -> PromptPlan:
     """The plan of these query tokens, made once per step."""
     only_unrecorded("prompts come in many lengths")
@@ -199,6 +201,7 @@ def _prompt_plan(
             block_size=block_size,
             scale=scale,
             sliding_window=sliding_window,
+            multiple_of=multiple_of,
         )
     found: PromptPlan = metadata.plans[key]
     return found

@@ -18,7 +18,6 @@ from .threads import run_parallel
 
 CHUNK = 256  # keys, which are turned for all rows of an item at once. Chunks are at fixed positions
 _ROWS = 192  # of an item, about: chunks are turned for as many, and their scores stay in the second-level cache
-_TOKENS = 16  # an item has a multiple of as many, but for the last of a request
 _TILES = configuration()  # for those who have matrix tiles
 
 _LAYER_FIELDS = ("query", "key_cache", "value_cache", "out", "token_stride", "head_stride", "plan")
@@ -52,9 +51,11 @@ class PromptPlan:
         block_size: int,
         scale: float,
         sliding_window: int | None,
+        multiple_of: int,
     ) -> None:
-        """`requests` [n] are rows of `block_table` [num_reqs, max_blocks]; their query tokens begin at `starts`."""
-        size = max(1, _ROWS * num_kv_heads // num_heads // _TOKENS) * _TOKENS  # tokens of an item
+        """`requests` [n] are rows of `block_table` [num_reqs, max_blocks]; their query tokens begin at `starts`. Items
+        have a `multiple_of` so many tokens, but for the last one of a request."""
+        size = max(1, _ROWS * num_kv_heads // num_heads // multiple_of) * multiple_of  # tokens of an item
         num_parts = -(-query_lens // size)
         owners = np.repeat(np.arange(len(requests)), num_parts)
         first = (np.arange(len(owners)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * size

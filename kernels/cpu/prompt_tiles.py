@@ -11,7 +11,7 @@ are read where they are, a tile of 16 at a time.
     values, turned  x  weights          =  [head_dim, lane]           added to what is there, rescaled
 
 Weights are rounded to bfloat16 for the second product; their sum is of those that are not. What a token gets depends on
-its position and on the cache alone, as in `prompts`.
+its position and on the cache alone, as in `prompts`, while all numbers are finite: no weight times what is not is none.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ def _hide(typing_context: Any, scores: Any, low: Any, high: Any) -> Any:
 def _soften(typing_context: Any, scores: Any, num_keys: Any, scale: Any, state: Any, weights: Any) -> Any:
     """Scores [num_keys, 16], times `scale`, become weights in pairs of keys, [num_keys / 2, 16, 2] bfloat16.
 
-    `state` has three vectors of the lanes: the highest score so far, the sum of the weights, and, for the caller, what
-    the sums of before are to be multiplied with. `num_keys` is even.
+    `scale` is positive. `state` has three vectors of the lanes: the highest score so far, the sum of the weights, and,
+    for the caller, what the sums of before are to be multiplied with. `num_keys` is even.
     """
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
@@ -220,7 +220,16 @@ class _Item(NamedTuple):
     num_tokens: int
     num_spans: int  # of TILE tokens each
     kv_head: int
+    first_key: int  # that any of them attends to
     blocks: int  # address of the request's block ids
+
+
+class _Keys(NamedTuple):
+    """Of a chunk, counted from where it begins."""
+
+    start: int  # the first, from which rows of scores are
+    stop: int  # behind the last that a tile of queries attends to
+    own: int  # the one that the tile's first lane has computed itself
 
 
 @njit(error_model="numpy")
@@ -231,7 +240,9 @@ def _take_item(plan: Any, number: int) -> Any:
     num_tokens = carray(pointer(plan.counts), (num_parts,), np.int64)[part]
     request = carray(pointer(plan.requests), (num_parts,), np.int64)[part]
     blocks = plan.block_table + 4 * request * plan.table_stride
-    return _Item(token, position, num_tokens, (num_tokens + TILE - 1) // TILE, number % plan.num_kv_heads, blocks)
+    num_spans, kv_head = (num_tokens + TILE - 1) // TILE, number % plan.num_kv_heads
+    first_key = max(np.int64(0), position - plan.window + 1) if plan.window else np.int64(0)
+    return _Item(token, position, num_tokens, num_spans, kv_head, first_key, blocks)
 
 
 @njit(error_model="numpy")
@@ -259,10 +270,10 @@ def _place(plan: Any, item: Any, sizes: Any, position: int) -> Any:
 
 
 @njit(error_model="numpy")
-def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, chunk: int, first_key: int) -> None:
+def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, chunk: int) -> None:
     """The keys from position `chunk` on. What is counted here counts from there."""
     offsets = np.empty(CHUNK, np.int64)
-    low, high = max(chunk, first_key) - chunk, min(chunk + CHUNK, item.position + item.num_tokens) - chunk
+    low, high = max(chunk, item.first_key) - chunk, min(chunk + CHUNK, item.position + item.num_tokens) - chunk
     start = low // _PAIRS * _PAIRS
     for i in range(start, (high + _PAIRS - 1) // _PAIRS * _PAIRS):  # beside the keys, their values, without weight
         offsets[i] = _place(plan, item, sizes, chunk + max(low, min(high - 1, i)))
@@ -280,12 +291,13 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
                     keys = layer.key_cache + _place(plan, item, sizes, chunk + i)
                     queries, scores = memory.queries + tile * sizes.queries, memory.scores + i * sizes.row
                     multiply(_PRODUCT, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
-            _weigh_values(plan, sizes, memory, tile, start, stop, own)
+            _weigh_values(plan, sizes, memory, tile, _Keys(start, stop, own))
 
 
 @njit(error_model="numpy")
-def _weigh_values(plan: Any, sizes: Any, memory: Any, tile: int, start: int, stop: int, own: int) -> None:
-    """Scores of keys start .. stop - 1 of a chunk become weights, and these values times them are added to the sums."""
+def _weigh_values(plan: Any, sizes: Any, memory: Any, tile: int, keys: Any) -> None:
+    """The scores of a tile become weights, and the values times them are added to its sums."""
+    start, stop, own = keys
     num_keys = (stop - start + _PAIRS - 1) // _PAIRS * _PAIRS
     if plan.window:
         for i in range(start, min(stop, own + TILE - plan.window)):
@@ -348,9 +360,8 @@ def worker() -> Any:
                 break
             item = _take_item(plan, number)
             _begin_item(layer, plan, item, sizes, memory)
-            first_key = max(np.int64(0), item.position - plan.window + 1) if plan.window else np.int64(0)
-            for chunk in range(first_key // CHUNK * CHUNK, item.position + item.num_tokens, CHUNK):
-                _attend_to_chunk(layer, plan, item, sizes, memory, chunk, first_key)
+            for chunk in range(item.first_key // CHUNK * CHUNK, item.position + item.num_tokens, CHUNK):
+                _attend_to_chunk(layer, plan, item, sizes, memory, chunk)
             _end_item(layer, plan, item, sizes, memory)
         end(_PRODUCT)
         owned[0] = 0  # it lives until here: Numba does not see who has its address

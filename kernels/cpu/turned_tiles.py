@@ -1,6 +1,6 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="misc, untyped-decorator"
-"""Words to multiply tiles with, of 16 rows of a weight and 16 rows of x, for `many_rows`.
+"""Words to multiply tiles with: of 16 rows of a weight and 16 rows of x, for `many_rows`; others for `prompt_tiles`.
 
     A: 16 rows of the weight, as they lie    times    B: 16 rows of x, turned    ->    C: 16 x 16 sums
 

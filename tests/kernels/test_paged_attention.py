@@ -247,6 +247,7 @@ def test_wrong_arguments_are_refused_before_anything_runs() -> None:
     refused(ValueError, r"must be \[num_tokens, heads, 64\]", query[..., :32], key_cache, value_cache, metadata)
     refused(ValueError, "its stride is 2", torch.zeros(9, 4, 128)[..., ::2], key_cache, value_cache, metadata)
     refused(ValueError, "sliding_window must be at least 1", query, key_cache, value_cache, metadata, sliding_window=0)
+    refused(ValueError, "scale must be positive", query, key_cache, value_cache, metadata, scale=0.0)
     refused(ValueError, "softcap must be positive", query, key_cache, value_cache, metadata, softcap=-1.0)
     refused(ValueError, r"sinks must have shape \(4,\)", query, key_cache, value_cache, metadata, sinks=torch.ones(2))
     refused(TypeError, "the caches must share one of", query, key_cache.double(), value_cache.double(), metadata)
