@@ -47,13 +47,10 @@ class RowFunction:
     def __call__(self, num_rows: int, row_size: int, *arguments: float) -> None:
         """`row_size` is the number of elements of a row, `arguments` what follows `num_rows`."""
         row_ns = row_size * self._element_ns
-        is_recorded = recorder() is not None
-        if num_rows * row_ns < _SMALL_NS and not is_recorded:
+        if num_rows * row_ns < _SMALL_NS and recorder() is None:
             given = self._structure(0, num_rows, num_rows, *arguments)
             self._call(ctypes.addressof(given))
             return
-        grain = max(1, int(_ITEM_NS / row_ns))
-        if is_recorded:  # all threads are there anyway
-            grain = min(grain, -(-num_rows // torch.get_num_threads()))
+        grain = max(1, min(int(_ITEM_NS / row_ns), -(-num_rows // torch.get_num_threads())))
         given = self._structure(0, grain, num_rows, *arguments)
         run_call(CompiledCall(self._worker.ctypes, given, ctypes.addressof(given), 1))
