@@ -16,9 +16,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 from types import TracebackType
 
 from torch import Tensor
+
+from quire.engine.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +62,14 @@ class PageFiller:
         started = time.monotonic()
         try:
             reason = self._fill() if sys.platform == "linux" else "only Linux can do that"
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             reason = str(error)
+        finally:
+            self.ended.set()
         if reason is None:
             logger.info("the KV cache is in memory, after %.1f s", time.monotonic() - started)
         else:
             logger.debug("the rest of the KV cache gets its memory when it is used: %s", reason)
-        self.ended.set()
 
     def _fill(self) -> str | None:
         """Returns why it did not fill all, if it did not."""
@@ -95,9 +99,13 @@ class PageFiller:
         return False
 
 
+@cache
+def _madvise() -> Callable[..., int]:
+    return ctypes.CDLL(None, use_errno=True).madvise
+
+
 def populate(address: int, num_bytes: int) -> None:
     """Have the system give memory to these bytes, which keep what they hold. Raises `OSError` where it cannot."""
     start = address - address % mmap.PAGESIZE
-    madvise = ctypes.CDLL(None, use_errno=True).madvise
-    if madvise(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), _POPULATE_WRITE) != 0:
+    if _madvise()(ctypes.c_void_p(start), ctypes.c_size_t(address + num_bytes - start), _POPULATE_WRITE) != 0:
         raise OSError(ctypes.get_errno(), "pages cannot be touched ahead")

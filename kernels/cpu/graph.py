@@ -63,10 +63,10 @@ class Pool:
 
 def capture(run: Callable[[], None], pool: Pool) -> Callable[[], None]:
     """Call `run`, which is done when this returns; calling the result repeats it. Raises `NotCapturableError`."""
-    recorder = _Recorder(pool)
-    with recorder, recorded_by(recorder):
+    listener = _Recorder(pool)
+    with listener, recorded_by(listener):
         run()
-    return _Graph(recorder.finish(), pool).replay
+    return _Graph(listener.finish(), pool).replay
 
 
 class _Graph:

@@ -59,7 +59,7 @@ def recorded_by(listener: Recorder | None) -> Iterator[None]:
 
 
 def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
-    """`action(*tensors)`, which have no gaps.
+    """`action(*tensors)`, which are contiguous and not empty.
 
     In a record it is one action, which keeps neither its intermediate results nor, as compiled calls do not, the memory
     of these tensors.
@@ -72,6 +72,7 @@ def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
 
 
 def _borrowed(tensor: Tensor) -> Tensor:
+    assert tensor.is_contiguous()
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
 

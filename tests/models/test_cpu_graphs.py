@@ -121,11 +121,15 @@ def test_memory_goes_back_when_nobody_has_it() -> None:
 
 def test_a_graph_keeps_no_copy_of_a_weight() -> None:
     """What the CPU cannot multiply is widened anew each time: graphs are of up to 32 sizes."""
-    weight, scales = fp8.quantize(torch.randn(512, 64), 0.01), torch.rand(512)
+    weight, scales, bias = fp8.quantize(torch.randn(512, 64), 0.01), torch.rand(512), torch.randn(512)
     x, out = torch.randn(3, 64), torch.empty(3, 512)
 
     def run() -> None:
-        out.copy_(ops.linear_fp8(x * 2, weight, scales) + 1)
+        """Between others whose memory is from the pool, and goes back to it."""
+        normed = rms_norm(x, torch.ones(64), 1e-5)
+        product = ops.linear_fp8(normed, weight, scales, bias)
+        del normed
+        out.copy_(rms_norm(product, torch.ones(512), 1e-5) + 1)
 
     def held() -> int:
         gc.collect()
@@ -134,12 +138,13 @@ def test_a_graph_keeps_no_copy_of_a_weight() -> None:
     with torch.inference_mode():
         before, replay = held(), capture(run, Pool())
         assert held() - before < weight.numel()
-        x.mul_(-3)
+        first = out.clone()
+        x.add_(torch.randn(3, 64))
         replay()
         found = out.clone()
         run()
     assert torch.equal(found, out)
-    assert not torch.equal(found, torch.zeros_like(found))
+    assert not torch.equal(found, first)
 
 
 def test_operators_are_repeated_on_new_numbers() -> None:
