@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import pytest
 
@@ -202,8 +203,8 @@ async def test_whoever_waits_to_send_hears_of_a_lost_connection() -> None:
     await asyncio.wait_for(drained, 5)
 
 
-def connect_all(server: RankServer, world_size: int) -> tuple[list, list]:
-    with ThreadPoolExecutor(world_size) as pool:
+def connect_all(world_size: int) -> tuple[list, list]:
+    with closing(RankServer(HOST, SECRET)) as server, ThreadPoolExecutor(world_size) as pool:
         ranks = [pool.submit(connect_rank, HOST, server.port, SECRET, rank) for rank in reversed(range(world_size))]
         links = server.accept(world_size, 5.0)
         return links, [future.result() for future in reversed(ranks)]
@@ -218,8 +219,7 @@ def step_ids(answers: list[RankAnswer]) -> list[int]:
 
 
 def test_ranks_are_in_order_and_gathered_in_order() -> None:
-    server = RankServer(HOST, SECRET)
-    links, ranks = connect_all(server, 3)
+    links, ranks = connect_all(3)
     broadcast(links, b"step" * 100_000)
     assert [rank.recv() for rank in ranks] == [b"step" * 100_000] * 3
     for rank in (2, 0, 1):
@@ -237,7 +237,7 @@ def test_ranks_are_in_order_and_gathered_in_order() -> None:
 
 def test_a_rank_that_is_lost_after_its_answer_is_lost_in_the_next_step() -> None:
     """In a pipeline the others still finish the step that it had done."""
-    links, ranks = connect_all(RankServer(HOST, SECRET), 2)
+    links, ranks = connect_all(2)
     ranks[0].send(answer(0))
     ranks[0].close()
     timer = threading.Timer(0.1, ranks[1].send, [answer(1)])
@@ -248,14 +248,14 @@ def test_a_rank_that_is_lost_after_its_answer_is_lost_in_the_next_step() -> None
 
 
 def test_an_error_is_not_kept_waiting_for_silent_ranks() -> None:
-    links, ranks = connect_all(RankServer(HOST, SECRET), 2)
+    links, ranks = connect_all(2)
     ranks[1].send(answer(7, "it broke"))
     ranks[1].close()
     assert [each.error for each in gather(links, 5.0)] == ["it broke"]
 
 
 def test_a_dead_rank_is_noticed_while_another_one_is_silent() -> None:
-    links, ranks = connect_all(RankServer(HOST, SECRET), 2)
+    links, ranks = connect_all(2)
     timer = threading.Timer(0.05, ranks[1].close)
     timer.start()
     with pytest.raises(TransportError, match="rank 1: the connection was closed"):
@@ -263,7 +263,7 @@ def test_a_dead_rank_is_noticed_while_another_one_is_silent() -> None:
 
 
 def test_silent_ranks_are_named() -> None:
-    links, ranks = connect_all(RankServer(HOST, SECRET), 3)
+    links, ranks = connect_all(3)
     ranks[1].send(answer(1))
     with pytest.raises(TimeoutError, match=r"ranks \[0, 2\] did not answer within 0.05 s"):
         gather(links, 0.05)
@@ -271,7 +271,7 @@ def test_silent_ranks_are_named() -> None:
 
 def test_a_rank_that_does_not_read_ends_a_send() -> None:
     """And only a send: a rank that reads may take as long as it likes."""
-    links, ranks = connect_all(RankServer(HOST, SECRET), 1)
+    links, ranks = connect_all(1)
     links[0].limit_sends(0.2)
     timer = threading.Timer(0.5, ranks[0].send, [b"late"])
     timer.start()
@@ -281,8 +281,7 @@ def test_a_rank_that_does_not_read_ends_a_send() -> None:
 
 
 def test_missing_ranks_are_named_and_strangers_are_turned_away() -> None:
-    server = RankServer(HOST, SECRET)
-    with ThreadPoolExecutor() as pool:
+    with closing(RankServer(HOST, SECRET)) as server, ThreadPoolExecutor() as pool:
         accepted = pool.submit(server.accept, 2, 1.0)
         connect_rank(HOST, server.port, SECRET, 0)
         with socket.create_connection((HOST, server.port)) as stranger:
