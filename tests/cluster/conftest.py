@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -37,6 +38,7 @@ def nothing_leaks() -> Iterator[None]:
     """What the tests of a module have started has ended when they have: set up first, so that it looks last."""
     before = holdings(_SESSION)
     yield
+    gc.collect()  # sockets of event loops that have ended: what nobody refers to is not left over
     wait_for(lambda: not left_over(before, _SESSION), 30, lambda: left_over(before, _SESSION))
 
 
