@@ -9,8 +9,9 @@ for dense attention in torch. The position of a token decides, not the length of
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -52,13 +53,11 @@ def paged_attention(
         decodes = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if decodes is not None:
             decodes.attend(query, key_cache, value_cache, out, sinks)
-        in_tiles = prompt_tiles.fits(key_cache)
-        most = 0 if softcap is not None or sinks is not None else sys.maxsize if in_tiles else NEAR[query.dtype]
-        near, gathered = _divided(metadata, most)
+        kernel = _prompt_kernel(key_cache)
+        near, gathered = _divided(metadata, kernel.reach if softcap is None and sinks is None else 0)
         if near:
-            worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[query.dtype]
-            plan = _prompt_plan(metadata, near, query, key_cache, scale, sliding_window, TILE if in_tiles else 1)
-            plan.attend(worker, query, key_cache, value_cache, out)
+            plan = _prompt_plan(metadata, near, query, key_cache, scale, sliding_window, kernel.multiple_of)
+            plan.attend(kernel.worker(), query, key_cache, value_cache, out)
     if gathered:
         only_unrecorded("prompts are gathered by their lengths")
     for request, start, end, seq_len in gathered:
@@ -70,6 +69,18 @@ def paged_attention(
         attended = _attend(query[start:end], key, value, visible, scale * key_scale, softcap, sinks)
         out[start:end] = attended if value_scale == 1.0 else attended * value_scale
     return out
+
+
+class _PromptKernel(NamedTuple):
+    worker: Callable[[], Any]  # gives the compiled function
+    reach: int  # up to which position it attends
+    multiple_of: int  # see `PromptPlan`
+
+
+def _prompt_kernel(key_cache: Tensor) -> _PromptKernel:
+    if prompt_tiles.fits(key_cache):
+        return _PromptKernel(prompt_tiles.worker, sys.maxsize, TILE)
+    return _PromptKernel(partial(prompts.WORKERS.__getitem__, key_cache.dtype), NEAR[key_cache.dtype], 1)
 
 
 def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
