@@ -8,6 +8,7 @@ It leaves a part of what was free, since others that start beside it were promis
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import mmap
@@ -31,6 +32,17 @@ _LOOK_BYTES = 16 << 20  # after so many, see what is free
 _IDLE_S = 0.05  # without a step; decode steps follow each other faster
 _SHARE_LEFT = 0.25  # of what was free
 
+_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_process_ends = threading.Event()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread that met the end of Python within torch's code would abort the process."""
+    _process_ends.set()
+    for thread in list(_threads):
+        thread.join()
+
 
 class PageFiller:
     """A context manager for steps: while one runs, and for `idle_s` after it, no further piece is begun.
@@ -47,7 +59,9 @@ class PageFiller:
         self._num_busy = 0
         self._idle_since = time.monotonic()
         self.ended = threading.Event()
-        threading.Thread(target=self._run, name="page filler", daemon=True).start()
+        thread = threading.Thread(target=self._run, name="page filler", daemon=True)
+        _threads.add(thread)
+        thread.start()
 
     def __enter__(self) -> None:
         self._num_busy += 1
@@ -77,7 +91,7 @@ class PageFiller:
         for offset in range(0, self._longest, _PIECE_BYTES):
             for reference in self._tensors:
                 if not self._wait_until_idle():
-                    return "it is gone"
+                    return "it is gone, or the process ends"
                 if until_look <= 0:
                     if self._free() < left:
                         return "little is left"
@@ -91,8 +105,8 @@ class PageFiller:
         return None
 
     def _wait_until_idle(self) -> bool:
-        """False when one of the tensors is gone."""
-        while all(reference() is not None for reference in self._tensors):
+        """False when one of the tensors is gone, or the process ends."""
+        while not _process_ends.is_set() and all(reference() is not None for reference in self._tensors):
             if self._num_busy == 0 and time.monotonic() - self._idle_since >= self._idle_s:
                 return True
             time.sleep(self._idle_s)
