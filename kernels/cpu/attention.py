@@ -1,7 +1,7 @@
 """Paged attention on CPU, each request for itself.
 
 Where the cache `decode.fits`, requests with one query token go to the compiled kernel there, and those with several to
-one of `prompt_tiles`, for bfloat16 where the CPU has matrix tiles, or of `prompts`. Other caches and scores, and tokens
+one of `prompt_tiles`, for bfloat16 where the CPU multiplies it, or of `prompts`. Other caches and scores, and tokens
 so far behind in a context that the products of `prompts` outweigh a copy, have the visible part of the cache gathered
 for dense attention in torch. The position of a token decides, not the length of what is computed with it.
 """
@@ -23,6 +23,7 @@ from . import decode, prompt_tiles, prompts
 from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
 from .tile_product import TILE
+from .tiles import library_is_slow
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 # How many positions vectors attend from in less time than the library takes, with the copy: in bfloat16 it may have
 # matrix tiles.
-NEAR = {torch.float32: 2048, torch.bfloat16: 256}
+NEAR = {torch.float32: sys.maxsize if library_is_slow() else 2048, torch.bfloat16: 256}
 _Chunk = tuple[int, int, int, int]  # request, first query token, end of them, seq_len at that end
 
 

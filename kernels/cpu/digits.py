@@ -46,7 +46,7 @@ META_BYTES = 192
 
 def unsigned(b: ir.IRBuilder, weights: Any) -> Any:
     """int8 weights + 128, as unsigned bytes."""
-    return b.bitcast(b.xor(b.bitcast(weights, BYTES), splat(BYTES, -128)), INTS)
+    return b.xor(weights, b.bitcast(splat(BYTES, -128), INTS))
 
 
 def dot_int8(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:

@@ -5,7 +5,7 @@ arithmetic, until M is some tens; the library's GEMM, made for large M, then rea
 kernels take its place:
 
     few_rows    a sum in all lanes of a vector
-    many_rows   a sum in one lane, which is one row's; or, of bfloat16 and int8, in matrix tiles, where the CPU has them
+    many_rows   a sum in one lane, which is one row's, or in a matrix tile
 
 Weights come in three precisions:
 
@@ -16,31 +16,29 @@ Weights come in three precisions:
 A CPU that has no instruction for bfloat16 or int8 multiplies them as float32, which many rows make worth a copy: the
 library's product of a prompt in bfloat16 takes three to six times as long on x86 (elsewhere it was not measured).
 
-A row's result has the same bits whatever rows are beside it, among as many rows as one kernel takes. Of float32, these
-change where FLOAT_ROWS says: a sum's products are added in another order in each of `few_rows`, `many_rows` and the
-library.
+A row's result has the same bits whatever rows are beside it, among as many rows as one kernel takes (of int8 always):
+a sum's products are added in another order in each of `few_rows`, `many_rows` and the library.
 """
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import digit_gemm, few_rows, many_rows
+from . import few_rows, many_rows
 from .intrinsics import IS_X86
 from .recording import as_one_action
-from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features
+from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features, library_is_slow
+from .turned_tiles import products
 
-MAX_ROWS_BFLOAT16 = 48  # of `few_rows`
+# The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
+FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20}
+MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows`
 MAX_ROWS_WIDENED = 16  # likewise, of bfloat16 and int8 that are multiplied as float32
-MAX_ROWS_INT8 = 32  # of int8 in digits
-FEW_ROWS = 4  # what is read as fast without matrix tiles, where the CPU has them
-# The most rows of float32 for `few_rows` and for `many_rows`, by whether there are 32 registers of 16 lanes. With more,
-# the library's GEMM is as fast.
-FLOAT_ROWS = {True: (24, 256), False: (8, 64)}
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once
 
@@ -50,12 +48,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype not in _COMPILED or x.dtype != weight.dtype or len(x) == 0 or not _alike(x, bias):
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
-        few, many = FLOAT_ROWS["avx512f" in cpu_features()]
+        few, many = float_rows()
         if _fits(x, weight, "float32", few):
             return few_rows.linear("float32", x, weight, None, bias)
         if len(x) <= many and many_rows.fits(weight):
             return many_rows.linear(x, weight, None, bias)
-    elif len(x) > FEW_ROWS and many_rows.fits(weight):
+    elif many_rows.fits(weight) and len(x) > FEW_ROWS[products(torch.bfloat16)[0]]:
         return many_rows.linear(x, weight, None, bias)
     elif _fits(x, weight, _bfloat16(), MAX_ROWS_WIDENED if _widens_bfloat16() else MAX_ROWS_BFLOAT16):
         return few_rows.linear(_bfloat16(), x, weight, None, bias)
@@ -67,14 +65,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_int8`."""
     in_digits = _int8() == "int8 dot" and x.dtype in _COMPILED and len(x) > 0 and _alike(x, bias)
-    if in_digits and len(x) > FEW_ROWS and many_rows.fits(weight):
+    if in_digits and many_rows.fits(weight) and len(x) > FEW_ROWS[products(torch.int8)[0]]:
         return many_rows.linear(x, weight, scales, bias)
-    if in_digits and _fits(x, weight, "int8 dot", MAX_ROWS_INT8):
+    if in_digits and _fits(x, weight, "int8 dot", sys.maxsize):
         return few_rows.linear("int8 dot", x, weight, scales, bias)
     if x.dtype == torch.float32 and _alike(x, bias) and _fits(x, weight, "int8", MAX_ROWS_WIDENED):
         return few_rows.linear("int8", x, weight, scales, bias)
-    if in_digits and x.shape[1] % digit_gemm.STEP == 0:
-        return digit_gemm.linear(x.contiguous(), weight, scales, bias)
     return _widened(x, weight, scales, bias, torch.float32)
 
 
@@ -97,6 +93,14 @@ def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | No
 
     as_one_action(multiply, x.contiguous(), out)
     return out
+
+
+@cache
+def float_rows() -> tuple[int, int]:
+    """The most rows of float32 for `few_rows` and for `many_rows`. With more, the library's product is as fast."""
+    if "avx512f" not in cpu_features():
+        return 8, 64
+    return (12, sys.maxsize) if library_is_slow() else (24, 256)
 
 
 @cache

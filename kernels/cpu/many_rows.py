@@ -7,10 +7,11 @@ and the weight is read as it is: at the speed of memory, until there are some te
 
     x  --turn-->  B, B, ...  --multiply with 32 rows of the weight-->  sums  --finish-->  results
 
-    float32     in vectors
-    bfloat16    in the CPU's own matrix tiles; products and sums in float32
-    int8        likewise; x in two digits per number (`digits`), each a B of its own; sums in whole numbers
+    float32     products and sums in float32
+    bfloat16    likewise
+    int8        x in two digits per number (`digits`), each a B of its own; sums in whole numbers
 
+They are multiplied in the CPU's own matrix tiles, where it has them for the type of the weight, or in vectors.
 A sum takes its products in the order of `in_features`: a row's result does not depend on the rows beside it.
 (`few_rows` takes them in another order, of which whole numbers have none.)
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,16 +31,28 @@ from torch import Tensor
 from .call import Arguments, RowFunction
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import fetch_add, pointer, take_item
-from .matrix_tiles import are_available, configuration
+from .matrix_tiles import configuration
 from .recording import CompiledCall
 from .rows import load_row
 from .sources import digest_of
 from .threads import run_call
 from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES
-from .turned_tiles import IN_VECTORS, begin, end, finish, multiply, turn_tile
+from .turned_tiles import begin, end, finish, multiply, products, turn_tile
+from .vectors import LANES
 
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
-CHUNK_BYTES = 1 << 20  # of x: what stays in a core's second-level cache while the weight goes by
+
+
+def _half_a_cache() -> int:
+    """Bytes: of a core's second-level cache, or of 2 MiB, where the system does not tell its size."""
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text()
+        return max(int(size.removesuffix("K\n")) << 9, 1 << 18)
+    except (OSError, ValueError):
+        return 1 << 20
+
+
+CHUNK_BYTES = _half_a_cache()  # of x: what stays there while the weight goes by
 MANY_PAIRS = 8  # of B, which would push the block of weights out of the first cache
 
 _SOURCES = (
@@ -46,15 +60,16 @@ _SOURCES = (
     *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
+_META_WORDS = (1 + NUM_DIGITS) * TILE  # of TILE rows of x in digits: see `finish`
 
-_TURN = Arguments("x", "x_bytes", "in_features", "turned", "scales", "num_x")
+_TURN = Arguments("x", "x_bytes", "in_features", "turned", "meta", "num_x")
 _TURN_TYPE = _TURN.dtype
 
 # Places in the arguments of a product: addresses and sizes. Behind them, the counters: threads that have come, and for
 # each thread, blocks that were taken of its part.
 (
     _TURNED,
-    _X_SCALES,
+    _X_META,
     _WEIGHT,
     _SCALES,
     _BIAS,
@@ -70,28 +85,28 @@ _TURN_TYPE = _TURN.dtype
 ) = range(14)
 
 
-def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, product: str | None = None) -> Tensor:
     """(x @ weight.T) * scales + bias, in the dtype of x, where the weight `fits`.
 
     x [num_rows, in_features] and weight [out_features, in_features]: both float32 or both bfloat16 and no scales, or x
-    float32 or bfloat16 and the weight int8.
+    float32 or bfloat16 and the weight int8. `product`: one of the `products` of the weight's type, the first if None.
     """
     x = x.contiguous()
     (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
     out = x.new_empty(num_rows, out_features)
     is_int8 = weight.dtype == torch.int8
-    kernel, num_digits = _kernel(weight.dtype), NUM_DIGITS if is_int8 else 1
+    kernel, num_digits = _kernel(product or products(weight.dtype)[0], is_int8), NUM_DIGITS if is_int8 else 1
     num_groups, row_bytes = -(-num_rows // TILE), in_features * weight.itemsize
     turned = torch.empty(num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    x_scales = torch.empty(num_groups * TILE if is_int8 else 0, dtype=torch.float32)
+    x_meta = torch.empty(num_groups * _META_WORDS if is_int8 else 0, dtype=torch.float32)
     kernel.turn(
         num_groups, TILE * in_features,
-        x.data_ptr(), x.itemsize, in_features, first, x_scales.data_ptr(), num_rows,
+        x.data_ptr(), x.itemsize, in_features, first, x_meta.data_ptr(), num_rows,
     )  # fmt: skip
     arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
         first,
-        x_scales.data_ptr(),
+        x_meta.data_ptr(),
         weight.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -110,7 +125,7 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
 
 def fits(weight: Tensor) -> bool:
     """Whether a weight can be multiplied so: whole tiles, in whole rows, by what this CPU has."""
-    if weight.dtype != torch.float32 and not are_available():
+    if not products(weight.dtype):
         return False
     out_features, in_features = weight.shape
     whole = out_features % TILE == 0 and in_features * weight.itemsize % STEP_BYTES == 0
@@ -122,15 +137,12 @@ class _Kernel(NamedTuple):
     multiply: Any  # ctypes function pointer
 
 
-_INSTRUCTIONS = {torch.float32: IN_VECTORS, torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}
-
-
 @cache
-def _kernel(dtype: torch.dtype) -> _Kernel:
-    """For weights of a type. Compiled when it is first asked for, as not every CPU can; kept on disk."""
-    sources, is_int8 = digest_of(*_SOURCES), dtype == torch.int8
+def _kernel(product: str, is_int8: bool) -> _Kernel:
+    """Compiled when it is first asked for, as not every CPU can; kept on disk."""
+    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
     turn = _turn_digits_worker(sources) if is_int8 else _turn_worker(sources)
-    multiply = _multiply_worker(_INSTRUCTIONS[dtype], NUM_DIGITS if is_int8 else 1, sources)
+    multiply = _multiply_worker(product, NUM_DIGITS if is_int8 else 1, sources)
     return _Kernel(RowFunction(turn, _TURN, _TURN_NS[is_int8]), multiply.ctypes)
 
 
@@ -165,7 +177,8 @@ def _turn_digits_worker(sources: str) -> Any:
         digit_row = NUM_DIGITS * size + META_BYTES
         memory = np.empty(TILE * digit_row, np.int8)
         digits = memory.ctypes.data
-        scales = carray(pointer(a.scales), (a.num_rows * TILE,), np.float32)
+        metas = carray(pointer(a.meta), (a.num_rows, NUM_DIGITS + 1, TILE), np.float32)
+        starts = carray(pointer(a.meta), (a.num_rows, NUM_DIGITS + 1, TILE), np.int32)
         while True:
             first = fetch_add(address, a.grain)
             if first >= a.num_rows:
@@ -178,7 +191,10 @@ def _turn_digits_worker(sources: str) -> Any:
                         quantize_row(2, a.x + row * x_row, size, place)
                     else:
                         quantize_row(4, a.x + row * x_row, size, place)
-                    scales[row] = carray(pointer(place + NUM_DIGITS * size), (1,), np.float32)[0]
+                    metas[group, 0, i] = carray(pointer(place + NUM_DIGITS * size), (1,), np.float32)[0]
+                    parts = carray(pointer(place + NUM_DIGITS * size + 64), (NUM_DIGITS, LANES), np.int32)
+                    for digit in range(NUM_DIGITS):
+                        starts[group, 1 + digit, i] = parts[digit].sum()
                 for digit in range(NUM_DIGITS):
                     turned = a.turned + (group * NUM_DIGITS + digit) * TILE * size
                     for k in range(0, size, STEP_BYTES):
@@ -188,7 +204,7 @@ def _turn_digits_worker(sources: str) -> Any:
     return worker
 
 
-def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
+def _multiply_worker(product: str, num_digits: int, sources: str) -> Any:
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -209,7 +225,7 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         item, turn = 0, 0
-        begin(instruction, a[_CONFIG])
+        begin(product, a[_CONFIG])
         while True:
             item, turn = take_item(counters + 8, thread, turn, num_threads, num_blocks * num_chunks)
             if item < 0:
@@ -222,13 +238,13 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
                 if num_a == 2 and num_b == 2:
-                    multiply(instruction, 2, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, 2, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_a == 2:
-                    multiply(instruction, 2, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, 2, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_b == 2:
-                    multiply(instruction, 1, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, 1, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 else:
-                    multiply(instruction, 1, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, 1, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= w + 2 * BLOCK * row_bytes:
                     lines = 0
@@ -239,18 +255,18 @@ def _multiply_worker(instruction: str, num_digits: int, sources: str) -> Any:
                     for j in range(num_b // num_digits):
                         row = first_row + j * TILE
                         finish(
-                            instruction,
+                            product,
                             num_digits,
                             sums + (i * num_b + j) * TILE_BYTES,
                             min(TILE, num_rows - row),
-                            a[_X_SCALES] + 4 * row,
+                            a[_X_META] + 4 * (row // TILE) * _META_WORDS,
                             a[_SCALES] + 4 * column,
                             bias.ctypes.data,
                             short,
                             a[_OUT] + (row * out_features + column) * size,
                             out_features * size,
                         )
-        end(instruction)
+        end(product)
         memory[0] = bias[0] = 0  # they live until here: Numba does not see who has their addresses
 
     return worker

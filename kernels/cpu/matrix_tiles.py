@@ -12,11 +12,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 
 from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
 from .tiles import cpu_features
 from .vectors import INT8, INT64, call, loop_over, prefetch
+
+INSTRUCTIONS = {torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}  # by the operands' type
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="attr-defined, call-arg, misc, type-var, untyped-decorator, no-untyped-call"
 # (compiled functions and their views into memory are not Python to a type checker)
-"""Attention of requests with several query tokens in bfloat16, in the CPU's matrix tiles: as `prompts`, turned around.
+"""Attention of requests with several query tokens in bfloat16, by the CPU's products of tiles: `prompts` turned around.
 
 What is a row there is a lane here: 16 tokens of a query head, which walk along the keys of an item in chunks. The keys
 are read where they are, a tile of 16 at a time.
@@ -28,11 +28,10 @@ from torch import Tensor, bfloat16
 
 from .exponential import exponential
 from .intrinsics import fetch_add, pointer
-from .matrix_tiles import are_available
 from .prompt_plan import CHUNK, LAYER, PLAN
 from .sources import digest_of
 from .tile_product import STEP_BYTES, TILE
-from .turned_tiles import begin, end, multiply, turn_tile
+from .turned_tiles import begin, end, multiply, products, turn_tile
 from .vectors import (
     FLOATS,
     INT16,
@@ -51,7 +50,7 @@ from .vectors import (
     turn_words,
 )
 
-_PRODUCT = "tdpbf16ps"
+_PRODUCT = next(iter(products(bfloat16)), None)
 _PAIRS = STEP_BYTES // 2  # keys, or elements of head_dim, that one step of a product takes
 _VALUES_ROW = 2 * CHUNK  # bytes: values of a chunk, turned
 
@@ -59,7 +58,7 @@ _VALUES_ROW = 2 * CHUNK  # bytes: values of a chunk, turned
 def fits(key_cache: Tensor) -> bool:
     """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] can be read so: whole tiles within a block."""
     _, block_size, _, head_dim = key_cache.shape
-    return key_cache.dtype == bfloat16 and block_size % TILE == 0 and head_dim % _PAIRS == 0 and are_available()
+    return key_cache.dtype == bfloat16 and block_size % TILE == 0 and head_dim % _PAIRS == 0 and _PRODUCT is not None
 
 
 @intrinsic
@@ -330,6 +329,7 @@ def worker() -> Any:
         *("prompt_tiles", "prompt_plan", "exponential", "intrinsics", "vectors", "tiles"),
         *("matrix_tiles", "tile_product", "turned_tiles", "vector_tiles"),
     )
+    sources = f"{sources} {_PRODUCT}"
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:

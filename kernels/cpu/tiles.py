@@ -118,6 +118,15 @@ def cpu_features() -> frozenset[str]:
     return frozenset(feature for feature, has in llvm.get_host_cpu_features().items() if has)
 
 
+def library_is_slow() -> bool:
+    """Whether torch's products of float32 make half of what this CPU can: Intel's library takes short vectors on AMD's.
+
+    See tests/benchmarks/RESULTS.md, "On an AMD EPYC".
+    """
+    name = config.CPU_NAME or llvm.get_host_cpu_name()
+    return name.startswith("znver") and "avx512f" in cpu_features()
+
+
 @intrinsic(prefer_literal=True)
 def tile(
     typing_context: Any,

@@ -4,14 +4,17 @@
 
     A: 16 rows of the weight, as they lie    times    B: 16 rows of x, turned    ->    C: 16 x 16 sums
 
-Words of 32 bits are what is turned: a float32, two bfloat16 or four int8, that one step of a sum takes together. The
-name of an instruction says what multiplies: vectors (`vector_tiles`) or the CPU's matrix tiles (`matrix_tiles`).
+Words of 32 bits are what is turned: a float32, two bfloat16 or four int8, that one step of a sum takes together. What
+multiplies them has a name: of a format of `tiles`, in vectors (`vector_tiles`), or of an instruction for the CPU's
+matrix tiles (`matrix_tiles`).
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -19,39 +22,64 @@ from numba.extending import intrinsic
 from . import matrix_tiles, vector_tiles
 from .digits import join_digits
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
-from .vectors import FLOAT, FLOATS, INT64, INTS, LANES, broadcast, load, store, take, to_bfloat16_pairs, turn_words
+from .tiles import FORMATS, cpu_features
+from .vectors import (
+    FLOAT,
+    FLOATS,
+    INT64,
+    INTS,
+    LANES,
+    broadcast,
+    load,
+    splat,
+    store,
+    take,
+    to_bfloat16,
+    to_bfloat16_pairs,
+    turn_words,
+)
 
-IN_VECTORS = "fma"
+_IN_VECTORS = {torch.float32: "float32", torch.bfloat16: "bfloat16 dot", torch.int8: "int8 dot"}
+
+
+@cache
+def products(dtype: torch.dtype) -> tuple[str, ...]:
+    """What multiplies weights of a type on this CPU, the fastest first; nothing but float32 is sure to have any."""
+    tiles, vectors = matrix_tiles.INSTRUCTIONS.get(dtype), _IN_VECTORS[dtype]
+    found = [tiles] if tiles is not None and matrix_tiles.are_available() else []
+    if FORMATS[vectors].needs is None or FORMATS[vectors].needs in cpu_features():
+        found.append(vectors)
+    return tuple(found)
 
 
 @intrinsic(prefer_literal=True)
-def begin(typing_context: Any, instruction: Any, configuration: Any) -> Any:
+def begin(typing_context: Any, product: Any, configuration: Any) -> Any:
     """Before the first product of this thread. Address of what `matrix_tiles.configuration` gives."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        if instruction.literal_value != IN_VECTORS:
+        if product.literal_value not in FORMATS:
             matrix_tiles.configure(b, arguments[1])
         return context.get_dummy_value()
 
-    return types.void(instruction, types.int64), generate
+    return types.void(product, types.int64), generate
 
 
 @intrinsic(prefer_literal=True)
-def end(typing_context: Any, instruction: Any) -> Any:
+def end(typing_context: Any, product: Any) -> Any:
     """Behind the last product of this thread."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, _arguments: Any) -> Any:
-        if instruction.literal_value != IN_VECTORS:
+        if product.literal_value not in FORMATS:
             matrix_tiles.release(b)
         return context.get_dummy_value()
 
-    return types.void(instruction), generate
+    return types.void(product), generate
 
 
 @intrinsic(prefer_literal=True)
 def multiply(
     typing_context: Any,
-    instruction: Any,
+    product: Any,
     num_a: Any,
     num_b: Any,
     a: Any,
@@ -65,19 +93,19 @@ def multiply(
 ) -> Any:
     """`num_a` x `num_b` tiles of sums at `sums`, [A, B, row of A, row of x]. See `Operands`.
 
-    These numbers, 1 or 2, and the instruction are constants.
+    These numbers, 1 or 2, and the name of the product are constants.
     """
-    name, m, n = instruction.literal_value, num_a.literal_value, num_b.literal_value
+    name, m, n = product.literal_value, num_a.literal_value, num_b.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         operands = Operands(*arguments[3:])
-        if name == IN_VECTORS:
-            vector_tiles.multiply(b, m, n, operands)
+        if name in FORMATS:
+            vector_tiles.multiply(b, FORMATS[name], m, n, operands)
         else:
             matrix_tiles.multiply(b, name, m, n, operands)
         return context.get_dummy_value()
 
-    return types.void(instruction, num_a, num_b, *[types.int64] * 8), generate
+    return types.void(product, num_a, num_b, *[types.int64] * 8), generate
 
 
 @intrinsic
@@ -100,11 +128,11 @@ def turn_tile(typing_context: Any, source: Any, row_bytes: Any, last_row: Any, t
 @intrinsic(prefer_literal=True)
 def finish(
     typing_context: Any,
-    instruction: Any,
+    product: Any,
     num_digits: Any,
     sums: Any,
     num_rows: Any,
-    x_scales: Any,
+    x_meta: Any,
     scales: Any,
     bias: Any,
     short: Any,
@@ -113,37 +141,47 @@ def finish(
 ) -> Any:
     """Store a tile of sums as `num_rows` rows of results for 16 columns, which `out_row` bytes are between.
 
-    `instruction` and `num_digits` are constants. For more than one, sums has a tile for each; x_scales (of the rows)
-    and scales (of the columns) multiply. bias (float32) is added. `short`: results are rounded to bfloat16, never those
-    of IN_VECTORS.
+    `product` and `num_digits` are constants. For more than one, sums has a tile for each, and x_meta (float32, then for
+    either digit what products of vectors start from, int32) and scales (of the columns) multiply. bias (float32) is
+    added. `short`: results are rounded to bfloat16, never those of float32 weights.
     """
-    is_int8 = num_digits.literal_value > 1
+    is_int8, in_vectors = num_digits.literal_value > 1, product.literal_value in FORMATS
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, sums, num_rows, x_scales, scales, bias, short, out, out_row = arguments
+        _, _, sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
         places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
         if is_int8:
-            lows = [load(b, b.add(place, INT64(TILE_BYTES)), INTS) for place in places]
-            columns = [join_digits(b, load(b, place, INTS), low) for place, low in zip(places, lows, strict=True)]
-            x_scale = load(b, x_scales, FLOATS)
+            tiles = [[load(b, b.add(place, INT64(TILE_BYTES * i)), INTS) for place in places] for i in range(2)]
+            if in_vectors:
+                starts = [load(b, b.add(x_meta, INT64(STEP_BYTES * (1 + i))), INTS) for i in range(2)]
+                tiles = [[b.add(column, start) for column in tile] for tile, start in zip(tiles, starts, strict=True)]
+            columns = [join_digits(b, *digits) for digits in zip(*tiles, strict=True)]
+            x_scale = load(b, x_meta, FLOATS)
             columns = [b.fmul(b.fmul(column, x_scale), _number(b, scales, i)) for i, column in enumerate(columns)]
         else:
             columns = [load(b, place, FLOATS) for place in places]
         columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
-        if instruction.literal_value == IN_VECTORS:
+        if product.literal_value == "float32":
             _store_rows(b, turn_words(b, columns), num_rows, out, out_row)
             return context.get_dummy_value()
         with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
             with half:
                 pairs = zip(columns[::2], columns[1::2], strict=True)
-                words = turn_words(b, [to_bfloat16_pairs(b, *pair) for pair in pairs])
+                words = turn_words(b, [_rounded(b, *pair) for pair in pairs])
                 rows = [take(b, vector, range(i, i + LANES // 2)) for vector in words for i in (0, LANES // 2)]
                 _store_rows(b, rows, num_rows, out, out_row)
             with full:
                 _store_rows(b, turn_words(b, columns), num_rows, out, out_row)
         return context.get_dummy_value()
 
-    return types.void(instruction, num_digits, *[types.int64] * 8), generate
+    return types.void(product, num_digits, *[types.int64] * 8), generate
+
+
+def _rounded(b: ir.IRBuilder, low: Any, high: Any) -> Any:
+    if "avx512bf16" in cpu_features():
+        return to_bfloat16_pairs(b, low, high)
+    lower, upper = (b.zext(to_bfloat16(b, vector), INTS) for vector in (low, high))
+    return b.or_(lower, b.shl(upper, splat(INTS, 16)))
 
 
 def _number(b: ir.IRBuilder, numbers: Any, i: int) -> Any:

@@ -1,7 +1,8 @@
-"""The product of float32 tiles in vectors whose lanes are rows of x, on any CPU.
+# mypy: disable-error-code="no-untyped-call"
+"""The product of tiles in vectors whose lanes are rows of x, in the formats of `tiles` whose words have 32 bits.
 
-A number of the weight is broadcast and multiplied with the vectors of x that wait for it. A sum is a lane: nothing is
-added across lanes, which is what `tiles` spends a fifth of its time on where there are many rows. It takes its products
+A word of the weight is broadcast and multiplied with the vectors of x that wait for it. A sum is a lane: nothing is
+added across lanes, which is what `tiles` spends a fifth of its time on where there are many rows. It takes its words
 one by one, but no more than IN_A_ROW before it is added to a total, so that rounding errors stay small.
 """
 
@@ -10,21 +11,23 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
+from numba.core.cgutils import alloca_once
 
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
-from .tiles import cpu_features
-from .vectors import FLOAT, FLOATS, INT64, LANES, broadcast, call, load, loop_over, prefetch, splat, store
+from .tiles import Format, cpu_features
+from .vectors import FLOATS, INT64, INTS, LANES, broadcast, load, loop_over, prefetch, splat, store
 
 IN_A_ROW = 128
 _WORDS = STEP_BYTES // 4  # of a step
 
 
-def multiply(b: ir.IRBuilder, num_a: int, num_b: int, operands: Operands) -> None:
+def multiply(b: ir.IRBuilder, form: Format, num_a: int, num_b: int, operands: Operands) -> None:
     """Generate it: in parts, of as many weight rows and B as there are registers for their sums.
 
     What is to be fetched is divided among the parts.
     """
-    rows, width = (8, num_b) if "avx512f" in cpu_features() else (4, 1)  # else 16 registers of 8 lanes, or 32 of 4
+    # Else 16 registers of 8 lanes, or 32 of 4.
+    rows, width = (16 // num_b, num_b) if "avx512f" in cpu_features() else (4, 1)
     parts_of_b = num_a * TILE // rows
     lines = b.sdiv(operands.fetch_lines, INT64(parts_of_b * num_b // width))
     lines = b.select(b.icmp_signed(">", lines, INT64(0)), lines, INT64(1))
@@ -42,21 +45,27 @@ def multiply(b: ir.IRBuilder, num_a: int, num_b: int, operands: Operands) -> Non
             tile, row_of_tile = b.sdiv(row, INT64(TILE)), b.srem(row, INT64(TILE))
             first = b.add(b.mul(tile, INT64(num_b)), INT64(first_b))
             place = b.add(b.mul(first, INT64(TILE_BYTES)), b.mul(row_of_tile, INT64(STEP_BYTES)))
-            _multiply_part(b, rows, width, of_part._replace(sums=b.add(operands.sums, place)))
+            _multiply_part(b, form, rows, width, of_part._replace(sums=b.add(operands.sums, place)))
             return []
 
         loop_over(b, INT64(num_a * TILE), rows, [], part)
 
 
-def _multiply_part(b: ir.IRBuilder, num_rows: int, num_b: int, operands: Operands) -> None:
+def _multiply_part(b: ir.IRBuilder, form: Format, num_rows: int, num_b: int, operands: Operands) -> None:
     """Sums of a weight row lie STEP_BYTES behind those of the row before it, those of a B TILE_BYTES."""
-    zeros = splat(FLOATS, 0.0)
+    are_whole = form.digits > 1
+    sum_type, add = (INTS, b.add) if are_whole else (FLOATS, b.fadd)
+    zeros, word_type = splat(sum_type, 0), form.weight_vector.element
     fetch_bytes = b.mul(operands.fetch_lines, INT64(STEP_BYTES))
     places = [
         b.add(operands.sums, INT64(STEP_BYTES * i + TILE_BYTES * j)) for i in range(num_rows) for j in range(num_b)
     ]
     for place in places:
         store(b, zeros, place)
+    prepared = None
+    if form.digits > 1:
+        memory = b.ptrtoint(alloca_once(b, ir.ArrayType(form.weight_vector, num_rows)), INT64)
+        prepared = [b.add(memory, INT64(STEP_BYTES * i)) for i in range(num_rows)]
 
     def products(first_k: Any, _state: list[Any]) -> list[Any]:
         start = b.add(operands.a, first_k)
@@ -74,19 +83,25 @@ def _multiply_part(b: ir.IRBuilder, num_rows: int, num_b: int, operands: Operand
 
             with b.if_then(b.icmp_signed(">", fetch_bytes, INT64(0))):
                 loop_over(b, fetch_bytes, STEP_BYTES, [], fetch_line)
+            starts = [b.add(row, k) for row in rows]
+            if prepared is not None:
+                for row, place in zip(starts, prepared, strict=True):
+                    store(b, form.prepare(b, load(b, row, form.weight_vector)), place)
+                starts = prepared
             for word in range(_WORDS):
                 place = b.add(b.mul(k, INT64(TILE)), INT64(STEP_BYTES * word))
-                vectors = [load(b, b.add(start, place), FLOATS) for start in turned]
+                vectors = [load(b, b.add(start, place), form.x_vector) for start in turned]
                 totals, sums = iter(sums), []
-                for row in rows:
-                    weight = broadcast(b, load(b, b.add(b.add(row, k), INT64(4 * word)), FLOAT), LANES)
-                    sums += [call(b, "llvm.fma.v16f32", FLOATS, [weight, x, next(totals)]) for x in vectors]
+                for row in starts:
+                    weight = load(b, b.add(row, INT64(4 * word)), word_type)
+                    weights = broadcast(b, weight, LANES)
+                    sums += [form.multiply(b, x, weights, next(totals)) for x in vectors]
             return sums
 
         left, most = b.sub(operands.row_bytes, first_k), INT64(4 * IN_A_ROW)
         size = b.select(b.icmp_signed("<", left, most), left, most)
         for total, place in zip(loop_over(b, size, STEP_BYTES, [zeros] * len(places), step), places, strict=True):
-            store(b, b.fadd(load(b, place, FLOATS), total), place)
+            store(b, add(load(b, place, sum_type), total), place)
         return []
 
     loop_over(b, operands.row_bytes, 4 * IN_A_ROW, [], products)

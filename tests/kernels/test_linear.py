@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from quire.kernels import fp8, ops
-from quire.kernels.cpu import few_rows, many_rows, matrix_tiles
+from quire.kernels.cpu import few_rows, many_rows
 from quire.kernels.cpu.digits import X_MAX
-from quire.kernels.cpu.linear import FEW_ROWS, FLOAT_ROWS
+from quire.kernels.cpu.linear import FEW_ROWS, float_rows
 from quire.kernels.cpu.tiles import FORMATS, best_format, cpu_features
+from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
 
 SHAPES = [(4, 16), (48, 64), (52, 576), (960, 576), (576, 1536)]  # (out_features, in_features)
@@ -109,15 +110,13 @@ def test_every_format_of_this_cpu(name: str) -> None:
         assert torch.equal(spoilt[5:], whole[5:])
 
 
-needs_matrix_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
+KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int8 of bfloat16": torch.int8}
+OF_THIS_CPU = [(kind, product) for kind, dtype in KINDS.items() for product in products(dtype)]
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (32, 576), (48, 576), (80, 1536)])
-@pytest.mark.parametrize(
-    "kind",
-    ["float32", *(pytest.param(kind, marks=needs_matrix_tiles) for kind in ("bfloat16", "int8", "int8 of bfloat16"))],
-)
-def test_tiles_of_many_rows(kind: str, shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("kind", "product"), OF_THIS_CPU)
+def test_tiles_of_many_rows(kind: str, product: str, shape: tuple[int, int]) -> None:
     """Chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
     num_rows = many_rows.CHUNK_BYTES // (2 * shape[1]) + 21
     x, weight, bias = _inputs(num_rows, *shape)
@@ -128,30 +127,32 @@ def test_tiles_of_many_rows(kind: str, shape: tuple[int, int]) -> None:
         weight = weight.bfloat16()
     elif kind != "float32":
         weight, scales = _int8_inputs(shape)
-    whole = many_rows.linear(x, weight, scales, bias)
+    whole = many_rows.linear(x, weight, scales, bias, product)
     exact = x.double() @ weight.double().T * (1 if scales is None else scales.double()) + bias.double()
     torch.testing.assert_close(whole.double(), exact, rtol=2**-8 if x.dtype == torch.bfloat16 else 1e-4, atol=5e-3)
     for count in (1, 2, 15, 16, 17, 31, 32, 33, 100):
-        assert torch.equal(many_rows.linear(x[:count], weight, scales, bias), whole[:count])
-        assert torch.equal(many_rows.linear(x[-count:], weight, scales, bias), whole[-count:])
-    without = many_rows.linear(x[:5], weight, scales, None).double()
+        assert torch.equal(many_rows.linear(x[:count], weight, scales, bias, product), whole[:count])
+        assert torch.equal(many_rows.linear(x[-count:], weight, scales, bias, product), whole[-count:])
+    without = many_rows.linear(x[:5], weight, scales, None, product).double()
     torch.testing.assert_close(without, exact[:5] - bias.double(), rtol=2**-8, atol=2e-2)
     for bad in (torch.nan, torch.inf):
         x[4, 17] = bad
-        spoilt = many_rows.linear(x, weight, scales, bias)
+        spoilt = many_rows.linear(x, weight, scales, bias, product)
         assert not spoilt[4].isfinite().any()
         assert torch.equal(spoilt[:4], whole[:4])
         assert torch.equal(spoilt[5:], whole[5:])
 
 
-@needs_matrix_tiles
+@pytest.mark.skipif(not products(torch.int8), reason="this CPU does not multiply bytes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_is_the_same_in_either_tiles(dtype: torch.dtype) -> None:
+def test_int8_is_the_same_in_all_tiles(dtype: torch.dtype) -> None:
     """Sums of whole numbers have no order: an int8 model's rows do not depend on their batch, however large."""
     x, _, bias = (tensor.to(dtype) for tensor in _inputs(40, 960, 576))
     weight, scales = _int8_inputs((960, 576))
     whole = ops.linear_int8(x, weight, scales, bias)
-    for num_rows in range(1, 2 * FEW_ROWS + 1):
+    for product in products(torch.int8):
+        assert torch.equal(many_rows.linear(x, weight, scales, bias, product), whole)
+    for num_rows in range(1, 2 * max(FEW_ROWS.values())):
         assert torch.equal(few_rows.linear("int8 dot", x[:num_rows], weight, scales, bias), whole[:num_rows])
         assert torch.equal(ops.linear_int8(x[:num_rows], weight, scales, bias), whole[:num_rows])
 
@@ -179,7 +180,7 @@ def test_fp8_agrees_with_the_reference(num_rows: int) -> None:
 
 def test_rows_do_not_depend_on_their_batch() -> None:
     """Bit for bit, for every number of rows that one kernel is asked for."""
-    few, many = FLOAT_ROWS["avx512f" in cpu_features()]
+    few, many = (min(rows, 256) for rows in float_rows())
     x, weight, _ = _inputs(many, 960, 576)
     for least, most in ((1, few), (few + 1, many)):
         whole = ops.linear(x[:most], weight)
@@ -213,12 +214,13 @@ def test_few_rows_in_chunks_of_x(num_rows: int) -> None:
 
 
 _ON_AN_OLDER_CPU = """
+import sys
 import torch
 from quire.kernels import ops
-from quire.kernels.cpu import matrix_tiles
 from quire.kernels.cpu.tiles import best_format
-assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and best_format("int8 dot", "int8") == "int8"
-assert not matrix_tiles.are_available()
+from quire.kernels.cpu.turned_tiles import products
+assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and products(torch.bfloat16) == ()
+assert [best_format("int8 dot", "int8"), *products(torch.int8)] == sys.argv[1:]
 torch.manual_seed(0)
 for num_rows in (3, 20, 70):
     x, weight = torch.randn(num_rows, 64), torch.randn(48, 64)
@@ -228,20 +230,28 @@ for num_rows in (3, 20, 70):
     torch.testing.assert_close(ops.linear(half, half_weight, half_bias).float(), expected, rtol=2**-8, atol=1e-2)
     numbers, scales = torch.randint(-127, 128, (48, 64), dtype=torch.int8), torch.rand(48)
     got = ops.linear_int8(x, numbers, scales)
-    torch.testing.assert_close(got, x @ numbers.float().T * scales, rtol=1e-3, atol=1e-2)
+    torch.testing.assert_close(got, x @ numbers.float().T * scales, rtol=1e-3, atol=5e-2)
+    got, expected = ops.linear_int8(half, numbers, scales).float(), half.float() @ numbers.float().T * scales
+    torch.testing.assert_close(got, expected, rtol=2**-8, atol=5e-2)
 """
+_AVX2 = "sse sse2 sse3 ssse3 sse4.1 sse4.2 popcnt avx avx2 fma f16c bmi bmi2 lzcnt movbe xsave cx16"
+_AVX512_VNNI = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512vnni"
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPU that is played is of this kind")
-def test_a_cpu_without_such_instructions(tmp_path: Path) -> None:
-    """AVX2 alone: what it cannot do is never compiled, for LLVM would end the process."""
-    features = "sse,sse2,sse3,ssse3,sse4.1,sse4.2,popcnt,avx,avx2,fma,f16c,bmi,bmi2,lzcnt,movbe,xsave,cx16"
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs that are played are of this kind")
+@pytest.mark.parametrize(
+    ("name", "features", "int8"),
+    [("haswell", _AVX2, ["int8"]), ("cascadelake", _AVX512_VNNI, ["int8 dot", "int8 dot"])],
+)
+def test_a_cpu_without_such_instructions(name: str, features: str, int8: list[str], tmp_path: Path) -> None:
+    """What it cannot do is never compiled, for LLVM would end the process."""
+    if not set(features.split()) <= cpu_features():
+        pytest.skip("this CPU cannot play it")
     older = {
-        "NUMBA_CPU_NAME": "haswell",
-        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split(",")),
+        "NUMBA_CPU_NAME": name,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split()),
         "NUMBA_CACHE_DIR": str(tmp_path),
     }
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_AN_OLDER_CPU], env=os.environ | older, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-c", _ON_AN_OLDER_CPU, *int8]
+    done = subprocess.run(command, env=os.environ | older, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -16,10 +16,10 @@ from torch import Tensor
 from quire.kernels import ops
 from quire.kernels.cpu import prompt_tiles
 from quire.kernels.cpu.attention import NEAR
-from quire.kernels.cpu.matrix_tiles import are_available
+from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
 
-needs_matrix_tiles = pytest.mark.skipif(not are_available(), reason="this CPU has no matrix tiles")
+needs_tiles = pytest.mark.skipif(not products(torch.bfloat16), reason="this CPU does not multiply bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ PROMPTS = [  # on both sides of chunks of keys, items, tiles, and of what is gat
 ]
 
 
-@pytest.fixture(params=[pytest.param("tiles", marks=needs_matrix_tiles), "vectors"])
+@pytest.fixture(params=[pytest.param("tiles", marks=needs_tiles), "vectors"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What attends to prompts in bfloat16, where there is a choice."""
     if request.param == "vectors":
@@ -101,7 +101,7 @@ def test_prompts_in_bfloat16(case: Case) -> None:
     test_prompts_match_the_reference_and_are_the_same_alone(case)
 
 
-@needs_matrix_tiles
+@needs_tiles
 def test_a_chunk_that_some_lanes_do_not_see() -> None:
     """A window that ends right before a chunk of keys, for the first tokens of a tile alone."""
     case = Case(((40, 300),), sliding_window=20, dtype=BF16)
