@@ -28,7 +28,7 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .exponential import largest, soften
-from .heads import AT_ONCE, score_group, weigh_group
+from .heads import AHEAD, AT_ONCE, score_group, weigh_group
 from .intrinsics import fetch_add, narrowed, pointer, widened
 from .recording import CompiledCall
 from .sources import digest_of
@@ -189,7 +189,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     q = np.empty((num_heads, head_dim), np.float32)
     acc = np.empty((num_heads, head_dim), np.float32)  # not yet divided by the sum of weights
     scores = np.empty((num_heads, CHUNK), np.float32)
-    offsets = np.empty(CHUNK, np.int64)  # of tokens in the caches, in bytes
+    offsets = np.empty(CHUNK + AHEAD, np.int64)  # of tokens in the caches, in bytes
     q_start, acc_start = q.ctypes.data, acc.ctypes.data
     scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
     while True:
@@ -210,7 +210,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             if within == block_size:
                 block, within = block + 1, 0
         whole = (length + AT_ONCE - 1) // AT_ONCE * AT_ONCE
-        for i in range(length, whole):  # scored for nothing
+        for i in range(length, whole + AHEAD):  # scored or fetched for nothing
             offsets[i] = offsets[length - 1]
         for i in range(0, whole, AT_ONCE):
             for kv_head in range(num_kv_heads):
@@ -224,7 +224,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         for kv_head in range(num_kv_heads):
             head = kv_head * group
             weigh_group(
-                like, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
+                like, AHEAD, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
                 layer.value_cache + kv_head * head_bytes, offsets_start, length,
                 acc_start + head * head_dim * 4, head_dim * 4,
             )  # fmt: skip

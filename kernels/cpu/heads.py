@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
-# mypy: disable-error-code="call-arg, misc, untyped-decorator"
+# mypy: disable-error-code="attr-defined, call-arg, misc, untyped-decorator"
 """What attention does with some query heads and the cache of the KV head that they share, as LLVM vectors.
 
     turn     16 positions   ->   columns                            so that `weigh` can score long rows of positions
@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import literally, njit, types
 from numba.extending import intrinsic
 
 from .vectors import (
@@ -29,6 +29,7 @@ from .vectors import (
     from_bfloat16,
     load,
     loop_over,
+    prefetch,
     splat,
     store,
     sum_lanes,
@@ -36,6 +37,8 @@ from .vectors import (
 )
 
 AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold the sums of
+AHEAD = 16  # positions: keys and values of a token are too short for the CPU to see what will be read next
+_LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32
 
 
@@ -75,16 +78,19 @@ def score(
     """Dot products of `num_heads` queries with the keys at AT_ONCE offsets, [heads, offsets] float32 at `scores`.
 
     query [num_heads, head_dim] is float32; `scores_row` bytes are between heads. Constant: `num_heads`, up to AT_ONCE.
-    Keys have the type of `like`, an array: float32, or bfloat16 as uint16.
+    Keys have the type of `like`, an array: float32, or bfloat16 as uint16. The keys AHEAD offsets behind are fetched.
     """
     heads, width = num_heads.literal_value, like.dtype.bitwidth // 8
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, query, keys, offsets, head_dim, scores, scores_row = arguments
         places = [b.add(keys, load(b, b.add(offsets, INT64(8 * i)), INT64)) for i in range(AT_ONCE)]
+        fetched = [b.add(keys, load(b, b.add(offsets, INT64(8 * (AHEAD + i))), INT64)) for i in range(AT_ONCE)]
         query_rows = [b.add(query, b.mul(head_dim, INT64(_SIZE * i))) for i in range(heads)]
 
         def step(d: Any, sums: list[Any]) -> list[Any]:
+            for place in fetched:
+                prefetch(b, b.add(place, b.mul(d, INT64(width))))
             vectors = [_load(b, b.add(place, b.mul(d, INT64(width))), width) for place in places]
             added = []
             for head, row in enumerate(query_rows):
@@ -107,6 +113,7 @@ def weigh(
     like: Any,
     num_heads: Any,
     num_vectors: Any,
+    ahead: Any,
     weights: Any,
     weights_row: Any,
     values: Any,
@@ -117,17 +124,22 @@ def weigh(
 ) -> Any:
     """Sums of weight x value over positions, `num_vectors` x LANES of head_dim for each of `num_heads`.
 
-    weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to AT_ONCE. Values
-    have the type of `like`.
+    weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to AT_ONCE, and how
+    many offsets behind those of its values each step fetches; 0 for none. Values have the type of `like`.
     """
     heads, vectors, width = num_heads.literal_value, num_vectors.literal_value, like.dtype.bitwidth // 8
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        weights, weights_row, values, offsets, num_positions, out, out_row = arguments[3:]
+        weights, weights_row, values, offsets, num_positions, out, out_row = arguments[4:]
         weight_rows = [b.add(weights, b.mul(weights_row, INT64(head))) for head in range(heads)]
 
         def step(i: Any, sums: list[Any]) -> list[Any]:
-            place = b.add(values, load(b, b.add(offsets, b.mul(i, INT64(8))), INT64))
+            offset = b.add(offsets, b.mul(i, INT64(8)))
+            place = b.add(values, load(b, offset, INT64))
+            if ahead.literal_value:
+                behind = b.add(values, load(b, b.add(offset, INT64(8 * ahead.literal_value)), INT64))
+                for line in range(0, vectors * LANES * width, _LINE):
+                    prefetch(b, b.add(behind, INT64(line)))
             loaded = [_load(b, b.add(place, INT64(LANES * width * j)), width) for j in range(vectors)]
             added = []
             for head, row in enumerate(weight_rows):
@@ -142,7 +154,7 @@ def weigh(
                 store(b, sums[vectors * head + j], place)
         return context.get_dummy_value()
 
-    return types.void(like, num_heads, num_vectors, *[types.int64] * 7), generate
+    return types.void(like, num_heads, num_vectors, ahead, *[types.int64] * 7), generate
 
 
 def _load(b: ir.IRBuilder, place: Any, width: int) -> Any:
@@ -175,6 +187,7 @@ def score_group(
 @njit(error_model="numpy")
 def weigh_group(
     like: Any,
+    ahead: int,
     group: int,
     head_dim: int,
     weights: int,
@@ -186,26 +199,27 @@ def weigh_group(
     out_row: int,
 ) -> None:
     """See `weigh`, for any number of heads of any size that is a multiple of LANES."""
+    behind = literally(ahead)
     while group > 0:
         d = 0
         while d < head_dim:
             v, o = values + d * like.itemsize, out + d * 4
             if head_dim - d < AT_ONCE * LANES:
                 if group >= 4:
-                    weigh(like, 4, 1, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 4, 1, behind, weights, weights_row, v, offsets, length, o, out_row)
                 else:
                     for head in range(group):
-                        place = weights + head * weights_row
-                        weigh(like, 1, 1, place, weights_row, v, offsets, length, o + head * out_row, out_row)
+                        row, of_head = weights + head * weights_row, o + head * out_row
+                        weigh(like, 1, 1, behind, row, weights_row, v, offsets, length, of_head, out_row)
                 d += LANES
             else:
                 if group >= 4:
-                    weigh(like, 4, 4, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 4, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 3:
-                    weigh(like, 3, 4, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 3, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 2:
-                    weigh(like, 2, 4, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 2, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
                 else:
-                    weigh(like, 1, 4, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 1, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
                 d += AT_ONCE * LANES
         weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * out_row, group - AT_ONCE

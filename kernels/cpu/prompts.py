@@ -98,7 +98,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     continue
                 padded = (tile_end + LANES - 1) // LANES * LANES
                 weigh_group(
-                    single, num_tile, padded, q[row:].ctypes.data, head_dim * 4, turned.ctypes.data,
+                    single, 0, num_tile, padded, q[row:].ctypes.data, head_dim * 4, turned.ctypes.data,
                     columns.ctypes.data, head_dim, scores[row:].ctypes.data, CHUNK * 4,
                 )  # fmt: skip
                 for r in range(row, row + num_tile):
@@ -115,7 +115,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     highest[r] = top
                     totals[r] += total
                 weigh_group(
-                    like, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
+                    like, 0, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
                     layer.value_cache, offsets[begin:].ctypes.data, tile_end - begin, added.ctypes.data, head_dim * 4,
                 )  # fmt: skip
                 for r in range(num_tile):
