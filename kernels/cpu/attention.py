@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 # How many positions vectors attend from in less time than the library takes, with the copy: in bfloat16 it may have
 # matrix tiles.
-NEAR = {torch.float32: sys.maxsize if library_is_slow() else 2048, torch.bfloat16: 256}
+NEAR = {torch.float32: 2048, torch.bfloat16: 256}
+if library_is_slow():
+    NEAR = dict.fromkeys(NEAR, sys.maxsize)
 _Chunk = tuple[int, int, int, int]  # request, first query token, end of them, seq_len at that end
 
 

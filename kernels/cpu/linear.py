@@ -16,8 +16,9 @@ Weights come in three precisions:
 A CPU that has no instruction for bfloat16 or int8 multiplies them as float32, which many rows make worth a copy: the
 library's product of a prompt in bfloat16 takes three to six times as long on x86 (elsewhere it was not measured).
 
-A row's result has the same bits whatever rows are beside it, among as many rows as one kernel takes (of int8 always):
-a sum's products are added in another order in each of `few_rows`, `many_rows` and the library.
+A row's result has the same bits whatever rows are beside it, among as many rows as one kernel takes, and always of int8
+in digits: sums of numbers that are not whole are added in another order in each of `few_rows`, `many_rows` and the
+library.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from torch import Tensor
 from . import few_rows, many_rows
 from .intrinsics import IS_X86
 from .recording import as_one_action
+from .tile_product import TILE
 from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features, library_is_slow
 from .turned_tiles import products
 
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
 FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20}
 MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows`
+MAX_ROWS_FLOAT32 = 24  # likewise, where the library is slow
 MAX_ROWS_WIDENED = 16  # likewise, of bfloat16 and int8 that are multiplied as float32
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once
@@ -49,6 +52,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
         few, many = float_rows()
+        if library_is_slow() and not many_rows.fits(weight):
+            few = MAX_ROWS_FLOAT32
         if _fits(x, weight, "float32", few):
             return few_rows.linear("float32", x, weight, None, bias)
         if len(x) <= many and many_rows.fits(weight):
@@ -65,9 +70,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_int8`."""
     in_digits = _int8() == "int8 dot" and x.dtype in _COMPILED and len(x) > 0 and _alike(x, bias)
-    if in_digits and many_rows.fits(weight) and len(x) > FEW_ROWS[products(torch.int8)[0]]:
+    whole = len(weight) // TILE * TILE
+    if in_digits and 0 < whole < len(weight) and many_rows.fits(weight[:whole]):
+        biases = (None, None) if bias is None else (bias[:whole], bias[whole:])
+        most = linear_int8(x, weight[:whole], scales[:whole], biases[0])
+        return torch.cat([most, _widened(x, weight[whole:], scales[whole:], biases[1], torch.float32)], dim=1)
+    few = FEW_ROWS[products(torch.int8)[0]] if in_digits else 0
+    if in_digits and len(x) > few and many_rows.fits(weight):
         return many_rows.linear(x, weight, scales, bias)
-    if in_digits and _fits(x, weight, "int8 dot", sys.maxsize):
+    if in_digits and _fits(x, weight, "int8 dot", few):
         return few_rows.linear("int8 dot", x, weight, scales, bias)
     if x.dtype == torch.float32 and _alike(x, bias) and _fits(x, weight, "int8", MAX_ROWS_WIDENED):
         return few_rows.linear("int8", x, weight, scales, bias)

@@ -3,7 +3,8 @@
 """The product of many rows with a weight matrix in tiles of 16 rows each, compiled with Numba.
 
 Libraries multiply tiles too, but want a turned copy of the weight beside the weight. Here x is turned, once per call,
-and the weight is read as it is: at the speed of memory, until there are some tens of rows (float32) or hundreds.
+and the weight is read as it is: at the speed of memory, until there are some tens of rows (vectors) or hundreds (matrix
+tiles).
 
     x  --turn-->  B, B, ...  --multiply with 32 rows of the weight-->  sums  --finish-->  results
 
@@ -44,7 +45,7 @@ BLOCK = 2 * TILE  # weight rows that a thread takes at a time
 
 
 def _half_a_cache() -> int:
-    """Bytes: of a core's second-level cache, or of 2 MiB, where the system does not tell its size."""
+    """Bytes: of a core's second-level cache, or of 2 MiB where the system does not tell its size; at least 256 KiB."""
     try:
         size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text()
         return max(int(size.removesuffix("K\n")) << 9, 1 << 18)

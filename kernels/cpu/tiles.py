@@ -121,10 +121,10 @@ def cpu_features() -> frozenset[str]:
 def library_is_slow() -> bool:
     """Whether torch's products of float32 make half of what this CPU can: Intel's library takes short vectors on AMD's.
 
-    See tests/benchmarks/RESULTS.md, "On an AMD EPYC".
+    Measured on Zen 5 (tests/benchmarks/RESULTS.md, "On an AMD EPYC"). Zen 4 computes long vectors in two halves.
     """
     name = config.CPU_NAME or llvm.get_host_cpu_name()
-    return name.startswith("znver") and "avx512f" in cpu_features()
+    return name.startswith("znver") and name != "znver4" and "avx512f" in cpu_features()
 
 
 @intrinsic(prefer_literal=True)

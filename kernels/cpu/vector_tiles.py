@@ -53,8 +53,8 @@ def multiply(b: ir.IRBuilder, form: Format, num_a: int, num_b: int, operands: Op
 
 def _multiply_part(b: ir.IRBuilder, form: Format, num_rows: int, num_b: int, operands: Operands) -> None:
     """Sums of a weight row lie STEP_BYTES behind those of the row before it, those of a B TILE_BYTES."""
-    are_whole = form.digits > 1
-    sum_type, add = (INTS, b.add) if are_whole else (FLOATS, b.fadd)
+    in_digits = form.digits > 1  # sums are whole numbers
+    sum_type, add = (INTS, b.add) if in_digits else (FLOATS, b.fadd)
     zeros, word_type = splat(sum_type, 0), form.weight_vector.element
     fetch_bytes = b.mul(operands.fetch_lines, INT64(STEP_BYTES))
     places = [
@@ -62,8 +62,10 @@ def _multiply_part(b: ir.IRBuilder, form: Format, num_rows: int, num_b: int, ope
     ]
     for place in places:
         store(b, zeros, place)
+    # Rows of weights are prepared in memory that their words are broadcast from: over words that are prepared behind
+    # that, LLVM takes minutes.
     prepared = None
-    if form.digits > 1:
+    if in_digits:
         memory = b.ptrtoint(alloca_once(b, ir.ArrayType(form.weight_vector, num_rows)), INT64)
         prepared = [b.add(memory, INT64(STEP_BYTES * i)) for i in range(num_rows)]
 

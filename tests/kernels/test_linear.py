@@ -159,7 +159,7 @@ def test_int8_is_the_same_in_all_tiles(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_int8_of_what_is_not_finite_or_zero(num_rows: int) -> None:
-    """In either tiles, or the library's product: NaN stays in its row, and nothing times anything is nothing."""
+    """In all tiles: NaN stays in its row, and nothing times anything is nothing."""
     x, _, _ = _inputs(num_rows, 48, 64)
     weight, scales = _int8_inputs((48, 64))
     x[0, 5], x[1] = torch.inf, 0.0
