@@ -40,7 +40,6 @@ from .turned_tiles import products
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
 FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20}
 MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows`
-MAX_ROWS_FLOAT32 = 24  # likewise, where the library is slow
 MAX_ROWS_WIDENED = 16  # likewise, of bfloat16 and int8 that are multiplied as float32
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once
@@ -52,8 +51,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
         few, many = float_rows()
-        if library_is_slow() and not many_rows.fits(weight):
-            few = MAX_ROWS_FLOAT32
         if _fits(x, weight, "float32", few):
             return few_rows.linear("float32", x, weight, None, bias)
         if len(x) <= many and many_rows.fits(weight):
@@ -111,7 +108,7 @@ def float_rows() -> tuple[int, int]:
     """The most rows of float32 for `few_rows` and for `many_rows`. With more, the library's product is as fast."""
     if "avx512f" not in cpu_features():
         return 8, 64
-    return (12, sys.maxsize) if library_is_slow() else (24, 256)
+    return 24, sys.maxsize if library_is_slow() else 256
 
 
 @cache
