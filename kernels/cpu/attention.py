@@ -23,17 +23,14 @@ from . import decode, prompt_tiles, prompts
 from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
 from .tile_product import TILE
-from .tiles import library_is_slow
+from .tiles import cpu_features
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
 
 
-# How many positions vectors attend from in less time than the library takes, with the copy: in bfloat16 it may have
-# matrix tiles.
-NEAR = {torch.float32: 2048, torch.bfloat16: 256}
-if library_is_slow():
-    NEAR = dict.fromkeys(NEAR, sys.maxsize)
+# How many positions vectors attend from in less time than the library takes, with the copy.
+NEAR = sys.maxsize if "avx512f" in cpu_features() else 512
 _Chunk = tuple[int, int, int, int]  # request, first query token, end of them, seq_len at that end
 
 
@@ -83,7 +80,7 @@ class _PromptKernel(NamedTuple):
 def _prompt_kernel(key_cache: Tensor) -> _PromptKernel:
     if prompt_tiles.fits(key_cache):
         return _PromptKernel(prompt_tiles.worker, sys.maxsize, TILE)
-    return _PromptKernel(partial(prompts.WORKERS.__getitem__, key_cache.dtype), NEAR[key_cache.dtype], 1)
+    return _PromptKernel(partial(prompts.WORKERS.__getitem__, key_cache.dtype), NEAR, 1)
 
 
 def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:

@@ -13,8 +13,8 @@ Weights come in three precisions:
     bfloat16    x as well; products and sums in float32
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
-A CPU that has no instruction for bfloat16 or int8 multiplies them as float32, which many rows make worth a copy: the
-library's product of a prompt in bfloat16 takes three to six times as long on x86 (elsewhere it was not measured).
+A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
+of a prompt in bfloat16 takes two to six times as long on x86; elsewhere it was not measured, and is not replaced.
 
 A row's result has the same bits whatever rows are beside it, among as many rows as one kernel takes, and always of int8
 in digits: sums of numbers that are not whole are added in another order in each of `few_rows`, `many_rows` and the
@@ -34,13 +34,13 @@ from . import few_rows, many_rows
 from .intrinsics import IS_X86
 from .recording import as_one_action
 from .tile_product import TILE
-from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features, library_is_slow
+from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features, dots_are_fast, library_is_slow
 from .turned_tiles import products
 
+_IS_WIDE = "avx512f" in cpu_features()
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
-FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20}
+FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20, "float32": 24 if _IS_WIDE else 8}
 MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows`
-MAX_ROWS_WIDENED = 16  # likewise, of bfloat16 and int8 that are multiplied as float32
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once
 
@@ -50,34 +50,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if x.dtype not in _COMPILED or x.dtype != weight.dtype or len(x) == 0 or not _alike(x, bias):
         return F.linear(x, weight, bias)
     if x.dtype == torch.float32:
-        few, many = float_rows()
-        if _fits(x, weight, "float32", few):
+        if _fits(x, weight, "float32", FEW_ROWS["float32"]):
             return few_rows.linear("float32", x, weight, None, bias)
-        if len(x) <= many and many_rows.fits(weight):
-            return many_rows.linear(x, weight, None, bias)
-    elif many_rows.fits(weight) and len(x) > FEW_ROWS[products(torch.bfloat16)[0]]:
+        return many_rows.linear(x, weight, None, bias) if _is_many(x, weight) else F.linear(x, weight, bias)
+    few = FEW_ROWS["float32"] if _widens_bfloat16() else MAX_ROWS_BFLOAT16
+    if _is_many(x, weight):
         return many_rows.linear(x, weight, None, bias)
-    elif _fits(x, weight, _bfloat16(), MAX_ROWS_WIDENED if _widens_bfloat16() else MAX_ROWS_BFLOAT16):
+    if _fits(x, weight, _bfloat16(), few):
         return few_rows.linear(_bfloat16(), x, weight, None, bias)
-    elif _widens_bfloat16() and len(x) > MAX_ROWS_WIDENED:
+    if _widens_bfloat16() and len(x) > few:
         return _widened(x, weight, None, bias, torch.float32)
     return F.linear(x, weight, bias)
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_int8`."""
-    in_digits = _int8() == "int8 dot" and x.dtype in _COMPILED and len(x) > 0 and _alike(x, bias)
+    if x.dtype not in _COMPILED or len(x) == 0 or not _alike(x, bias):
+        return _widened(x, weight, scales, bias, torch.float32)
+    in_digits = _int8() == "int8 dot"
     whole = len(weight) // TILE * TILE
     if in_digits and 0 < whole < len(weight) and many_rows.fits(weight[:whole]):
         biases = (None, None) if bias is None else (bias[:whole], bias[whole:])
         most = linear_int8(x, weight[:whole], scales[:whole], biases[0])
         return torch.cat([most, _widened(x, weight[whole:], scales[whole:], biases[1], torch.float32)], dim=1)
-    few = FEW_ROWS[products(torch.int8)[0]] if in_digits else 0
-    if in_digits and len(x) > few and many_rows.fits(weight):
+    if _is_many(x, weight):
         return many_rows.linear(x, weight, scales, bias)
-    if in_digits and _fits(x, weight, "int8 dot", few):
+    if in_digits and _fits(x, weight, "int8 dot", FEW_ROWS[products(torch.int8)[0]]):
         return few_rows.linear("int8 dot", x, weight, scales, bias)
-    if x.dtype == torch.float32 and _alike(x, bias) and _fits(x, weight, "int8", MAX_ROWS_WIDENED):
+    if x.dtype == torch.float32 and _fits(x, weight, "int8", FEW_ROWS["float32"]):
         return few_rows.linear("int8", x, weight, scales, bias)
     return _widened(x, weight, scales, bias, torch.float32)
 
@@ -103,17 +103,25 @@ def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | No
     return out
 
 
+def _is_many(x: Tensor, weight: Tensor) -> bool:
+    """Whether `many_rows` is the fastest for so many rows."""
+    if not many_rows.fits(weight):
+        return False
+    product = products(weight.dtype)[0]
+    return FEW_ROWS[product] < len(x) <= most_rows(product, weight.dtype)
+
+
 @cache
-def float_rows() -> tuple[int, int]:
-    """The most rows of float32 for `few_rows` and for `many_rows`. With more, the library's product is as fast."""
-    if "avx512f" not in cpu_features():
-        return 8, 64
-    return 24, sys.maxsize if library_is_slow() else 256
+def most_rows(product: str, dtype: torch.dtype) -> int:
+    """The most rows for `many_rows`. With more, that of the library is as fast, after a copy or without."""
+    if product != "float32" or library_is_slow() or (_IS_WIDE and dtype != torch.float32):
+        return sys.maxsize
+    return 64 if dtype == torch.float32 and not _IS_WIDE else 256
 
 
 @cache
 def _bfloat16() -> str:
-    return best_format("bfloat16 dot", "bfloat16")
+    return "bfloat16 dot" if dots_are_fast() else "bfloat16"
 
 
 def _widens_bfloat16() -> bool:

@@ -12,7 +12,9 @@ tiles).
     bfloat16    likewise
     int8        x in two digits per number (`digits`), each a B of its own; sums in whole numbers
 
-They are multiplied in the CPU's own matrix tiles, where it has them for the type of the weight, or in vectors.
+They are multiplied in the CPU's own matrix tiles, where it has them for the type of the weight, or in vectors. Where
+neither is fast for that type, 32 rows of the weight become float32, times their scales, each time that they are read:
+many rows share the work.
 A sum takes its products in the order of `in_features`: a row's result does not depend on the rows beside it.
 (`few_rows` takes them in another order, of which whole numbers have none.)
 """
@@ -26,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .call import Arguments, RowFunction
@@ -38,7 +40,7 @@ from .rows import load_row
 from .sources import digest_of
 from .threads import run_call
 from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES
-from .turned_tiles import begin, end, finish, multiply, products, turn_tile
+from .turned_tiles import begin, end, finish, multiply, products, turn_tile, turn_wider_tile
 from .vectors import LANES
 
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
@@ -77,13 +79,14 @@ _TURN_TYPE = _TURN.dtype
     _OUT,
     _NUM_ROWS,
     _OUT_FEATURES,
-    _ROW_BYTES,  # of the weight
+    _ROW_BYTES,  # of the weight, as it is multiplied
+    _WEIGHT_ROW,  # likewise, as it is
     _SHORT,  # whether bias and results are bfloat16
     _CONFIG,
     _NUM_THREADS,
     _COUNTERS,
     _NUM_ARGUMENTS,
-) = range(14)
+) = range(15)
 
 
 def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, product: str | None = None) -> Tensor:
@@ -92,15 +95,14 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     x [num_rows, in_features] and weight [out_features, in_features]: both float32 or both bfloat16 and no scales, or x
     float32 or bfloat16 and the weight int8. `product`: one of the `products` of the weight's type, the first if None.
     """
-    x = x.contiguous()
+    x, product = x.contiguous(), product or products(weight.dtype)[0]
     (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
     out = x.new_empty(num_rows, out_features)
-    is_int8 = weight.dtype == torch.int8
-    kernel, num_digits = _kernel(product or products(weight.dtype)[0], is_int8), NUM_DIGITS if is_int8 else 1
-    num_groups, row_bytes = -(-num_rows // TILE), in_features * weight.itemsize
-    turned = torch.empty(num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
+    kernel = _kernel(product, weight.dtype, x.dtype)
+    num_groups, row_bytes = -(-num_rows // TILE), in_features * kernel.itemsize
+    turned = torch.empty(kernel.num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    x_meta = torch.empty(num_groups * _META_WORDS if is_int8 else 0, dtype=torch.float32)
+    x_meta = torch.empty(num_groups * _META_WORDS if kernel.num_digits > 1 else 0, dtype=torch.float32)
     kernel.turn(
         num_groups, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, first, x_meta.data_ptr(), num_rows,
@@ -115,6 +117,7 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
         num_rows,
         out_features,
         row_bytes,
+        in_features * weight.itemsize,
         x.dtype == torch.bfloat16,
         _CONFIGURATION.ctypes.data,
         num_threads,
@@ -129,28 +132,39 @@ def fits(weight: Tensor) -> bool:
     if not products(weight.dtype):
         return False
     out_features, in_features = weight.shape
-    whole = out_features % TILE == 0 and in_features * weight.itemsize % STEP_BYTES == 0
-    return whole and weight.is_contiguous()
+    row_bytes = in_features * _itemsize(products(weight.dtype)[0], weight.dtype)
+    return out_features % TILE == 0 and row_bytes % STEP_BYTES == 0 and weight.is_contiguous()
+
+
+def _itemsize(product: str, dtype: torch.dtype) -> int:
+    """Bytes of an element of a weight as it is multiplied."""
+    return 4 if product == "float32" else dtype.itemsize
 
 
 class _Kernel(NamedTuple):
     turn: RowFunction  # of groups of TILE rows of x
     multiply: Any  # ctypes function pointer
+    num_digits: int
+    itemsize: int
 
 
 @cache
-def _kernel(product: str, is_int8: bool) -> _Kernel:
+def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
     """Compiled when it is first asked for, as not every CPU can; kept on disk."""
-    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
-    turn = _turn_digits_worker(sources) if is_int8 else _turn_worker(sources)
-    multiply = _multiply_worker(product, NUM_DIGITS if is_int8 else 1, sources)
-    return _Kernel(RowFunction(turn, _TURN, _TURN_NS[is_int8]), multiply.ctypes)
+    sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
+    in_digits = weight == torch.int8 and itemsize == 1
+    num_digits = NUM_DIGITS if in_digits else 1
+    turn = _turn_digits_worker(sources) if in_digits else _turn_worker(itemsize // x.itemsize, sources)
+    multiply = _multiply_worker(product, num_digits, weight.itemsize if weight.itemsize < itemsize else 0, sources)
+    return _Kernel(RowFunction(turn, _TURN, _TURN_NS[in_digits]), multiply.ctypes, num_digits, itemsize)
 
 
 _TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes
 
 
-def _turn_worker(sources: str) -> Any:
+def _turn_worker(wider: int, sources: str) -> Any:
+    """`wider` is 2 where x is bfloat16 and becomes float32, else 1."""
+
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
@@ -161,10 +175,13 @@ def _turn_worker(sources: str) -> Any:
             if first >= a.num_rows:
                 return
             for group in range(first, min(first + a.grain, a.num_rows)):
-                x, turned = a.x + group * TILE * row_bytes, a.turned + group * TILE * row_bytes
+                x, turned = a.x + group * TILE * row_bytes, a.turned + group * TILE * row_bytes * wider
                 last_row = min(TILE, a.num_x - group * TILE) - 1
-                for k in range(0, row_bytes, STEP_BYTES):
-                    turn_tile(x + k, row_bytes, last_row, turned + k * TILE)
+                for k in range(0, row_bytes, STEP_BYTES // wider):
+                    if wider == 1:
+                        turn_tile(x + k, row_bytes, last_row, turned + k * TILE)
+                    else:
+                        turn_wider_tile(x + k, row_bytes, last_row, turned + k * TILE * wider)
 
     return worker
 
@@ -205,7 +222,23 @@ def _turn_digits_worker(sources: str) -> Any:
     return worker
 
 
-def _multiply_worker(product: str, num_digits: int, sources: str) -> Any:
+@njit(error_model="numpy")
+def _widen(size: int, weight: int, scales: int, rows: Any) -> None:
+    """Rows of a weight, bfloat16 (`size` 2) or int8 with scales (1), become float32: rows [num_rows, in_features]."""
+    num_rows, in_features = rows.shape
+    for i in range(num_rows):
+        row = rows[i]
+        if size == 2:
+            load_row(weight + 2 * i * in_features, in_features, 1, row)
+        else:
+            numbers = carray(pointer(weight + i * in_features), (in_features,), np.int8)
+            scale = carray(pointer(scales), (num_rows,), np.float32)[i]
+            for k in range(in_features):
+                row[k] = np.float32(numbers[k]) * scale
+
+
+def _multiply_worker(product: str, num_digits: int, widened: int, sources: str) -> Any:
+    """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -215,6 +248,7 @@ def _multiply_worker(product: str, num_digits: int, sources: str) -> Any:
         a = carray(pointer(address), (_NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, row_bytes, short = a[_NUM_ROWS], a[_OUT_FEATURES], a[_ROW_BYTES], a[_SHORT]
         num_threads, counters, size = a[_NUM_THREADS], a[_COUNTERS], 2 if a[_SHORT] else 4
+        weight_row = a[_WEIGHT_ROW]
         thread = fetch_add(counters, 1)
         b_bytes = TILE * row_bytes
         num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
@@ -222,9 +256,11 @@ def _multiply_worker(product: str, num_digits: int, sources: str) -> Any:
         chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
         b_once = chunk_pairs >= MANY_PAIRS
         num_blocks = (out_features + BLOCK - 1) // BLOCK
-        fetched = (-(-BLOCK // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
+        block_lines = BLOCK * weight_row // row_bytes  # in each step
+        fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        wide = np.empty((BLOCK if widened else 0, row_bytes // 4), np.float32)
         item, turn = 0, 0
         begin(product, a[_CONFIG])
         while True:
@@ -232,9 +268,13 @@ def _multiply_worker(product: str, num_digits: int, sources: str) -> Any:
             if item < 0:
                 break
             chunk, first_column = item // num_blocks, item % num_blocks * BLOCK
-            w = a[_WEIGHT] + first_column * row_bytes
+            w = a[_WEIGHT] + first_column * weight_row
             num_a = min(2, (out_features - first_column) // TILE)
-            fetch, lines = w + BLOCK * row_bytes, fetched  # the next block, on the way through this one
+            fetch, lines = w + BLOCK * weight_row, fetched  # the next block, on the way through this one
+            fetch_end = fetch + BLOCK * weight_row
+            if widened:
+                _widen(widened, w, a[_SCALES] + 4 * first_column, wide[: num_a * TILE])
+                w = wide.ctypes.data
             for pair in range(chunk * chunk_pairs, min((chunk + 1) * chunk_pairs, num_pairs)):
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
@@ -247,7 +287,7 @@ def _multiply_worker(product: str, num_digits: int, sources: str) -> Any:
                 else:
                     multiply(product, 1, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
-                if fetch >= w + 2 * BLOCK * row_bytes:
+                if fetch >= fetch_end:
                     lines = 0
                 for i in range(num_a):
                     column = first_column + i * TILE
@@ -268,6 +308,9 @@ def _multiply_worker(product: str, num_digits: int, sources: str) -> Any:
                             out_features * size,
                         )
         end(product)
-        memory[0] = bias[0] = 0  # they live until here: Numba does not see who has their addresses
+        # They live until here: Numba does not see who has their addresses.
+        memory[0] = bias[0] = 0
+        if widened:
+            wide[0, 0] = 0
 
     return worker

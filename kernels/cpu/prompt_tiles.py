@@ -50,15 +50,16 @@ from .vectors import (
     turn_words,
 )
 
-_PRODUCT = next(iter(products(bfloat16)), None)
+PRODUCT = next((name for name in products(bfloat16) if name != "float32"), None)
+IS_FAST = PRODUCT is not None and products(bfloat16)[0] == PRODUCT  # or else `prompts`, which multiplies in float32
 _PAIRS = STEP_BYTES // 2  # keys, or elements of head_dim, that one step of a product takes
 _VALUES_ROW = 2 * CHUNK  # bytes: values of a chunk, turned
 
 
 def fits(key_cache: Tensor) -> bool:
-    """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] can be read so: whole tiles within a block."""
+    """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] is read so: whole tiles within a block."""
     _, block_size, _, head_dim = key_cache.shape
-    return key_cache.dtype == bfloat16 and block_size % TILE == 0 and head_dim % _PAIRS == 0 and _PRODUCT is not None
+    return IS_FAST and key_cache.dtype == bfloat16 and block_size % TILE == 0 and head_dim % _PAIRS == 0
 
 
 @intrinsic
@@ -289,7 +290,7 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
                 if i + TILE > low:
                     keys = layer.key_cache + _place(plan, item, sizes, chunk + i)
                     queries, scores = memory.queries + tile * sizes.queries, memory.scores + i * sizes.row
-                    multiply(_PRODUCT, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
+                    multiply(PRODUCT, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
             _weigh_values(plan, sizes, memory, tile, _Keys(start, stop, own))
 
 
@@ -307,7 +308,7 @@ def _weigh_values(plan: Any, sizes: Any, memory: Any, tile: int, keys: Any) -> N
     _soften(memory.scores + start * sizes.row, num_keys, np.float32(plan.scale), state, memory.weights)
     for d in range(0, plan.head_dim, _PAIRS):
         values = memory.values + d * _VALUES_ROW + 2 * start
-        multiply(_PRODUCT, 2, 1, values, _VALUES_ROW, memory.weights, 0, 2 * num_keys, 0, 0, memory.added)
+        multiply(PRODUCT, 2, 1, values, _VALUES_ROW, memory.weights, 0, 2 * num_keys, 0, 0, memory.added)
         _add(sums + d * sizes.row, state + 2 * sizes.row, memory.added, _PAIRS)
 
 
@@ -329,7 +330,7 @@ def worker() -> Any:
         *("prompt_tiles", "prompt_plan", "exponential", "intrinsics", "vectors", "tiles"),
         *("matrix_tiles", "tile_product", "turned_tiles", "vector_tiles"),
     )
-    sources = f"{sources} {_PRODUCT}"
+    sources = f"{sources} {PRODUCT}"
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -353,7 +354,7 @@ def worker() -> Any:
         scores = values + head_dim * _VALUES_ROW
         weights = scores + CHUNK * row
         memory = _Memory(queries, sums, states, values, scores, weights, weights + CHUNK * row // 2)
-        begin(_PRODUCT, plan.tiles)
+        begin(PRODUCT, plan.tiles)
         while True:
             number = fetch_add(plan.counter, 1)
             if number >= plan.num_items:
@@ -363,7 +364,7 @@ def worker() -> Any:
             for chunk in range(item.first_key // CHUNK * CHUNK, item.position + item.num_tokens, CHUNK):
                 _attend_to_chunk(layer, plan, item, sizes, memory, chunk)
             _end_item(layer, plan, item, sizes, memory)
-        end(_PRODUCT)
+        end(PRODUCT)
         owned[0] = 0  # it lives until here: Numba does not see who has its address
 
     return worker

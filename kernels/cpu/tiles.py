@@ -123,8 +123,21 @@ def library_is_slow() -> bool:
 
     Measured on Zen 5 (tests/benchmarks/RESULTS.md, "On an AMD EPYC"). Zen 4 computes long vectors in two halves.
     """
-    name = config.CPU_NAME or llvm.get_host_cpu_name()
-    return name.startswith("znver") and name != "znver4" and "avx512f" in cpu_features()
+    return _name().startswith("znver") and _name() != "znver4" and "avx512f" in cpu_features()
+
+
+def dots_are_fast() -> bool:
+    """Whether a vector's dot products of bfloat16 take less than to multiply them as float32.
+
+    Intel's Xeons start one in two cycles, which is half of what they multiply in float32; AMD's Zen 4 and 5 one or two
+    in each. Measured on both (tests/benchmarks/RESULTS.md).
+    """
+    return _name().startswith("znver") and "avx512bf16" in cpu_features()
+
+
+def _name() -> str:
+    name: str = config.CPU_NAME or llvm.get_host_cpu_name()
+    return name
 
 
 @intrinsic(prefer_literal=True)

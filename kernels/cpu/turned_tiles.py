@@ -11,6 +11,7 @@ matrix tiles (`matrix_tiles`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,15 +22,18 @@ from numba.extending import intrinsic
 
 from . import matrix_tiles, vector_tiles
 from .digits import join_digits
+from .intrinsics import IS_X86
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
-from .tiles import FORMATS, cpu_features
+from .tiles import FORMATS, cpu_features, dots_are_fast
 from .vectors import (
     FLOAT,
     FLOATS,
+    INT16,
     INT64,
     INTS,
     LANES,
     broadcast,
+    from_bfloat16,
     load,
     splat,
     store,
@@ -44,12 +48,17 @@ _IN_VECTORS = {torch.float32: "float32", torch.bfloat16: "bfloat16 dot", torch.i
 
 @cache
 def products(dtype: torch.dtype) -> tuple[str, ...]:
-    """What multiplies weights of a type on this CPU, the fastest first; nothing but float32 is sure to have any."""
+    """What multiplies weights of a type on this CPU, the fastest first. "float32": those of any type become that.
+
+    Elsewhere than on x86, only float32 is sure to have any.
+    """
     tiles, vectors = matrix_tiles.INSTRUCTIONS.get(dtype), _IN_VECTORS[dtype]
-    found = [tiles] if tiles is not None and matrix_tiles.are_available() else []
-    if FORMATS[vectors].needs is None or FORMATS[vectors].needs in cpu_features():
-        found.append(vectors)
-    return tuple(found)
+    in_tiles = [tiles] if tiles is not None and matrix_tiles.are_available() else []
+    in_vectors = [vectors] if FORMATS[vectors].needs in {None, *cpu_features()} else []
+    # Never beside what multiplies bytes, for that has another precision.
+    if IS_X86 and (dtype == torch.bfloat16 or not [*in_tiles, *in_vectors]):
+        in_vectors.insert(1 if dots_are_fast() else 0, "float32")
+    return (*in_tiles, *in_vectors)
 
 
 @intrinsic(prefer_literal=True)
@@ -113,16 +122,32 @@ def turn_tile(typing_context: Any, source: Any, row_bytes: Any, last_row: Any, t
     """16 rows of 16 words of 32 bits become columns: target[j][i] = source[min(i, last_row)][j]."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        source, row_bytes, last_row, target = arguments
-        rows = []
-        for i in range(TILE):
-            row = b.select(b.icmp_signed("<", INT64(i), last_row), INT64(i), last_row)
-            rows.append(load(b, b.add(source, b.mul(row, row_bytes)), INTS))
-        for i, row in enumerate(turn_words(b, rows)):
-            store(b, row, b.add(target, INT64(i * STEP_BYTES)))
+        _turn_tile(b, lambda place: load(b, place, INTS), *arguments)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+@intrinsic
+def turn_wider_tile(typing_context: Any, source: Any, row_bytes: Any, last_row: Any, target: Any) -> Any:
+    """Likewise, 16 rows of 16 bfloat16, which become float32."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _turn_tile(b, lambda place: from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES))), *arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
+
+
+def _turn_tile(
+    b: ir.IRBuilder, read: Callable[[Any], Any], source: Any, row_bytes: Any, last_row: Any, target: Any
+) -> None:
+    rows = []
+    for i in range(TILE):
+        row = b.select(b.icmp_signed("<", INT64(i), last_row), INT64(i), last_row)
+        rows.append(read(b.add(source, b.mul(row, row_bytes))))
+    for i, row in enumerate(turn_words(b, rows)):
+        store(b, row, b.add(target, INT64(i * STEP_BYTES)))
 
 
 @intrinsic(prefer_literal=True)
@@ -143,7 +168,7 @@ def finish(
 
     `product` and `num_digits` are constants. For more than one, sums has a tile for each, and x_meta (float32, then for
     either digit what products of vectors start from, int32) and scales (of the columns) multiply. bias (float32) is
-    added. `short`: results are rounded to bfloat16, never those of float32 weights.
+    added. `short`: results are rounded to bfloat16.
     """
     is_int8, in_vectors = num_digits.literal_value > 1, product.literal_value in FORMATS
 
@@ -161,9 +186,6 @@ def finish(
         else:
             columns = [load(b, place, FLOATS) for place in places]
         columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
-        if product.literal_value == "float32":
-            _store_rows(b, turn_words(b, columns), num_rows, out, out_row)
-            return context.get_dummy_value()
         with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
             with half:
                 pairs = zip(columns[::2], columns[1::2], strict=True)

@@ -14,7 +14,7 @@ import torch
 from quire.kernels import fp8, ops
 from quire.kernels.cpu import few_rows, many_rows
 from quire.kernels.cpu.digits import X_MAX
-from quire.kernels.cpu.linear import FEW_ROWS, float_rows
+from quire.kernels.cpu.linear import FEW_ROWS, most_rows
 from quire.kernels.cpu.tiles import FORMATS, best_format, cpu_features
 from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
@@ -143,7 +143,7 @@ def test_tiles_of_many_rows(kind: str, product: str, shape: tuple[int, int]) -> 
         assert torch.equal(spoilt[5:], whole[5:])
 
 
-@pytest.mark.skipif(not products(torch.int8), reason="this CPU does not multiply bytes")
+@pytest.mark.skipif("int8 dot" not in products(torch.int8), reason="this CPU does not multiply bytes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_is_the_same_in_all_tiles(dtype: torch.dtype) -> None:
     """Sums of whole numbers have no order: an int8 model's rows do not depend on their batch, however large."""
@@ -180,7 +180,7 @@ def test_fp8_agrees_with_the_reference(num_rows: int) -> None:
 
 def test_rows_do_not_depend_on_their_batch() -> None:
     """Bit for bit, for every number of rows that one kernel is asked for."""
-    few, many = (min(rows, 256) for rows in float_rows())
+    few, many = FEW_ROWS["float32"], min(most_rows("float32", torch.float32), 256)
     x, weight, _ = _inputs(many, 960, 576)
     for least, most in ((1, few), (few + 1, many)):
         whole = ops.linear(x[:most], weight)
@@ -219,10 +219,10 @@ import torch
 from quire.kernels import ops
 from quire.kernels.cpu.tiles import best_format
 from quire.kernels.cpu.turned_tiles import products
-assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and products(torch.bfloat16) == ()
+assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and products(torch.bfloat16) == ("float32",)
 assert [best_format("int8 dot", "int8"), *products(torch.int8)] == sys.argv[1:]
 torch.manual_seed(0)
-for num_rows in (3, 20, 70):
+for num_rows in (3, 20, 70, 300):
     x, weight = torch.randn(num_rows, 64), torch.randn(48, 64)
     torch.testing.assert_close(ops.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
     half, half_weight, half_bias = x.bfloat16(), weight.bfloat16(), torch.randn(48).bfloat16()
@@ -241,7 +241,7 @@ _AVX512_VNNI = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512vnni"
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs that are played are of this kind")
 @pytest.mark.parametrize(
     ("name", "features", "int8"),
-    [("haswell", _AVX2, ["int8"]), ("cascadelake", _AVX512_VNNI, ["int8 dot", "int8 dot"])],
+    [("haswell", _AVX2, ["int8", "float32"]), ("cascadelake", _AVX512_VNNI, ["int8 dot", "int8 dot"])],
 )
 def test_a_cpu_without_such_instructions(name: str, features: str, int8: list[str], tmp_path: Path) -> None:
     """What it cannot do is never compiled, for LLVM would end the process."""

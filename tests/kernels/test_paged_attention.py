@@ -15,10 +15,9 @@ from torch import Tensor
 
 from quire.kernels import ops
 from quire.kernels.cpu import attention, prompt_tiles
-from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
 
-needs_tiles = pytest.mark.skipif(not products(torch.bfloat16), reason="this CPU does not multiply bfloat16")
+needs_tiles = pytest.mark.skipif(prompt_tiles.PRODUCT is None, reason="this CPU does not multiply bfloat16")
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +67,7 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
 
 
 BF16 = torch.bfloat16
-NEAR = {torch.float32: 2048, BF16: 256}
+NEAR = 1024
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +97,7 @@ PROMPTS = [  # on both sides of chunks of keys, items, tiles, and of what is gat
 @pytest.fixture(params=[pytest.param("tiles", marks=needs_tiles), "vectors"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What attends to prompts in bfloat16, where there is a choice."""
-    if request.param == "vectors":
-        monkeypatch.setattr(prompt_tiles, "fits", lambda _cache: False)
+    monkeypatch.setattr(prompt_tiles, "IS_FAST", request.param == "tiles")
     return request.param
 
 
@@ -110,8 +108,9 @@ def test_prompts_in_bfloat16(case: Case) -> None:
 
 
 @needs_tiles
-def test_a_chunk_that_some_lanes_do_not_see() -> None:
+def test_a_chunk_that_some_lanes_do_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that ends right before a chunk of keys, for the first tokens of a tile alone."""
+    monkeypatch.setattr(prompt_tiles, "IS_FAST", True)
     case = Case(((40, 300),), sliding_window=20, dtype=BF16)
     for query_len in (40, 30, 16):
         test_matches_reference_and_reads_nothing_else(replace(case, lens=((query_len, 256 + 20 + query_len // 2),)))
@@ -124,14 +123,14 @@ def test_prompts_match_the_reference_and_are_the_same_alone(case: Case) -> None:
 
 
 @pytest.mark.parametrize("sliding_window", [None, 70])
-@pytest.mark.parametrize("length", [400, 700])
+@pytest.mark.parametrize("length", [400, 1100])
 def test_bits_of_bfloat16_however_its_prompt_is_cut(how: str, length: int, sliding_window: int | None) -> None:
-    near = length if how == "tiles" else NEAR[BF16]
+    near = length if how == "tiles" else NEAR
     test_a_token_gets_the_same_bits_however_its_prompt_is_cut(BF16, length, near, sliding_window)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 70])
-@pytest.mark.parametrize(("dtype", "length", "near"), [(torch.float32, n, NEAR[torch.float32]) for n in (600, 2100)])
+@pytest.mark.parametrize(("dtype", "length", "near"), [(torch.float32, n, NEAR) for n in (600, 1100)])
 def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(
     dtype: torch.dtype, length: int, near: int, sliding_window: int | None
 ) -> None:
