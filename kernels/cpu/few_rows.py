@@ -19,12 +19,12 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from .digits import META_BYTES, NUM_DIGITS, quantize_row
+from .digits import META_BYTES, quantize_row
 from .intrinsics import fetch_add, take_item
 from .recording import CompiledCall
 from .sources import digest_of
 from .threads import run_call
-from .tiles import FORMATS, tile
+from .tiles import FORMATS, Format, tile, widen_row
 
 BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
@@ -40,7 +40,7 @@ _SOURCES = ("digits", "intrinsics", "tiles", "vectors")
     _SCALES,
     _BIAS,
     _OUT,
-    _DIGITS,
+    _PREPARED,  # rows of x in parts
     _NUM_ROWS,
     _OUT_FEATURES,
     _IN_FEATURES,
@@ -61,15 +61,16 @@ def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Te
     num_rows, in_features = x.shape
     out_features, num_threads = weight.shape[0], torch.get_num_threads()
     out = x.new_empty(num_rows, out_features)
-    in_digits = FORMATS[name].digits > 1
-    digits = torch.empty(num_threads * num_rows * _digit_row(in_features) if in_digits else 0, dtype=torch.int8)
+    form = FORMATS[name]
+    prepared = num_threads * num_rows * _prepared_row(form, in_features) if form.parts > 1 else 0
+    memory = torch.empty(prepared, dtype=torch.int8)
     arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
         x.data_ptr(),
         weight.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0 if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        digits.data_ptr(),
+        memory.data_ptr(),
         num_rows,
         out_features,
         in_features,
@@ -81,15 +82,16 @@ def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Te
     return out
 
 
-def _digit_row(in_features: int) -> int:
-    return NUM_DIGITS * in_features + META_BYTES
+def _prepared_row(form: Format, in_features: int) -> int:
+    return form.parts * form.x_bytes * in_features + (META_BYTES if form.digits > 1 else 0)
 
 
 @cache
 def _worker(name: str) -> Any:
     """The compiled worker of a format. It is kept on disk for CPUs of one kind."""
     form = FORMATS[name]
-    return _compiled(name, form.largest, form.digits, form.x_bytes, form.weight_bytes, digest_of(*_SOURCES))
+    in_digits = form.digits > 1
+    return _compiled(name, form.largest, form.parts, in_digits, form.x_bytes, form.weight_bytes, digest_of(*_SOURCES))
 
 
 @cache
@@ -97,11 +99,13 @@ def _entry(name: str) -> Any:
     return _worker(name).ctypes
 
 
-def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, weight_bytes: int, sources: str) -> Any:
+def _compiled(
+    name: str, largest: tuple[int, int], parts: int, in_digits: bool, x_bytes: int, weight_bytes: int, sources: str
+) -> Any:
     most, fewest = largest  # rows of x and of the weight in the largest tile
     four = 4 if most > 4 else fewest  # rows of the weight beside four of x
-    eight, two = (8, 2) if most == 6 else largest  # a batch of eight is common, and no sum of sixes
-    row_bytes = META_BYTES
+    eight, two = (8, 2) if most > 4 else largest  # a batch of eight is common, and no sum of sixes
+    meta_bytes = META_BYTES if in_digits else 0
 
     @cfunc(types.void(types.voidptr), cache=True)
     def worker(address: Any) -> None:
@@ -111,13 +115,15 @@ def _compiled(name: str, largest: tuple[int, int], digits: int, x_bytes: int, we
         num_rows, out_features, in_features = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES]
         size, num_threads, counters = a[_ELEMENT_BYTES], a[_NUM_THREADS], a[_COUNTERS]
         thread = fetch_add(counters, 1)
-        first_x, x_row, weight_row = a[_X], in_features * x_bytes, in_features * weight_bytes
-        if digits > 1:
+        first_x, weight_row = a[_X], in_features * weight_bytes
+        x_row = in_features * x_bytes * parts + meta_bytes
+        if parts > 1:
             # Each thread for itself: a microsecond, into its own cache, and nobody waits.
-            x_row = in_features * digits + row_bytes
-            first_x = a[_DIGITS] + thread * num_rows * x_row
+            first_x = a[_PREPARED] + thread * num_rows * x_row
             for row in range(num_rows):
-                if size == 4:
+                if not in_digits:
+                    widen_row(a[_X] + row * in_features * 2, in_features, first_x + row * x_row)
+                elif size == 4:
                     quantize_row(4, a[_X] + row * in_features * 4, in_features, first_x + row * x_row)
                 else:
                     quantize_row(2, a[_X] + row * in_features * 2, in_features, first_x + row * x_row)

@@ -39,7 +39,7 @@ from .turned_tiles import products
 
 _IS_WIDE = "avx512f" in cpu_features()
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
-FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20, "float32": 24 if _IS_WIDE else 8}
+FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20, "float32": 24 if _IS_WIDE else 12}
 MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows`
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once

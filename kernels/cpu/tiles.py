@@ -32,11 +32,13 @@ from .vectors import (
     INT16,
     INT64,
     INTS,
+    LANES,
     broadcast,
     call,
     from_bfloat16,
     joined,
     load,
+    loop_over,
     prefetch,
     splat,
     store,
@@ -48,20 +50,31 @@ from .vectors import (
 TILE_ROWS = 4  # the most weight rows of a tile; they must divide `out_features`
 
 
+@cache
+def cpu_features() -> frozenset[str]:
+    """What Numba compiles for, by LLVM's names: what this CPU has, or what NUMBA_CPU_NAME and _FEATURES leave of it."""
+    if config.CPU_NAME or config.CPU_FEATURES:
+        given = (config.CPU_FEATURES or "").split(",")
+        return frozenset(feature[1:] for feature in given if feature.startswith("+"))
+    return frozenset(feature for feature, has in llvm.get_host_cpu_features().items() if has)
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """How one precision is multiplied. One step takes `step` elements of a row of each operand."""
 
     step: int
-    x_bytes: int  # of an element
+    x_bytes: int  # of an element, in each part
     weight_bytes: int
-    x_vector: ir.Type  # what a step loads of a row
+    x_vector: ir.Type  # what a step loads of a part of a row
     weight_vector: ir.Type
     prepare: Callable[[ir.IRBuilder, Any], Any]  # a loaded vector of weights, once for all rows of x
-    multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]  # (builder, x, prepared weights, sums) -> sums
+    # (builder, x, prepared weights, sums) -> sums, where x is a vector, or a list of them for parts of one digit
+    multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]
     largest: tuple[int, int]  # of its tiles: rows of x, rows of the weight; fewer of x take more of the weight
     needs: str | None = None  # a feature of the CPU
-    digits: int = 1  # a row of x is this many rows of numbers
+    parts: int = 1  # that a row of x has become, one behind the other
+    digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
 
 
 def _fma(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
@@ -78,9 +91,8 @@ def _widen_bfloat16(b: ir.IRBuilder, pairs: Any) -> tuple[Any, Any]:
     return b.bitcast(even, FLOATS), b.bitcast(odd, FLOATS)
 
 
-def _fma_bfloat16(b: ir.IRBuilder, x: Any, weights: tuple[Any, Any], sums: Any) -> Any:
-    even, odd = _widen_bfloat16(b, x)
-    return _fma(b, odd, weights[1], _fma(b, even, weights[0], sums))
+def _fma_bfloat16(b: ir.IRBuilder, x: list[Any], weights: tuple[Any, Any], sums: Any) -> Any:
+    return _fma(b, x[1], weights[1], _fma(b, x[0], weights[0], sums))
 
 
 def _dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
@@ -92,14 +104,15 @@ def _same(_b: ir.IRBuilder, vector: Any) -> Any:
     return vector
 
 
-_WIDE = (6, 4)  # 24 sums leave registers for what is multiplied
-_LONG = (8, 2)  # where a vector of weights becomes two
+# Sums leave registers for what is multiplied: 32 of 16 lanes, or 16 of 8.
+_WIDE = (6, 4) if "avx512f" in cpu_features() else (2, 2)
+_LONG = (8, 2) if "avx512f" in cpu_features() else (2, 2)  # where a vector of weights becomes two
 
 FORMATS = {
     "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, _WIDE),
     "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, _WIDE, "avx512bf16"),
-    "bfloat16": Format(32, 2, 2, INTS, INTS, _widen_bfloat16, _fma_bfloat16, _LONG),
-    "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, (4, 2), "avx512vnni", digits=NUM_DIGITS),
+    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, _LONG, parts=2),
+    "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, (4, 2), "avx512vnni", NUM_DIGITS, NUM_DIGITS),
     "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, _fma, _LONG),
 }
 
@@ -107,15 +120,6 @@ FORMATS = {
 def best_format(*names: str) -> str:
     """The first of some formats whose instructions this CPU has."""
     return next(name for name in names if FORMATS[name].needs is None or FORMATS[name].needs in cpu_features())
-
-
-@cache
-def cpu_features() -> frozenset[str]:
-    """What Numba compiles for, by LLVM's names: what this CPU has, or what NUMBA_CPU_NAME and _FEATURES leave of it."""
-    if config.CPU_NAME or config.CPU_FEATURES:
-        given = (config.CPU_FEATURES or "").split(",")
-        return frozenset(feature[1:] for feature in given if feature.startswith("+"))
-    return frozenset(feature for feature, has in llvm.get_host_cpu_features().items() if has)
 
 
 def library_is_slow() -> bool:
@@ -138,6 +142,26 @@ def dots_are_fast() -> bool:
 def _name() -> str:
     name: str = config.CPU_NAME or llvm.get_host_cpu_name()
     return name
+
+
+@intrinsic
+def widen_row(typing_context: Any, x: Any, in_features: Any, out: Any) -> Any:
+    """Write a row of bfloat16 in two parts of float32: its even elements, then the odd ones."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        x, in_features, out = arguments
+        part = b.mul(in_features, INT64(2))
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            even, odd = _widen_bfloat16(b, load(b, b.add(x, k), INTS))
+            store(b, even, b.add(out, k))
+            store(b, odd, b.add(b.add(out, part), k))
+            return []
+
+        loop_over(b, part, 4 * LANES, [], step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -169,7 +193,7 @@ def tile(
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         x, weight, in_features, fetch, odd, pair, scales, bias, out, out_features, out_bytes = arguments[3:]
-        x_row = b.mul(in_features, INT64(form.x_bytes * form.digits))
+        x_row = b.mul(in_features, INT64(form.x_bytes * form.parts))
         if form.digits > 1:
             x_row = b.add(x_row, INT64(META_BYTES))
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
@@ -221,9 +245,11 @@ def _walk(
     added: list[Any] = []
     for row, row_sums in zip(x_rows, sums, strict=True):
         address = b.add(row, b.mul(k, INT64(form.x_bytes)))
-        digits = [load(b, b.add(address, b.mul(in_features, INT64(d))), form.x_vector) for d in range(form.digits)]
+        part = b.mul(in_features, INT64(form.x_bytes))
+        parts = [load(b, b.add(address, b.mul(part, INT64(p))), form.x_vector) for p in range(form.parts)]
+        factors = parts if form.digits == form.parts else [parts]
         for prepared, totals in zip(weights, row_sums, strict=True):
-            added.extend(form.multiply(b, x, prepared, total) for x, total in zip(digits, totals, strict=True))
+            added.extend(form.multiply(b, x, prepared, total) for x, total in zip(factors, totals, strict=True))
     next_k = b.add(k, INT64(form.step))
     k.add_incoming(next_k, loop)
     flat = [total for row in sums for totals in row for total in totals]
