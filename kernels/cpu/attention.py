@@ -1,17 +1,14 @@
 """Paged attention on CPU, each request for itself.
 
 Where the cache `decode.fits`, requests with one query token go to the compiled kernel there, and those with several to
-one of `prompt_tiles`, for bfloat16 where the CPU multiplies it, or of `prompts`. Other caches and scores, and tokens
-so far behind in a context that the products of `prompts` outweigh a copy, have the visible part of the cache gathered
-for dense attention in torch. The position of a token decides, not the length of what is computed with it.
+one of `prompt_tiles`, for bfloat16 where the CPU is fastest with it, or of `prompts`. Of other caches and scores the
+visible part is gathered for dense attention in torch.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,14 +20,11 @@ from . import decode, prompt_tiles, prompts
 from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
 from .tile_product import TILE
-from .tiles import cpu_features
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
 
 
-# How many positions vectors attend from in less time than the library takes, with the copy.
-NEAR = sys.maxsize if "avx512f" in cpu_features() else 512
 _Chunk = tuple[int, int, int, int]  # request, first query token, end of them, seq_len at that end
 
 
@@ -53,11 +47,13 @@ def paged_attention(
         decodes = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
         if decodes is not None:
             decodes.attend(query, key_cache, value_cache, out, sinks)
-        kernel = _prompt_kernel(key_cache)
-        near, gathered = _divided(metadata, kernel.reach if softcap is None and sinks is None else 0)
-        if near:
-            plan = _prompt_plan(metadata, near, query, key_cache, scale, sliding_window, kernel.multiple_of)
-            plan.attend(kernel.worker(), query, key_cache, value_cache, out)
+        gathered = _chunks(metadata, 2)
+        if gathered and softcap is None and sinks is None:
+            in_tiles = prompt_tiles.fits(key_cache)
+            plan = _prompt_plan(metadata, gathered, query, key_cache, scale, sliding_window, TILE if in_tiles else 1)
+            worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[key_cache.dtype]
+            plan.attend(worker, query, key_cache, value_cache, out)
+            gathered = []
     if gathered:
         only_unrecorded("prompts are gathered by their lengths")
     for request, start, end, seq_len in gathered:
@@ -69,18 +65,6 @@ def paged_attention(
         attended = _attend(query[start:end], key, value, visible, scale * key_scale, softcap, sinks)
         out[start:end] = attended if value_scale == 1.0 else attended * value_scale
     return out
-
-
-class _PromptKernel(NamedTuple):
-    worker: Callable[[], Any]  # gives the compiled function
-    reach: int  # up to which position it attends
-    multiple_of: int  # see `PromptPlan`
-
-
-def _prompt_kernel(key_cache: Tensor) -> _PromptKernel:
-    if prompt_tiles.fits(key_cache):
-        return _PromptKernel(prompt_tiles.worker, sys.maxsize, TILE)
-    return _PromptKernel(partial(prompts.WORKERS.__getitem__, key_cache.dtype), NEAR, 1)
 
 
 def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -103,22 +87,6 @@ def _chunks(metadata: AttentionMetadata, shortest: int) -> list[_Chunk]:
         columns = (requests, starts[requests], starts[requests + 1], seq_lens[requests])
         chunks = metadata.plans[key] = list(zip(*(column.tolist() for column in columns), strict=True))
     return chunks
-
-
-def _divided(metadata: AttentionMetadata, near: int) -> tuple[list[_Chunk], list[_Chunk]]:
-    """Of the requests with several query tokens those at positions below `near`, and the others; once per step."""
-    key = ("divided", near)
-    found: tuple[list[_Chunk], list[_Chunk]] | None = metadata.plans.get(key)
-    if found is None:
-        found = ([], [])
-        for request, start, end, seq_len in _chunks(metadata, 2):
-            border = min(max(start, end - (seq_len - near)), end)
-            if start < border:
-                found[0].append((request, start, border, seq_len - (end - border)))
-            if border < end:
-                found[1].append((request, border, end, seq_len))
-        metadata.plans[key] = found
-    return found
 
 
 def _visible(

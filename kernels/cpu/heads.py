@@ -18,6 +18,7 @@ from llvmlite import ir
 from numba import literally, njit, types
 from numba.extending import intrinsic
 
+from .tiles import cpu_features
 from .vectors import (
     FLOAT,
     FLOATS,
@@ -37,6 +38,7 @@ from .vectors import (
 )
 
 AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold the sums of
+_WEIGHED = AT_ONCE if "avx512f" in cpu_features() else 1  # of the last, where there are but 16 registers of 8 lanes
 AHEAD = 16  # positions: keys and values of a token are too short for the CPU to see what will be read next
 _LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32
@@ -204,7 +206,7 @@ def weigh_group(
         d = 0
         while d < head_dim:
             v, o = values + d * like.itemsize, out + d * 4
-            if head_dim - d < AT_ONCE * LANES:
+            if head_dim - d < _WEIGHED * LANES:
                 if group >= 4:
                     weigh(like, 4, 1, behind, weights, weights_row, v, offsets, length, o, out_row)
                 else:
@@ -214,12 +216,12 @@ def weigh_group(
                 d += LANES
             else:
                 if group >= 4:
-                    weigh(like, 4, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 4, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 3:
-                    weigh(like, 3, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 3, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 2:
-                    weigh(like, 2, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 2, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
                 else:
-                    weigh(like, 1, 4, behind, weights, weights_row, v, offsets, length, o, out_row)
-                d += AT_ONCE * LANES
+                    weigh(like, 1, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
+                d += _WEIGHED * LANES
         weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * out_row, group - AT_ONCE
