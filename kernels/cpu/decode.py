@@ -256,5 +256,5 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("decode", "exponential", "heads", "intrinsics", "vectors")
+_SOURCES = digest_of("decode", "exponential", "features", "heads", "intrinsics", "vectors")
 _float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)

@@ -30,7 +30,7 @@ BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 AHEAD = 8192  # bytes: a core reads 10 per nanosecond, from memory that answers after some hundred
 
-_SOURCES = ("digits", "intrinsics", "tiles", "vectors")
+_SOURCES = ("digits", "features", "intrinsics", "tiles", "vectors")
 
 # Places in the arguments of a worker: addresses and sizes. Behind them, the counters: threads that have come, and for
 # each thread, blocks that were taken of its part.
@@ -90,8 +90,8 @@ def _prepared_row(form: Format, in_features: int) -> int:
 def _worker(name: str) -> Any:
     """The compiled worker of a format. It is kept on disk for CPUs of one kind."""
     form = FORMATS[name]
-    in_digits = form.digits > 1
-    return _compiled(name, form.largest, form.parts, in_digits, form.x_bytes, form.weight_bytes, digest_of(*_SOURCES))
+    element_bytes = form.x_bytes, form.weight_bytes
+    return _compiled(name, form.largest, form.parts, form.digits > 1, element_bytes, digest_of(*_SOURCES))
 
 
 @cache
@@ -100,11 +100,12 @@ def _entry(name: str) -> Any:
 
 
 def _compiled(
-    name: str, largest: tuple[int, int], parts: int, in_digits: bool, x_bytes: int, weight_bytes: int, sources: str
+    name: str, largest: tuple[int, int], parts: int, in_digits: bool, element_bytes: tuple[int, int], sources: str
 ) -> Any:
     most, fewest = largest  # rows of x and of the weight in the largest tile
     four = 4 if most > 4 else fewest  # rows of the weight beside four of x
     eight, two = (8, 2) if most > 4 else largest  # a batch of eight is common, and no sum of sixes
+    x_bytes, weight_bytes = element_bytes
     meta_bytes = META_BYTES if in_digits else 0
 
     @cfunc(types.void(types.voidptr), cache=True)
@@ -118,7 +119,7 @@ def _compiled(
         first_x, weight_row = a[_X], in_features * weight_bytes
         x_row = in_features * x_bytes * parts + meta_bytes
         if parts > 1:
-            # Each thread for itself: a microsecond, into its own cache, and nobody waits.
+            # Each thread for itself: a microsecond a row, into its own cache, and nobody waits.
             first_x = a[_PREPARED] + thread * num_rows * x_row
             for row in range(num_rows):
                 if not in_digits:

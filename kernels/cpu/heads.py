@@ -4,7 +4,7 @@
 
     turn     16 positions   ->   columns                            so that `weigh` can score long rows of positions
     score    query heads  x  4 positions   ->  scores             keys are walked along `head_dim`
-    weigh    query heads  x  64 of head_dim  ->  weighted values    values are walked along the positions
+    weigh    query heads  x  vectors of head_dim  ->  weighted values    values are walked along the positions
 
 so that what is read of the cache serves all heads, and sums stay in registers. Heads and caches are addresses; where
 the positions lie in a cache is a list of offsets in bytes. `head_dim` is a multiple of LANES.
@@ -18,7 +18,7 @@ from llvmlite import ir
 from numba import literally, njit, types
 from numba.extending import intrinsic
 
-from .tiles import cpu_features
+from .features import IS_WIDE
 from .vectors import (
     FLOAT,
     FLOATS,
@@ -38,7 +38,8 @@ from .vectors import (
 )
 
 AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold the sums of
-_WEIGHED = AT_ONCE if "avx512f" in cpu_features() else 1  # of the last, where there are but 16 registers of 8 lanes
+# Vectors of head_dim in `weigh`, by how many heads it weighs for: fewer, where registers are fewer and shorter.
+_OF_ONE, _OF_TWO, _OF_MORE = (4, 4, 4) if IS_WIDE else (4, 2, 1)
 AHEAD = 16  # positions: keys and values of a token are too short for the CPU to see what will be read next
 _LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32
@@ -203,10 +204,10 @@ def weigh_group(
     """See `weigh`, for any number of heads of any size that is a multiple of LANES."""
     behind = literally(ahead)
     while group > 0:
-        d = 0
+        d, vectors = 0, _OF_ONE if group == 1 else _OF_TWO if group == 2 else _OF_MORE
         while d < head_dim:
             v, o = values + d * like.itemsize, out + d * 4
-            if head_dim - d < _WEIGHED * LANES:
+            if head_dim - d < vectors * LANES:
                 if group >= 4:
                     weigh(like, 4, 1, behind, weights, weights_row, v, offsets, length, o, out_row)
                 else:
@@ -216,12 +217,12 @@ def weigh_group(
                 d += LANES
             else:
                 if group >= 4:
-                    weigh(like, 4, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 4, _OF_MORE, behind, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 3:
-                    weigh(like, 3, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 3, _OF_MORE, behind, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 2:
-                    weigh(like, 2, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 2, _OF_TWO, behind, weights, weights_row, v, offsets, length, o, out_row)
                 else:
-                    weigh(like, 1, _WEIGHED, behind, weights, weights_row, v, offsets, length, o, out_row)
-                d += _WEIGHED * LANES
+                    weigh(like, 1, _OF_ONE, behind, weights, weights_row, v, offsets, length, o, out_row)
+                d += vectors * LANES
         weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * out_row, group - AT_ONCE

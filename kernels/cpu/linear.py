@@ -31,16 +31,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import few_rows, many_rows
-from .intrinsics import IS_X86
+from .features import IS_WIDE, dots_are_fast, library_is_slow
 from .recording import as_one_action
 from .tile_product import TILE
-from .tiles import FORMATS, TILE_ROWS, best_format, cpu_features, dots_are_fast, library_is_slow
+from .tiles import FORMATS, TILE_ROWS, best_format
 from .turned_tiles import products
 
-_IS_WIDE = "avx512f" in cpu_features()
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
-FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20, "float32": 24 if _IS_WIDE else 12}
-MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows`
+FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20, "float32": 24 if IS_WIDE else 12}
+MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows` and are not widened
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once
 
@@ -114,9 +113,9 @@ def _is_many(x: Tensor, weight: Tensor) -> bool:
 @cache
 def most_rows(product: str, dtype: torch.dtype) -> int:
     """The most rows for `many_rows`. With more, that of the library is as fast, after a copy or without."""
-    if product != "float32" or library_is_slow() or (_IS_WIDE and dtype != torch.float32):
+    if product != "float32" or library_is_slow() or (IS_WIDE and dtype != torch.float32):
         return sys.maxsize
-    return 64 if dtype == torch.float32 and not _IS_WIDE else 256
+    return 64 if dtype == torch.float32 and not IS_WIDE else 256
 
 
 @cache
@@ -125,7 +124,7 @@ def _bfloat16() -> str:
 
 
 def _widens_bfloat16() -> bool:
-    return IS_X86 and _bfloat16() != "bfloat16 dot"
+    return products(torch.bfloat16)[:1] == ("float32",)
 
 
 @cache

@@ -59,7 +59,7 @@ CHUNK_BYTES = _half_a_cache()  # of x: what stays there while the weight goes by
 MANY_PAIRS = 8  # of B, which would push the block of weights out of the first cache
 
 _SOURCES = (
-    *("call", "digits", "intrinsics", "rows", "vectors"),
+    *("call", "digits", "features", "intrinsics", "rows", "vectors"),
     *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
@@ -162,6 +162,7 @@ def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
 _TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes
 
 
+@cache
 def _turn_worker(wider: int, sources: str) -> Any:
     """`wider` is 2 where x is bfloat16 and becomes float32, else 1."""
 
@@ -186,6 +187,7 @@ def _turn_worker(wider: int, sources: str) -> Any:
     return worker
 
 
+@cache
 def _turn_digits_worker(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -237,6 +239,7 @@ def _widen(size: int, weight: int, scales: int, rows: Any) -> None:
                 row[k] = np.float32(numbers[k]) * scale
 
 
+@cache
 def _multiply_worker(product: str, num_digits: int, widened: int, sources: str) -> Any:
     """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time

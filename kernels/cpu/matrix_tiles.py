@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from llvmlite import ir
 
+from .features import cpu_features
 from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
-from .tiles import cpu_features
 from .vectors import INT8, INT64, call, loop_over, prefetch
 
 INSTRUCTIONS = {torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}  # by the operands' type
@@ -30,7 +30,10 @@ def are_available() -> bool:
 
     avx512bf16, which rounds what they compute, is there wherever they are, unless a virtual machine hides it.
     """
-    if sys.platform != "linux" or not {"amx-tile", "amx-bf16", "amx-int8", "avx512bf16"} <= cpu_features():
+    if (
+        sys.platform != "linux"
+        or not {"amx-tile", "amx-bf16", "amx-int8", "avx512bf16", "avx512vnni"} <= cpu_features()
+    ):
         return False
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18  # of Linux on x86-64: ARCH_REQ_XCOMP_PERM
     if ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) != 0:

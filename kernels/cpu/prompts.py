@@ -148,5 +148,5 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("prompts", "prompt_plan", "exponential", "heads", "intrinsics", "vectors")
+_SOURCES = digest_of("prompts", "prompt_plan", "exponential", "features", "heads", "intrinsics", "vectors")
 WORKERS = {torch.float32: _worker(np.float32, _SOURCES), torch.bfloat16: _worker(np.uint16, _SOURCES)}  # by the cache's

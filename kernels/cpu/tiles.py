@@ -15,16 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import types
-from numba.core import config
 from numba.extending import intrinsic
 
 from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
+from .features import IS_WIDE, cpu_features
 from .vectors import (
     BFLOATS,
     FLOATS,
@@ -48,15 +46,6 @@ from .vectors import (
 )
 
 TILE_ROWS = 4  # the most weight rows of a tile; they must divide `out_features`
-
-
-@cache
-def cpu_features() -> frozenset[str]:
-    """What Numba compiles for, by LLVM's names: what this CPU has, or what NUMBA_CPU_NAME and _FEATURES leave of it."""
-    if config.CPU_NAME or config.CPU_FEATURES:
-        given = (config.CPU_FEATURES or "").split(",")
-        return frozenset(feature[1:] for feature in given if feature.startswith("+"))
-    return frozenset(feature for feature, has in llvm.get_host_cpu_features().items() if has)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +93,9 @@ def _same(_b: ir.IRBuilder, vector: Any) -> Any:
     return vector
 
 
-# Sums leave registers for what is multiplied: 32 of 16 lanes, or 16 of 8.
-_WIDE = (6, 4) if "avx512f" in cpu_features() else (2, 2)
-_LONG = (8, 2) if "avx512f" in cpu_features() else (2, 2)  # where a vector of weights becomes two
+# Sums leave registers for what is multiplied.
+_WIDE = (6, 4) if IS_WIDE else (2, 2)
+_LONG = (8, 2) if IS_WIDE else (2, 2)  # where a vector of weights becomes two
 
 FORMATS = {
     "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, _WIDE),
@@ -120,28 +109,6 @@ FORMATS = {
 def best_format(*names: str) -> str:
     """The first of some formats whose instructions this CPU has."""
     return next(name for name in names if FORMATS[name].needs is None or FORMATS[name].needs in cpu_features())
-
-
-def library_is_slow() -> bool:
-    """Whether torch's products of float32 make half of what this CPU can: Intel's library takes short vectors on AMD's.
-
-    Measured on Zen 5 (tests/benchmarks/RESULTS.md, "On an AMD EPYC"). Zen 4 computes long vectors in two halves.
-    """
-    return _name().startswith("znver") and _name() != "znver4" and "avx512f" in cpu_features()
-
-
-def dots_are_fast() -> bool:
-    """Whether a vector's dot products of bfloat16 take less than to multiply them as float32.
-
-    Intel's Xeons start one in two cycles, which is half of what they multiply in float32; AMD's Zen 4 and 5 one or two
-    in each. Measured on both (tests/benchmarks/RESULTS.md).
-    """
-    return _name().startswith("znver") and "avx512bf16" in cpu_features()
-
-
-def _name() -> str:
-    name: str = config.CPU_NAME or llvm.get_host_cpu_name()
-    return name
 
 
 @intrinsic

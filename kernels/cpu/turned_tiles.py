@@ -22,9 +22,10 @@ from numba.extending import intrinsic
 
 from . import matrix_tiles, vector_tiles
 from .digits import join_digits
+from .features import cpu_features, dots_are_fast
 from .intrinsics import IS_X86
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
-from .tiles import FORMATS, cpu_features, dots_are_fast
+from .tiles import FORMATS
 from .vectors import (
     FLOAT,
     FLOATS,
@@ -54,7 +55,8 @@ def products(dtype: torch.dtype) -> tuple[str, ...]:
     """
     tiles, vectors = matrix_tiles.INSTRUCTIONS.get(dtype), _IN_VECTORS[dtype]
     in_tiles = [tiles] if tiles is not None and matrix_tiles.are_available() else []
-    in_vectors = [vectors] if FORMATS[vectors].needs in {None, *cpu_features()} else []
+    needs = FORMATS[vectors].needs
+    in_vectors = [vectors] if needs is None or needs in cpu_features() else []
     # Never beside what multiplies bytes, for that has another precision.
     if IS_X86 and (dtype == torch.bfloat16 or not [*in_tiles, *in_vectors]):
         in_vectors.insert(1 if dots_are_fast() else 0, "float32")

@@ -13,8 +13,9 @@ from typing import Any
 from llvmlite import ir
 from numba.core.cgutils import alloca_once
 
+from .features import IS_WIDE
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
-from .tiles import Format, cpu_features
+from .tiles import Format
 from .vectors import FLOATS, INT64, INTS, LANES, broadcast, load, loop_over, prefetch, splat, store
 
 IN_A_ROW = 128
@@ -27,7 +28,7 @@ def multiply(b: ir.IRBuilder, form: Format, num_a: int, num_b: int, operands: Op
     What is to be fetched is divided among the parts.
     """
     # Else 16 registers of 8 lanes, or 32 of 4.
-    rows, width = (16 // num_b, num_b) if "avx512f" in cpu_features() else (4, 1)
+    rows, width = (16 // num_b, num_b) if IS_WIDE else (4, 1)
     parts_of_b = num_a * TILE // rows
     lines = b.sdiv(operands.fetch_lines, INT64(parts_of_b * num_b // width))
     lines = b.select(b.icmp_signed(">", lines, INT64(0)), lines, INT64(1))

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from quire.kernels import fp8, ops
-from quire.kernels.cpu import few_rows, many_rows
+from quire.kernels.cpu import few_rows, many_rows, turned_tiles
 from quire.kernels.cpu.digits import X_MAX
 from quire.kernels.cpu.linear import FEW_ROWS, most_rows
-from quire.kernels.cpu.tiles import FORMATS, best_format, cpu_features
+from quire.kernels.cpu.tiles import FORMATS, best_format
 from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
 
@@ -111,11 +105,14 @@ def test_every_format_of_this_cpu(name: str) -> None:
 
 
 KINDS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int8 of bfloat16": torch.int8}
-OF_THIS_CPU = [(kind, product) for kind, dtype in KINDS.items() for product in products(dtype)]
+# Weights of any type become float32 on any CPU, if asked to.
+OF_THIS_CPU = [(kind, p) for kind, dtype in KINDS.items() for p in dict.fromkeys((*products(dtype), "float32"))]
+SHAPES_OF_TILES = [(16, 64), (32, 576), (48, 576), (80, 1536)]
+IN_TILES = [(*how, shape) for how in OF_THIS_CPU for shape in SHAPES_OF_TILES]
+IN_TILES += [(kind, "float32", (48, 48)) for kind in KINDS]  # whole steps of 16 numbers, not of 16 pairs or bytes
 
 
-@pytest.mark.parametrize("shape", [(16, 64), (32, 576), (48, 576), (80, 1536)])
-@pytest.mark.parametrize(("kind", "product"), OF_THIS_CPU)
+@pytest.mark.parametrize(("kind", "product", "shape"), IN_TILES)
 def test_tiles_of_many_rows(kind: str, product: str, shape: tuple[int, int]) -> None:
     """Chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
     num_rows = many_rows.CHUNK_BYTES // (2 * shape[1]) + 21
@@ -143,11 +140,33 @@ def test_tiles_of_many_rows(kind: str, product: str, shape: tuple[int, int]) -> 
         assert torch.equal(spoilt[5:], whole[5:])
 
 
+@pytest.mark.parametrize(
+    ("tiles", "dots", "bfloat16", "int8"),
+    [
+        (True, False, ("tdpbf16ps", "float32", "bfloat16 dot"), ("tdpbssd", "int8 dot")),
+        (False, False, ("float32", "bfloat16 dot"), ("int8 dot",)),
+        (False, True, ("bfloat16 dot", "float32"), ("int8 dot",)),
+    ],
+    ids=["Intel, with AMX", "Intel, without", "AMD"],
+)
+def test_what_multiplies_on_others(
+    tiles: bool, dots: bool, bfloat16: tuple[str, ...], int8: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which it is fastest. Only where float32 comes first is a weight copied that no tile fits."""
+    monkeypatch.setattr(turned_tiles, "IS_X86", True)
+    monkeypatch.setattr(turned_tiles, "cpu_features", lambda: {"avx512bf16", "avx512vnni"})
+    monkeypatch.setattr(turned_tiles, "dots_are_fast", lambda: dots)
+    monkeypatch.setattr(turned_tiles.matrix_tiles, "are_available", lambda: tiles)
+    assert products.__wrapped__(torch.bfloat16) == bfloat16
+    assert products.__wrapped__(torch.int8) == int8
+    assert products.__wrapped__(torch.float32) == ("float32",)
+
+
 @pytest.mark.skipif("int8 dot" not in products(torch.int8), reason="this CPU does not multiply bytes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_int8_is_the_same_in_all_tiles(dtype: torch.dtype) -> None:
     """Sums of whole numbers have no order: an int8 model's rows do not depend on their batch, however large."""
-    x, _, bias = (tensor.to(dtype) for tensor in _inputs(40, 960, 576))
+    x, _, bias = (tensor.to(dtype) for tensor in _inputs(2 * max(FEW_ROWS.values()), 960, 576))
     weight, scales = _int8_inputs((960, 576))
     whole = ops.linear_int8(x, weight, scales, bias)
     for product in products(torch.int8):
@@ -211,47 +230,3 @@ def test_few_rows_in_chunks_of_x(num_rows: int) -> None:
     for start in range(0, num_rows, 7):
         rows = slice(start, start + 7)
         assert torch.equal(few_rows.linear("float32", x[rows], weight, None, bias), whole[rows])
-
-
-_ON_AN_OLDER_CPU = """
-import sys
-import torch
-from quire.kernels import ops
-from quire.kernels.cpu.tiles import best_format
-from quire.kernels.cpu.turned_tiles import products
-assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and products(torch.bfloat16) == ("float32",)
-assert [best_format("int8 dot", "int8"), *products(torch.int8)] == sys.argv[1:]
-torch.manual_seed(0)
-for num_rows in (3, 20, 70, 300):
-    x, weight = torch.randn(num_rows, 64), torch.randn(48, 64)
-    torch.testing.assert_close(ops.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
-    half, half_weight, half_bias = x.bfloat16(), weight.bfloat16(), torch.randn(48).bfloat16()
-    expected = half.float() @ half_weight.float().T + half_bias.float()
-    torch.testing.assert_close(ops.linear(half, half_weight, half_bias).float(), expected, rtol=2**-8, atol=1e-2)
-    numbers, scales = torch.randint(-127, 128, (48, 64), dtype=torch.int8), torch.rand(48)
-    got = ops.linear_int8(x, numbers, scales)
-    torch.testing.assert_close(got, x @ numbers.float().T * scales, rtol=1e-3, atol=5e-2)
-    got, expected = ops.linear_int8(half, numbers, scales).float(), half.float() @ numbers.float().T * scales
-    torch.testing.assert_close(got, expected, rtol=2**-8, atol=5e-2)
-"""
-_AVX2 = "sse sse2 sse3 ssse3 sse4.1 sse4.2 popcnt avx avx2 fma f16c bmi bmi2 lzcnt movbe xsave cx16"
-_AVX512_VNNI = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512vnni"
-
-
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs that are played are of this kind")
-@pytest.mark.parametrize(
-    ("name", "features", "int8"),
-    [("haswell", _AVX2, ["int8", "float32"]), ("cascadelake", _AVX512_VNNI, ["int8 dot", "int8 dot"])],
-)
-def test_a_cpu_without_such_instructions(name: str, features: str, int8: list[str], tmp_path: Path) -> None:
-    """What it cannot do is never compiled, for LLVM would end the process."""
-    if not set(features.split()) <= cpu_features():
-        pytest.skip("this CPU cannot play it")
-    older = {
-        "NUMBA_CPU_NAME": name,
-        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split()),
-        "NUMBA_CACHE_DIR": str(tmp_path),
-    }
-    command = [sys.executable, "-c", _ON_AN_OLDER_CPU, *int8]
-    done = subprocess.run(command, env=os.environ | older, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

@@ -1,0 +1,46 @@
+# mypy: disable-error-code="attr-defined"
+# (numba.core.config makes its attributes when it is imported)
+"""What this CPU can, and what it is fast at."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import llvmlite.binding as llvm
+from numba.core import config
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """What Numba compiles for, by LLVM's names: what this CPU has, or what NUMBA_CPU_NAME and _FEATURES leave of it."""
+    if config.CPU_NAME or config.CPU_FEATURES:
+        given = (config.CPU_FEATURES or "").split(",")
+        return frozenset(feature[1:] for feature in given if feature.startswith("+"))
+    return frozenset(feature for feature, has in llvm.get_host_cpu_features().items() if has)
+
+
+@cache
+def cpu_name() -> str:
+    """Likewise, of its kind."""
+    name: str = config.CPU_NAME or llvm.get_host_cpu_name()
+    return name
+
+
+IS_WIDE = "avx512f" in cpu_features()  # 32 registers of 16 lanes; AVX2 has 16 of 8, and others were not measured
+
+
+def library_is_slow() -> bool:
+    """Whether torch's products of float32 make half of what this CPU can: Intel's library takes short vectors on AMD's.
+
+    Measured on Zen 5 (tests/benchmarks/RESULTS.md, "On an AMD EPYC"). Zen 4 computes long vectors in two halves.
+    """
+    return IS_WIDE and cpu_name().startswith("znver") and cpu_name() != "znver4"
+
+
+def dots_are_fast() -> bool:
+    """Whether a vector's dot products of bfloat16 take less than to multiply them as float32.
+
+    Intel's Xeons start one in two cycles, which is half of what they multiply in float32, AMD's Zen 5 two in each.
+    Measured on both (tests/benchmarks/RESULTS.md); Zen 4 is taken to be like Zen 5.
+    """
+    return "avx512bf16" in cpu_features() and cpu_name().startswith("znver")

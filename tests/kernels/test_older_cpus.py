@@ -1,0 +1,86 @@
+"""The CPU kernels where there are fewer instructions and registers than here: a child process plays such a CPU."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.kernels.cpu.features import cpu_features
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="the CPUs that are played are of this kind"
+)
+
+_ON_AN_OLDER_CPU = """
+import sys
+import torch
+from quire.kernels import ops
+from quire.kernels.cpu.tiles import best_format
+from quire.kernels.cpu.turned_tiles import products
+assert best_format("bfloat16 dot", "bfloat16") == "bfloat16" and products(torch.bfloat16) == ("float32",)
+assert [best_format("int8 dot", "int8"), *products(torch.int8)] == sys.argv[1:]
+torch.manual_seed(0)
+for num_rows in (3, 8, 12, 20, 70, 300):
+    x, weight = torch.randn(num_rows, 64), torch.randn(48, 64)
+    torch.testing.assert_close(ops.linear(x, weight), x @ weight.T, rtol=1e-4, atol=1e-4)
+    half, half_weight, half_bias = x.bfloat16(), weight.bfloat16(), torch.randn(48).bfloat16()
+    expected = half.float() @ half_weight.float().T + half_bias.float()
+    torch.testing.assert_close(ops.linear(half, half_weight, half_bias).float(), expected, rtol=2**-8, atol=1e-2)
+    numbers, scales = torch.randint(-127, 128, (48, 64), dtype=torch.int8), torch.rand(48)
+    got = ops.linear_int8(x, numbers, scales)
+    torch.testing.assert_close(got, x @ numbers.float().T * scales, rtol=1e-3, atol=5e-2)
+    got, expected = ops.linear_int8(half, numbers, scales).float(), half.float() @ numbers.float().T * scales
+    torch.testing.assert_close(got, expected, rtol=2**-8, atol=5e-2)
+"""
+_AVX2 = "sse sse2 sse3 ssse3 sse4.1 sse4.2 popcnt avx avx2 fma f16c bmi bmi2 lzcnt movbe xsave cx16"
+_AVX512_VNNI = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512vnni"
+
+
+HASWELL, CASCADE_LAKE = ("haswell", _AVX2), ("cascadelake", _AVX512_VNNI)
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What is compiled for a CPU serves the next test that plays it."""
+    return tmp_path_factory.mktemp("caches")
+
+
+def play(cpu: tuple[str, str], arguments: list[str], caches: Path) -> None:
+    """Python with these arguments, on a CPU of this name and these features."""
+    name, features = cpu
+    if not set(features.split()) <= cpu_features():
+        pytest.skip("this CPU cannot play it")
+    older = {
+        "NUMBA_CPU_NAME": name,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split()),
+        "NUMBA_CACHE_DIR": str(caches / name),
+    }
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, env=os.environ | older, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("cpu", "int8"),
+    [(HASWELL, ["int8", "float32"]), (CASCADE_LAKE, ["int8 dot", "int8 dot"])],
+    ids=["haswell", "cascadelake"],
+)
+def test_a_cpu_without_such_instructions(cpu: tuple[str, str], int8: list[str], caches: Path) -> None:
+    """What it cannot do is never compiled, for LLVM would end the process."""
+    play(cpu, ["-c", _ON_AN_OLDER_CPU, *int8], caches)
+
+
+def test_a_cpu_with_half_the_registers(caches: Path) -> None:
+    """Tiles are smaller there. What they promise here, they keep."""
+    here = Path(__file__).parent
+    tests = [
+        f"{here / 'test_linear.py'}::test_every_format_of_this_cpu",
+        f"{here / 'test_paged_attention.py'}::test_a_request_gets_the_same_bits_alone_and_in_a_batch",
+        f"{here / 'test_paged_attention.py'}::test_prompts_match_the_reference_and_are_the_same_alone",
+    ]
+    play(HASWELL, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches)
