@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .digits import META_BYTES, quantize_row
@@ -99,6 +99,21 @@ def _entry(name: str) -> Any:
     return _worker(name).ctypes
 
 
+@njit(error_model="numpy")
+def _quantize_rows(size: int, x: int, num_rows: int, in_features: int, out: int, out_row: int) -> None:
+    for row in range(num_rows):
+        if size == 4:
+            quantize_row(4, x + row * in_features * 4, in_features, out + row * out_row)
+        else:
+            quantize_row(2, x + row * in_features * 2, in_features, out + row * out_row)
+
+
+@njit(error_model="numpy")
+def _widen_rows(x: int, num_rows: int, in_features: int, out: int, out_row: int) -> None:
+    for row in range(num_rows):
+        widen_row(x + row * in_features * 2, in_features, out + row * out_row)
+
+
 def _compiled(
     name: str, largest: tuple[int, int], parts: int, in_digits: bool, element_bytes: tuple[int, int], sources: str
 ) -> Any:
@@ -121,13 +136,10 @@ def _compiled(
         if parts > 1:
             # Each thread for itself: a microsecond a row, into its own cache, and nobody waits.
             first_x = a[_PREPARED] + thread * num_rows * x_row
-            for row in range(num_rows):
-                if not in_digits:
-                    widen_row(a[_X] + row * in_features * 2, in_features, first_x + row * x_row)
-                elif size == 4:
-                    quantize_row(4, a[_X] + row * in_features * 4, in_features, first_x + row * x_row)
-                else:
-                    quantize_row(2, a[_X] + row * in_features * 2, in_features, first_x + row * x_row)
+            if in_digits:
+                _quantize_rows(size, a[_X], num_rows, in_features, first_x, x_row)
+            else:
+                _widen_rows(a[_X], num_rows, in_features, first_x, x_row)
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_rows = (num_rows + num_chunks * most - 1) // (num_chunks * most) * most

@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,28 @@ _AVX512_VNNI = f"{_AVX2} avx512f avx512bw avx512cd avx512dq avx512vl avx512vnni"
 
 
 HASWELL, CASCADE_LAKE = ("haswell", _AVX2), ("cascadelake", _AVX512_VNNI)
+INT8 = {HASWELL: ["int8", "float32"], CASCADE_LAKE: ["int8 dot", "int8 dot"]}  # its formats of few rows, of many
+
+
+def play(cpu: tuple[str, str], arguments: list[str], caches: Path) -> subprocess.Popen[str]:
+    """Python with these arguments, on a CPU of this name and these features."""
+    name, features = cpu
+    older = {
+        "NUMBA_CPU_NAME": name,
+        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split()),
+        "NUMBA_CACHE_DIR": str(caches / name),
+    }
+    command, pipe = [sys.executable, *arguments], subprocess.PIPE
+    return subprocess.Popen(command, env=os.environ | older, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def end_well(child: subprocess.Popen[str]) -> None:
+    output, _ = child.communicate()
+    assert child.returncode == 0, output
+
+
+def can_play(cpu: tuple[str, str]) -> bool:
+    return set(cpu[1].split()) <= cpu_features()
 
 
 @pytest.fixture(scope="module")
@@ -50,31 +73,26 @@ def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("caches")
 
 
-def play(cpu: tuple[str, str], arguments: list[str], caches: Path) -> None:
-    """Python with these arguments, on a CPU of this name and these features."""
-    name, features = cpu
-    if not set(features.split()) <= cpu_features():
-        pytest.skip("this CPU cannot play it")
-    older = {
-        "NUMBA_CPU_NAME": name,
-        "NUMBA_CPU_FEATURES": ",".join(f"+{feature}" for feature in features.split()),
-        "NUMBA_CACHE_DIR": str(caches / name),
-    }
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, env=os.environ | older, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def children(caches: Path) -> Iterator[dict[tuple[str, str], subprocess.Popen[str]]]:
+    """All at once: nearly all that they do is to compile, on one core each."""
+    found = {cpu: play(cpu, ["-c", _ON_AN_OLDER_CPU, *int8], caches) for cpu, int8 in INT8.items() if can_play(cpu)}
+    yield found
+    for child in found.values():
+        child.kill()
 
 
-@pytest.mark.parametrize(
-    ("cpu", "int8"),
-    [(HASWELL, ["int8", "float32"]), (CASCADE_LAKE, ["int8 dot", "int8 dot"])],
-    ids=["haswell", "cascadelake"],
-)
-def test_a_cpu_without_such_instructions(cpu: tuple[str, str], int8: list[str], caches: Path) -> None:
+@pytest.mark.parametrize("cpu", INT8, ids=lambda cpu: cpu[0])
+def test_a_cpu_without_such_instructions(
+    cpu: tuple[str, str], children: dict[tuple[str, str], subprocess.Popen[str]]
+) -> None:
     """What it cannot do is never compiled, for LLVM would end the process."""
-    play(cpu, ["-c", _ON_AN_OLDER_CPU, *int8], caches)
+    if not can_play(cpu):
+        pytest.skip("this CPU cannot play it")
+    end_well(children[cpu])
 
 
+@pytest.mark.skipif(not can_play(HASWELL), reason="this CPU cannot play it")
 def test_a_cpu_with_half_the_registers(caches: Path) -> None:
     """Tiles are smaller there. What they promise here, they keep."""
     here = Path(__file__).parent
@@ -83,4 +101,4 @@ def test_a_cpu_with_half_the_registers(caches: Path) -> None:
         f"{here / 'test_paged_attention.py'}::test_a_request_gets_the_same_bits_alone_and_in_a_batch",
         f"{here / 'test_paged_attention.py'}::test_prompts_match_the_reference_and_are_the_same_alone",
     ]
-    play(HASWELL, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches)
+    end_well(play(HASWELL, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches))
