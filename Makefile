@@ -10,8 +10,14 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-# The lock file is given as a constraint: pip installs what pyproject.toml asks for, in the pinned versions.
-LOCKED := $(PIP) install --quiet --constraint requirements.lock
+# Tests that take one core most of the time and share no state between files: two processes run them. The rest, of what
+# pyproject.toml names, have services of their own.
+IN_PARALLEL := tests/unit tests/kernels tests/models
+IN_TURN := $(filter-out $(IN_PARALLEL),$(shell sed -n 's/^testpaths = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))
+
+# The lock file is given as a constraint: pip installs what pyproject.toml asks for, in the pinned versions. It would
+# compile every module of every package, for a minute; Python does it for those that are imported.
+LOCKED := $(PIP) install --quiet --no-compile --constraint requirements.lock
 
 .DEFAULT_GOAL := help
 .PHONY: help install install-dev serve test lint format typecheck check proto wheel lock clean
@@ -27,7 +33,12 @@ serve: $(VENV)/.installed ## Serve the default model (Ctrl-C ends it); ARGS are 
 	@exec $(BIN)/quire serve $(ARGS)
 
 test: $(VENV)/.installed-dev ## Run the tests; ARGS are options of pytest
+ifeq ($(ARGS),)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(IN_PARALLEL); first=$$?; \
+		$(BIN)/python -m pytest $(IN_TURN) && exit $$first
+else
 	@$(BIN)/python -m pytest $(ARGS)
+endif
 
 lint: $(VENV)/.installed-dev ## ruff check
 	$(BIN)/ruff check .
