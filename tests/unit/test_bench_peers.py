@@ -69,10 +69,10 @@ def test_answers_that_must_not_be() -> None:
 
 def test_shared_prefix_is_put_on_the_second_level() -> None:
     assert workloads((32, 1, 8), 64)[-2:] == [
-        Workload(8, 16, 512, 32, 64),
+        Workload(8, 24, 512, 32, 64),
         Workload(8, 16, 0, 128, 64, is_sampled=True),
     ]
-    assert [w.num_requests for w in workloads((1, 8, 32), 128)] == [3, 16, 32, 16, 16]
+    assert [w.num_requests for w in workloads((1, 8, 32), 128)] == [3, 16, 32, 24, 16]
 
 
 SERVER = """

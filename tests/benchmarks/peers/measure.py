@@ -63,10 +63,11 @@ class Served:
 
 def workloads(concurrency: Sequence[int], output_len: int) -> list[Workload]:
     """Prompts of 128 tokens at every level; at the second one (8 streams) 512 shared ones + 32, and answers that are
-    sampled."""
+    sampled. The shared tokens come in three waves: the first finds nothing cached, and must not be half of the median.
+    """
     plain = [Workload(c, _num_requests(c), 0, 128, output_len) for c in concurrency]
     second = sorted(concurrency)[min(1, len(concurrency) - 1)]
-    shared = Workload(second, _num_requests(second), 512, 32, output_len)
+    shared = Workload(second, 3 * second, 512, 32, output_len)
     return [*plain, shared, Workload(second, _num_requests(second), 0, 128, output_len, is_sampled=True)]
 
 
