@@ -1,8 +1,8 @@
 """Paged attention on CPU, each request for itself.
 
 Where the cache `decode.fits`, requests with one query token go to the compiled kernel there, and those with several to
-one of `prompt_tiles`, for bfloat16 where the CPU is fastest with it, or of `prompts`. Of other caches and scores the
-visible part is gathered for dense attention in torch.
+one of `prompt_tiles`, for bfloat16 where the CPU is fastest with it and scores have neither cap nor sinks, or of
+`prompts`. Of other caches the visible part is gathered for dense attention in torch.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import fp8
 from . import decode, prompt_tiles, prompts
+from .attention_call import Shape
 from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
 from .tile_product import TILE
@@ -42,29 +43,47 @@ def paged_attention(
     value_scale: float,
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    gathered = _chunks(metadata, 1)
-    if decode.fits(key_cache):
-        decodes = _decode_plan(metadata, query, key_cache, scale, sliding_window, softcap)
-        if decodes is not None:
-            decodes.attend(query, key_cache, value_cache, out, sinks)
-        gathered = _chunks(metadata, 2)
-        if gathered and softcap is None and sinks is None:
-            in_tiles = prompt_tiles.fits(key_cache)
-            plan = _prompt_plan(metadata, gathered, query, key_cache, scale, sliding_window, TILE if in_tiles else 1)
-            worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[key_cache.dtype]
-            plan.attend(worker, query, key_cache, value_cache, out)
-            gathered = []
-    if gathered:
-        only_unrecorded("prompts are gathered by their lengths")
-    for request, start, end, seq_len in gathered:
+    if not decode.fits(key_cache):
+        _attend_gathered(
+            query, key_cache, value_cache, metadata, out, scale * key_scale, value_scale, sliding_window, softcap, sinks
+        )
+        return out
+    shape = Shape.of(query, key_cache, scale, sliding_window, softcap)
+    decodes = _decode_plan(metadata, shape)
+    if decodes is not None:
+        decodes.attend(query, key_cache, value_cache, out, sinks)
+    in_tiles = prompt_tiles.fits(key_cache) and softcap is None and sinks is None
+    plan = _prompt_plan(metadata, shape, TILE if in_tiles else 1)
+    if plan is not None:
+        only_unrecorded("prompts come in many lengths")
+        worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[key_cache.dtype]
+        plan.attend(worker, query, key_cache, value_cache, out, sinks)
+    return out
+
+
+def _attend_gathered(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    metadata: AttentionMetadata,
+    out: Tensor,
+    scale: float,
+    value_scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> None:
+    """Each request by itself, into its rows of `out`. `scale` is that of the scores, with that of the keys."""
+    chunks, is_plain = _chunks(metadata), softcap is None and sinks is None
+    if chunks:
+        only_unrecorded("keys are gathered by their lengths")
+    for request, start, end, seq_len in chunks:
         first = 0 if sliding_window is None else max(0, seq_len - (end - start) - sliding_window + 1)
         slots = _slots(metadata, request, first, seq_len, key_cache.shape[1])
         key, value = _gather(key_cache, slots, query.dtype), _gather(value_cache, slots, query.dtype)
-        is_plain = softcap is None and sinks is None
         visible = _visible(metadata, end - start, seq_len - first, sliding_window, is_plain)
-        attended = _attend(query[start:end], key, value, visible, scale * key_scale, softcap, sinks)
+        attended = _attend(query[start:end], key, value, visible, scale, softcap, sinks)
         out[start:end] = attended if value_scale == 1.0 else attended * value_scale
-    return out
 
 
 def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,15 +96,14 @@ def _gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
     return tokens.transpose(0, 1)
 
 
-def _chunks(metadata: AttentionMetadata, shortest: int) -> list[_Chunk]:
-    """The requests with at least so many query tokens; once per step."""
-    key = ("chunks", shortest)
-    chunks = metadata.plans.get(key)
+def _chunks(metadata: AttentionMetadata) -> list[_Chunk]:
+    """The requests with query tokens; once per step."""
+    chunks = metadata.plans.get("chunks")
     if chunks is None:
         starts, seq_lens = metadata.query_start_loc_np, metadata.seq_lens_np
-        requests = np.flatnonzero(np.diff(starts) >= shortest)
+        requests = np.flatnonzero(np.diff(starts) >= 1)
         columns = (requests, starts[requests], starts[requests + 1], seq_lens[requests])
-        chunks = metadata.plans[key] = list(zip(*(column.tolist() for column in columns), strict=True))
+        chunks = metadata.plans["chunks"] = list(zip(*(column.tolist() for column in columns), strict=True))
     return chunks
 
 
@@ -111,27 +129,12 @@ def _visible(
     return visible
 
 
-def _decode_plan(
-    metadata: AttentionMetadata,
-    query: Tensor,
-    key_cache: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    softcap: float | None,
-) -> decode.DecodePlan | None:
+def _decode_plan(metadata: AttentionMetadata, shape: Shape) -> decode.DecodePlan | None:
     """The plan of the requests with one query token, made once per step; None when there are none."""
-    _, block_size, num_kv_heads, head_dim = key_cache.shape
-    key = ("decode", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window, softcap)
+    key = ("decode", shape)
     if key not in metadata.plans:
-        plan = decode.DecodePlan(
-            num_heads=query.shape[1],
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            scale=scale,
-            softcap=softcap,
-        )
-        update = partial(_update, plan, metadata, sliding_window)
+        plan = decode.DecodePlan(shape)
+        update = partial(_update, plan, metadata)
         metadata.plans[key] = plan if update() else None
         listener = recorder()
         if listener is not None:
@@ -140,7 +143,7 @@ def _decode_plan(
     return found
 
 
-def _update(plan: decode.DecodePlan, metadata: AttentionMetadata, sliding_window: int | None) -> bool:
+def _update(plan: decode.DecodePlan, metadata: AttentionMetadata) -> bool:
     """Plan what `metadata` says now; returns whether there is anything to do."""
     requests = np.flatnonzero(np.diff(metadata.query_start_loc_np) == 1)
     plan.update(
@@ -148,41 +151,21 @@ def _update(plan: decode.DecodePlan, metadata: AttentionMetadata, sliding_window
         requests,
         metadata.seq_lens_np[requests],
         metadata.block_table.numpy(),
-        sliding_window,
     )
     return len(requests) > 0
 
 
-def _prompt_plan(
-    metadata: AttentionMetadata,
-    chunks: list[_Chunk],
-    query: Tensor,
-    key_cache: Tensor,
-    scale: float,
-    sliding_window: int | None,
-    multiple_of: int,
-) -> PromptPlan:
-    """The plan of these query tokens, made once per step."""
-    only_unrecorded("prompts come in many lengths")
-    _, block_size, num_kv_heads, head_dim = key_cache.shape
-    key = ("prompts", query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window)
+def _prompt_plan(metadata: AttentionMetadata, shape: Shape, multiple_of: int) -> PromptPlan | None:
+    """The plan of the requests with several query tokens, made once per step; None when there are none."""
+    key = ("prompts", shape, multiple_of)
     if key not in metadata.plans:
-        requests, starts, ends, seq_lens = np.array(chunks, np.int64).T
-        metadata.plans[key] = PromptPlan(
-            requests,
-            starts,
-            ends - starts,
-            seq_lens,
-            metadata.block_table.numpy(),
-            num_heads=query.shape[1],
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            block_size=block_size,
-            scale=scale,
-            sliding_window=sliding_window,
-            multiple_of=multiple_of,
+        starts, seq_lens = metadata.query_start_loc_np.astype(np.int64), metadata.seq_lens_np.astype(np.int64)
+        lens, table = np.diff(starts), metadata.block_table.numpy()
+        of = np.flatnonzero(lens > 1)
+        metadata.plans[key] = (
+            PromptPlan(of, starts[of], lens[of], seq_lens[of], table, shape, multiple_of) if len(of) else None
         )
-    found: PromptPlan = metadata.plans[key]
+    found: PromptPlan | None = metadata.plans[key]
     return found
 
 

@@ -5,10 +5,10 @@
 The context of a request is cut into chunks at fixed positions, so that one long request keeps all threads busy:
 
     positions   0 .. 255      256 .. 511    512 .. seq_len - 1
-    items       (r, 0)        (r, 1)        (r, 2)                each: highest score, sum of weights, weighted values
+    items       (r, 0)        (r, 1)        (r, 2)                each: sum of weights, highest score, weighted values
 
 Threads take items from a shared counter. Whoever finishes the last item of a request merges its items, in order. The
-result depends on neither the number of threads nor the rest of the batch.
+result depends on neither the number of threads nor the rest of the batch, and has the same bits as that of `prompts`.
 
 Why not torch: it has no paged attention, so keys and values are gathered into dense copies first, request by request.
 The price: importing Numba takes 0.4 s, and the first call on a machine compiles for some seconds (kept on disk
@@ -17,8 +17,6 @@ afterwards).
 
 from __future__ import annotations
 
-import ctypes
-import math
 from typing import Any
 
 import numpy as np
@@ -27,26 +25,20 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from .exponential import largest, soften
-from .heads import AHEAD, AT_ONCE, score_group, weigh_group
-from .intrinsics import fetch_add, narrowed, pointer, widened
+from .attention_call import LAYER, Shape, layer_arguments, new_plan, plan_type
+from .heads import AHEAD, AT_ONCE, CHUNK, divide, merge, score_group, to_weights, weigh_group
+from .intrinsics import fetch_add, pointer, widened
 from .recording import CompiledCall
 from .sources import digest_of
 from .threads import run_call
 from .vectors import LANES
 
 _DTYPES = (torch.float32, torch.bfloat16)
-CHUNK = 256
-_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; infinities and NaN keep their meaning
 
-_LAYER_FIELDS = ("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan")
-_PLAN_FIELDS = (
-    "block_table", "table_stride", "tokens", "requests", "owners", "begins", "ends", "first_item", "partial",
-    "counters", "num_items", "num_heads", "num_kv_heads", "head_dim", "block_size",
-)  # fmt: skip
-# What differs from layer to layer, and what the layers of a step have in common. Strides are in elements.
-_LAYER = np.dtype([(name, np.int64) for name in _LAYER_FIELDS])
-_PLAN = np.dtype([*((name, np.int64) for name in _PLAN_FIELDS), ("scale", np.float64), ("softcap", np.float64)])
+_PLAN = plan_type(
+    *("block_table", "table_stride", "tokens", "requests", "owners", "begins", "ends", "first_item", "partial"),
+    *("counters", "num_items"),
+)
 
 
 def fits(cache: Tensor) -> bool:
@@ -54,21 +46,11 @@ def fits(cache: Tensor) -> bool:
     return cache.dtype in _DTYPES and cache.shape[-1] % LANES == 0
 
 
-class _LayerArguments(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _LAYER_FIELDS]
-
-
 class DecodePlan:
     """What the decodes of a step, the requests with one query token, have in common in all layers."""
 
-    def __init__(
-        self, *, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int, scale: float, softcap: float | None
-    ) -> None:
-        self._record = np.zeros(1, _PLAN)
-        fields = self._record[0]
-        fields["num_heads"], fields["num_kv_heads"], fields["head_dim"] = num_heads, num_kv_heads, head_dim
-        fields["block_size"], fields["scale"], fields["softcap"] = block_size, scale, softcap or 0.0
-        self._partial_size = num_heads * (head_dim + 2)
+    def __init__(self, shape: Shape) -> None:
+        self._shape, self._record = shape, new_plan(_PLAN, shape)
         # The next item, and the items of each request that are finished.
         self._counters = np.zeros(0, np.int64)
 
@@ -78,21 +60,21 @@ class DecodePlan:
         requests: npt.NDArray[np.int64],
         seq_lens: npt.NDArray[np.int32],
         block_table: npt.NDArray[np.int32],
-        sliding_window: int | None,
     ) -> None:
         """Plan a step. Those of one size find their counters where the first one did.
 
         `tokens` [n] are the rows of the decodes in the query, `requests` [n] their rows in `block_table`
         [num_reqs, max_blocks], and `seq_lens` [n] their lengths.
         """
-        firsts = np.zeros_like(seq_lens) if sliding_window is None else np.maximum(0, seq_lens - sliding_window)
+        window, num_heads, head_dim = self._shape.window, self._shape.num_heads, self._shape.head_dim
+        firsts = np.maximum(0, seq_lens - window) if window else np.zeros_like(seq_lens)
         first_chunks, last_chunks = firsts // CHUNK, (seq_lens - 1) // CHUNK
         first_item = np.concatenate([[0], np.cumsum(last_chunks - first_chunks + 1)]).astype(np.int64)
         owners = np.repeat(np.arange(len(tokens)), np.diff(first_item))
         chunk = np.arange(len(owners)) - first_item[owners] + first_chunks[owners]
         begins = np.maximum(chunk * CHUNK, firsts[owners]).astype(np.int64)
         ends = np.minimum((chunk + 1) * CHUNK, seq_lens[owners]).astype(np.int64)
-        partial = np.empty(len(owners) * self._partial_size, np.float32)
+        partial = np.empty(len(owners) * num_heads * (head_dim + 2), np.float32)
         if len(self._counters) < 1 + len(tokens):
             self._counters = np.zeros(1 + len(tokens), np.int64)
         self._arrays = {
@@ -115,59 +97,31 @@ class DecodePlan:
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attend in one layer, whose caches `fits`. Writes the rows of `out`, contiguous, that were planned."""
         self._counters[:] = 0
-        arguments = _LayerArguments(
-            query.data_ptr(),
-            key_cache.data_ptr(),
-            value_cache.data_ptr(),
-            out.data_ptr(),
-            0 if sinks is None else sinks.data_ptr(),
-            query.stride(0),
-            query.stride(1),
-            self._record.ctypes.data,
-        )
+        arguments = layer_arguments(query, key_cache, value_cache, out, sinks, self._record)
         worker = _float32_worker if query.dtype == torch.float32 else _bfloat16_worker
         run_call(CompiledCall(worker.ctypes, arguments, self._counters.ctypes.data, len(self._counters)))
 
 
-@njit(fastmath=_FASTMATH, error_model="numpy")
-def _soften(scores: Any, length: int, softcap: Any) -> tuple[Any, Any]:
-    """Scores become weights, unnormalized. Returns the highest score and the sum of weights."""
-    if softcap > 0:
-        for i in range(length):
-            scores[i] = softcap * np.float32(math.tanh(scores[i] / softcap))
-    start = scores.ctypes.data
-    top = largest(start, length, np.float32(-np.inf))
-    return top, soften(start, length, top)
-
-
-@njit(fastmath=_FASTMATH, error_model="numpy")
+@njit(error_model="numpy")
 def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: bool, out: Any) -> None:
     """Merge the items first .. last - 1 of a request, [items, heads, head_dim + 2], into out [heads, head_dim].
 
-    A sink [heads] is one more item, with a weight of 1 and no value.
+    A sink [heads] is one more item before them, with a weight of 1 and no value.
     """
     num_heads, head_dim = out.shape
     merged = np.empty(head_dim, np.float32)
     for head in range(num_heads):
-        highest = partial[first, head, head_dim]
-        for item in range(first + 1, last):
-            highest = max(highest, partial[item, head, head_dim])
-        total = np.float32(0.0)
+        total, top = np.float32(0.0), np.float32(-np.inf)
         if has_sinks:
-            highest = max(highest, sinks[head])
-            total = np.float32(math.exp(sinks[head] - highest))
-        for d in range(head_dim):
-            merged[d] = np.float32(0.0)
+            total, top = np.float32(1.0), sinks[head]
+        merged[:] = np.float32(0.0)
         for item in range(first, last):
-            share = np.float32(math.exp(partial[item, head, head_dim] - highest))
-            total += share * partial[item, head, head_dim + 1]
-            for d in range(head_dim):
-                merged[d] += share * partial[item, head, d]
-        for d in range(head_dim):
-            out[head, d] = narrowed(merged[d] / total, out[head, d])
+            found = partial[item, head]
+            total, top = merge(total, top, merged, found[head_dim], found[head_dim + 1], found[:head_dim])
+        divide(merged, total, out[head])
 
 
-@njit(fastmath=_FASTMATH, error_model="numpy")
+@njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     """One thread: take items until there are none. `query` is flat; bfloat16 is there as uint16, like `like`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
@@ -220,11 +174,12 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     offsets_start + i * 8, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
                 )  # fmt: skip
         for head in range(num_heads):
-            partial[item, head, head_dim], partial[item, head, head_dim + 1] = _soften(scores[head], length, softcap)
+            total, top = to_weights(scores[head, :length], softcap)
+            partial[item, head, head_dim], partial[item, head, head_dim + 1] = total, top
         for kv_head in range(num_kv_heads):
             head = kv_head * group
             weigh_group(
-                like, AHEAD, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
+                like, AHEAD, 1, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
                 layer.value_cache + kv_head * head_bytes, offsets_start, length,
                 acc_start + head * head_dim * 4, head_dim * 4,
             )  # fmt: skip
@@ -239,7 +194,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
 @njit(error_model="numpy")
 def _attend_in(address: int, like: Any) -> None:
     """`like` is an array of the type in which memory is seen."""
-    layer = carray(pointer(address), (1,), _LAYER)[0]
+    layer = carray(pointer(address), (1,), LAYER)[0]
     plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
     many = np.int64(1) << 31
     query = carray(pointer(layer.query), (many,), like.dtype)
@@ -256,5 +211,7 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("decode", "exponential", "features", "heads", "intrinsics", "vectors")
+_SOURCES = digest_of(
+    *("attention_call", "decode", "exponential", "features", "heads", "intrinsics", "tile_product", "vectors")
+)
 _float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)

@@ -29,14 +29,6 @@ def cpu_name() -> str:
 IS_WIDE = "avx512f" in cpu_features()  # 32 registers of 16 lanes; AVX2 has 16 of 8, and others were not measured
 
 
-def library_is_slow() -> bool:
-    """Whether torch's products of float32 make half of what this CPU can: Intel's library takes short vectors on AMD's.
-
-    Measured on Zen 5 (tests/benchmarks/RESULTS.md, "On an AMD EPYC"). Zen 4 computes long vectors in two halves.
-    """
-    return IS_WIDE and cpu_name().startswith("znver") and cpu_name() != "znver4"
-
-
 def dots_are_fast() -> bool:
     """Whether a vector's dot products of bfloat16 take less than to multiply them as float32.
 

@@ -24,13 +24,14 @@ from .intrinsics import fetch_add, take_item
 from .recording import CompiledCall
 from .sources import digest_of
 from .threads import run_call
-from .tiles import FORMATS, Format, tile, widen_row
+from .tiles import FORMATS, Format, Places, tile, widen_row
 
 BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
+MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes: a core reads 10 per nanosecond, from memory that answers after some hundred
 
-_SOURCES = ("digits", "features", "intrinsics", "tiles", "vectors")
+_SOURCES = ("digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
 # Places in the arguments of a worker: addresses and sizes. Behind them, the counters: threads that have come, and for
 # each thread, blocks that were taken of its part.
@@ -57,11 +58,13 @@ def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Te
     `in_features` is a multiple of the format's step and `out_features` of `tiles.TILE_ROWS`; `weight` is contiguous.
     x, bias and the result have the format's dtype, or float32 or bfloat16 for x in digits.
     """
+    form = FORMATS[name]
+    if form.parts > 1 and len(x) > MAX_PREPARED:
+        return torch.cat([linear(name, rows, weight, scales, bias) for rows in torch.split(x, MAX_PREPARED)])
     x = x.contiguous()
     num_rows, in_features = x.shape
     out_features, num_threads = weight.shape[0], torch.get_num_threads()
     out = x.new_empty(num_rows, out_features)
-    form = FORMATS[name]
     prepared = num_threads * num_rows * _prepared_row(form, in_features) if form.parts > 1 else 0
     memory = torch.empty(prepared, dtype=torch.int8)
     arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
@@ -91,7 +94,8 @@ def _worker(name: str) -> Any:
     """The compiled worker of a format. It is kept on disk for CPUs of one kind."""
     form = FORMATS[name]
     element_bytes = form.x_bytes, form.weight_bytes
-    return _compiled(name, form.largest, form.parts, form.digits > 1, element_bytes, digest_of(*_SOURCES))
+    sizes = *form.largest, *form.of_eight
+    return _compiled(name, sizes, form.parts, form.digits > 1, element_bytes, digest_of(*_SOURCES))
 
 
 @cache
@@ -114,12 +118,35 @@ def _widen_rows(x: int, num_rows: int, in_features: int, out: int, out_row: int)
         widen_row(x + row * in_features * 2, in_features, out + row * out_row)
 
 
+@njit(error_model="numpy")
+def _rows_of_tile(left: int, most: int, eight: int) -> int:
+    """How many rows of x the next tile takes, of those that are left. `eight` may be `most`, or beyond it."""
+    if left >= most and left != eight:
+        return most
+    if left == eight or (left > eight and eight < most):
+        return eight
+    return 4 if left >= 4 else 2 if left >= 2 else 1
+
+
+@njit(error_model="numpy")
+def _num_tiles(num_rows: int, most: int, eight: int) -> int:
+    count = 0
+    while num_rows > 0:
+        num_rows -= _rows_of_tile(num_rows, most, eight)
+        count += 1
+    return count
+
+
 def _compiled(
-    name: str, largest: tuple[int, int], parts: int, in_digits: bool, element_bytes: tuple[int, int], sources: str
+    name: str,
+    sizes: tuple[int, int, int, int],
+    parts: int,
+    in_digits: bool,
+    element_bytes: tuple[int, int],
+    sources: str,
 ) -> Any:
-    most, fewest = largest  # rows of x and of the weight in the largest tile
+    most, fewest, eight, two = sizes  # rows of x and of the weight in the largest tile, and in that for eight rows
     four = 4 if most > 4 else fewest  # rows of the weight beside four of x
-    eight, two = (8, 2) if most > 4 else largest  # a batch of eight is common, and no sum of sixes
     x_bytes, weight_bytes = element_bytes
     meta_bytes = META_BYTES if in_digits else 0
 
@@ -144,7 +171,7 @@ def _compiled(
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_rows = (num_rows + num_chunks * most - 1) // (num_chunks * most) * most
         # How often a block is multiplied with rows of x.
-        num_groups = 1 if num_rows == eight else (min(chunk_rows, num_rows) + most - 1) // most
+        num_groups = _num_tiles(min(chunk_rows, num_rows), most, eight)
         fetched = 4 if num_groups == 1 else 2 if num_groups < 4 else 1  # rows of the weight, by each tile
         odd, pair = weight_row if fetched > 1 else 0, 2 * weight_row if fetched > 2 else 0
         item, turn = 0, 0
@@ -158,12 +185,7 @@ def _compiled(
             fetch = a[_WEIGHT] + end * weight_row
             fetch_end = fetch + BLOCK * weight_row
             while row < last_row:
-                left = last_row - row
-                num_x = 4 if left >= 4 else 2 if left >= 2 else 1
-                if left == eight:
-                    num_x = eight
-                elif left >= most:
-                    num_x = most
+                num_x = _rows_of_tile(last_row - row, most, eight)
                 x, j = first_x + row * x_row, block * BLOCK
                 while j < end:
                     w = a[_WEIGHT] + j * weight_row
@@ -172,25 +194,21 @@ def _compiled(
                     scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
                     bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
                     out = a[_OUT] + (row * out_features + j) * size
+                    places = Places(x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
                     if num_x == most:
-                        tile(
-                            name, most, fewest, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features,
-                            size,
-                        )  # fmt: skip
+                        tile(name, most, fewest, places)
                         j += fewest
                     elif num_x == eight:
-                        tile(
-                            name, eight, two, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size
-                        )
+                        tile(name, eight, two, places)
                         j += two
                     elif num_x == 4:
-                        tile(name, 4, four, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        tile(name, 4, four, places)
                         j += four
                     elif num_x == 2:
-                        tile(name, 2, 4, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        tile(name, 2, 4, places)
                         j += 4
                     else:
-                        tile(name, 1, 4, x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                        tile(name, 1, 4, places)
                         j += 4
                     fetch = min(fetch + fetched * weight_row, fetch_end)
                 row += num_x

@@ -2,47 +2,59 @@
 # mypy: disable-error-code="attr-defined, call-arg, misc, untyped-decorator"
 """What attention does with some query heads and the cache of the KV head that they share, as LLVM vectors.
 
-    turn     16 positions   ->   columns                            so that `weigh` can score long rows of positions
-    score    query heads  x  4 positions   ->  scores             keys are walked along `head_dim`
-    weigh    query heads  x  vectors of head_dim  ->  weighted values    values are walked along the positions
+    turn     16 positions  ->  columns                             so that `weigh` can score long rows of positions
+    score    query heads  x  4 positions  ->  scores               keys are walked along `head_dim`
+    weigh    query heads  x  vectors of head_dim  ->  sums of values    values are walked along the positions
+    merge    what was seen  +  a chunk of positions      ->  what was seen
 
-so that what is read of the cache serves all heads, and sums stay in registers. Heads and caches are addresses; where
-the positions lie in a cache is a list of offsets in bytes. `head_dim` is a multiple of LANES.
+so that what is read of the cache serves all heads, and sums stay in registers. A score has the same bits from `score`,
+whose sums are four lanes, and from `weigh` in as many classes (see `tile_product`). Heads and caches are addresses;
+where the positions lie in a cache is a list of offsets in bytes. `head_dim` is a multiple of LANES.
 """
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import literally, njit, types
 from numba.extending import intrinsic
 
+from .exponential import largest, soften
 from .features import IS_WIDE
+from .intrinsics import narrowed
+from .tile_product import CLASSES
 from .vectors import (
     FLOAT,
     FLOATS,
     INT16,
     INT64,
     LANES,
+    add_quarters,
     broadcast,
     call,
     from_bfloat16,
+    join_quarters,
     load,
     loop_over,
     prefetch,
+    repeat_quarter,
     splat,
     store,
-    sum_lanes,
     turn_words,
 )
 
 AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold the sums of
 # Vectors of head_dim in `weigh`, by how many heads it weighs for: fewer, where registers are fewer and shorter.
 _OF_ONE, _OF_TWO, _OF_MORE = (4, 4, 4) if IS_WIDE else (4, 2, 1)
+CHUNK = 256  # positions that are merged at once, at fixed places
 AHEAD = 16  # positions: keys and values of a token are too short for the CPU to see what will be read next
 _LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32
+_QUARTER = ir.VectorType(FLOAT, CLASSES)  # of a vector of LANES
 
 
 @intrinsic
@@ -94,17 +106,16 @@ def score(
         def step(d: Any, sums: list[Any]) -> list[Any]:
             for place in fetched:
                 prefetch(b, b.add(place, b.mul(d, INT64(width))))
-            vectors = [_load(b, b.add(place, b.mul(d, INT64(width))), width) for place in places]
-            added = []
-            for head, row in enumerate(query_rows):
-                q = load(b, b.add(row, b.mul(d, INT64(_SIZE))), FLOATS)
-                added += [_fma(b, q, vectors[i], sums[AT_ONCE * head + i]) for i in range(AT_ONCE)]
-            return added
+            for _ in range(LANES // CLASSES):
+                keys = _keys(b, [b.add(place, b.mul(d, INT64(width))) for place in places], width)
+                queries = [load(b, b.add(row, b.mul(d, INT64(_SIZE))), _QUARTER) for row in query_rows]
+                sums = [_fma(b, repeat_quarter(b, q), keys, total) for q, total in zip(queries, sums, strict=True)]
+                d = b.add(d, INT64(CLASSES))
+            return sums
 
-        sums = loop_over(b, head_dim, LANES, [splat(FLOATS, 0.0)] * (heads * AT_ONCE), step)
-        for head in range(heads):
-            totals = sum_lanes(b, sums[AT_ONCE * head : AT_ONCE * (head + 1)])
-            store(b, totals, b.add(scores, b.mul(scores_row, INT64(head))))
+        nothing = splat(_QUARTER, 0.0)
+        for head, sums in enumerate(loop_over(b, head_dim, LANES, [splat(FLOATS, 0.0)] * heads, step)):
+            store(b, add_quarters(b, nothing, sums), b.add(scores, b.mul(scores_row, INT64(head))))
         return context.get_dummy_value()
 
     return types.void(like, num_heads, *[types.int64] * 6), generate
@@ -117,6 +128,7 @@ def weigh(
     num_heads: Any,
     num_vectors: Any,
     ahead: Any,
+    classes: Any,
     weights: Any,
     weights_row: Any,
     values: Any,
@@ -127,16 +139,18 @@ def weigh(
 ) -> Any:
     """Sums of weight x value over positions, `num_vectors` x LANES of head_dim for each of `num_heads`.
 
-    weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to AT_ONCE, and how
-    many offsets behind those of its values each step fetches; 0 for none. Values have the type of `like`.
+    weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to AT_ONCE; how many
+    offsets behind those of its values each step fetches, 0 for none; and the classes of positions that are summed one
+    after the other, whose number divides that of the positions. Values have the type of `like`.
     """
     heads, vectors, width = num_heads.literal_value, num_vectors.literal_value, like.dtype.bitwidth // 8
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        weights, weights_row, values, offsets, num_positions, out, out_row = arguments[4:]
+        weights, weights_row, values, offsets, num_positions, out, out_row = arguments[5:]
         weight_rows = [b.add(weights, b.mul(weights_row, INT64(head))) for head in range(heads)]
 
-        def step(i: Any, sums: list[Any]) -> list[Any]:
+        def step(first: Any, sums: list[Any], place_in_class: int) -> list[Any]:
+            i = b.add(first, INT64(place_in_class))
             offset = b.add(offsets, b.mul(i, INT64(8)))
             place = b.add(values, load(b, offset, INT64))
             if ahead.literal_value:
@@ -150,14 +164,26 @@ def weigh(
                 added += [_fma(b, weight, value, sums[vectors * head + j]) for j, value in enumerate(loaded)]
             return added
 
-        sums = loop_over(b, num_positions, 1, [splat(FLOATS, 0.0)] * (heads * vectors), step)
+        zeros, number = [splat(FLOATS, 0.0)] * (heads * vectors), classes.literal_value
+        sums = loop_over(b, num_positions, number, zeros, partial(step, place_in_class=0))
+        for each in range(1, number):
+            added = loop_over(b, num_positions, number, zeros, partial(step, place_in_class=each))
+            sums = [b.fadd(total, new) for total, new in zip(sums, added, strict=True)]
         for head in range(heads):
             for j in range(vectors):
                 place = b.add(b.add(out, b.mul(out_row, INT64(head))), INT64(LANES * _SIZE * j))
                 store(b, sums[vectors * head + j], place)
         return context.get_dummy_value()
 
-    return types.void(like, num_heads, num_vectors, ahead, *[types.int64] * 7), generate
+    return types.void(like, num_heads, num_vectors, ahead, classes, *[types.int64] * 7), generate
+
+
+def _keys(b: ir.IRBuilder, places: list[Any], width: int) -> Any:
+    """A quarter of a vector from each of four places."""
+    if width == _SIZE:
+        return join_quarters(b, [load(b, place, _QUARTER) for place in places])
+    halves = ir.VectorType(INT16, CLASSES)
+    return from_bfloat16(b, join_quarters(b, [load(b, place, halves) for place in places]))
 
 
 def _load(b: ir.IRBuilder, place: Any, width: int) -> Any:
@@ -191,6 +217,7 @@ def score_group(
 def weigh_group(
     like: Any,
     ahead: int,
+    classes: int,
     group: int,
     head_dim: int,
     weights: int,
@@ -202,27 +229,58 @@ def weigh_group(
     out_row: int,
 ) -> None:
     """See `weigh`, for any number of heads of any size that is a multiple of LANES."""
-    behind = literally(ahead)
+    behind, number = literally(ahead), literally(classes)
     while group > 0:
         d, vectors = 0, _OF_ONE if group == 1 else _OF_TWO if group == 2 else _OF_MORE
         while d < head_dim:
             v, o = values + d * like.itemsize, out + d * 4
             if head_dim - d < vectors * LANES:
                 if group >= 4:
-                    weigh(like, 4, 1, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 4, 1, behind, number, weights, weights_row, v, offsets, length, o, out_row)
                 else:
                     for head in range(group):
                         row, of_head = weights + head * weights_row, o + head * out_row
-                        weigh(like, 1, 1, behind, row, weights_row, v, offsets, length, of_head, out_row)
+                        weigh(like, 1, 1, behind, number, row, weights_row, v, offsets, length, of_head, out_row)
                 d += LANES
             else:
                 if group >= 4:
-                    weigh(like, 4, _OF_MORE, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 4, _OF_MORE, behind, number, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 3:
-                    weigh(like, 3, _OF_MORE, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 3, _OF_MORE, behind, number, weights, weights_row, v, offsets, length, o, out_row)
                 elif group == 2:
-                    weigh(like, 2, _OF_TWO, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 2, _OF_TWO, behind, number, weights, weights_row, v, offsets, length, o, out_row)
                 else:
-                    weigh(like, 1, _OF_ONE, behind, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 1, _OF_ONE, behind, number, weights, weights_row, v, offsets, length, o, out_row)
                 d += vectors * LANES
         weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * out_row, group - AT_ONCE
+
+
+@njit(error_model="numpy")
+def to_weights(scores: Any, softcap: Any) -> tuple[Any, Any]:
+    """Scores become weights, not yet divided by their sum. Returns this sum and the highest score."""
+    if softcap > 0:
+        for i in range(len(scores)):
+            scores[i] = softcap * np.float32(math.tanh(scores[i] / softcap))
+    top: Any = largest(scores.ctypes.data, len(scores), np.float32(-np.inf))
+    return soften(scores.ctypes.data, len(scores), top), top
+
+
+@njit(error_model="numpy")
+def merge(total: Any, top: Any, sums: Any, new_total: Any, new_top: Any, new: Any) -> tuple[Any, Any]:
+    """Of a row of scores: the sum of the weights, the highest score, and sums of values [head_dim]; then the same of
+    positions behind. `sums` become those of both; returns their sum of weights and highest score."""
+    if new_total == 0:  # nothing was visible there: -infinity is no number from itself
+        return total, top
+    highest = max(top, new_top)
+    old_share, new_share = np.float32(math.exp(top - highest)), np.float32(math.exp(new_top - highest))
+    for d in range(len(sums)):
+        sums[d] = sums[d] * old_share + new[d] * new_share
+    return total * old_share + new_total * new_share, highest
+
+
+@njit(error_model="numpy")
+def divide(sums: Any, total: Any, out: Any) -> None:
+    """`out` = sums / total, in its type."""
+    share = np.float32(1.0) / total
+    for d in range(len(sums)):
+        out[d] = narrowed(sums[d] * share, out[d])

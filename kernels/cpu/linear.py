@@ -4,7 +4,7 @@ A step that decodes M requests multiplies M rows with each weight matrix. That i
 arithmetic, until M is some tens; the library's GEMM, made for large M, then reaches a fraction of the bandwidth. Two
 kernels take its place:
 
-    few_rows    a sum in all lanes of a vector
+    few_rows    a sum in all lanes of a vector, or in four of them
     many_rows   a sum in one lane, which is one row's, or in a matrix tile
 
 Weights come in three precisions:
@@ -14,11 +14,12 @@ Weights come in three precisions:
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
-of a prompt in bfloat16 takes two to six times as long on x86; elsewhere it was not measured, and is not replaced.
+of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
+and those of more than MAX_ROWS are its.
 
-A row's result has the same bits whatever rows are beside it, among as many rows as one kernel takes, and always of int8
-in digits: sums of numbers that are not whole are added in another order in each of `few_rows`, `many_rows` and the
-library.
+On x86, a row's result has the same bits whatever rows are beside it, where these kernels take the weight and both add
+in one order (`tile_product`): of float32, of bfloat16 where it is multiplied as float32, and of int8 in digits, whose
+sums are of whole numbers. Otherwise it has them among as many rows as one of them, or the library, takes.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import few_rows, many_rows
-from .features import IS_WIDE, dots_are_fast, library_is_slow
+from .features import dots_are_fast
+from .intrinsics import IS_X86
 from .recording import as_one_action
 from .tile_product import TILE
 from .tiles import FORMATS, TILE_ROWS, best_format
 from .turned_tiles import products
 
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
-FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20, "float32": 24 if IS_WIDE else 12}
-MAX_ROWS_BFLOAT16 = 48  # for `few_rows`, of weights that do not fit `many_rows` and are not widened
+FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 20, "int8 dot": 20, "float32": 24}
+MAX_ROWS_FEW = 48  # for `few_rows`, not in float32 on x86, of weights that do not fit `many_rows`
+MAX_ROWS = sys.maxsize if IS_X86 else 64  # for `many_rows`
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once
 
@@ -48,16 +51,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear`."""
     if x.dtype not in _COMPILED or x.dtype != weight.dtype or len(x) == 0 or not _alike(x, bias):
         return F.linear(x, weight, bias)
-    if x.dtype == torch.float32:
-        if _fits(x, weight, "float32", FEW_ROWS["float32"]):
-            return few_rows.linear("float32", x, weight, None, bias)
-        return many_rows.linear(x, weight, None, bias) if _is_many(x, weight) else F.linear(x, weight, bias)
-    few = FEW_ROWS["float32"] if _widens_bfloat16() else MAX_ROWS_BFLOAT16
-    if _is_many(x, weight):
+    in_float32 = x.dtype == torch.float32 or _widens_bfloat16()
+    name = "float32" if x.dtype == torch.float32 else _bfloat16()
+    is_few = _fits(x, weight, name, sys.maxsize if in_float32 and IS_X86 else MAX_ROWS_FEW)
+    if _is_many(x, weight) or (not is_few and many_rows.fits(weight) and len(x) <= MAX_ROWS):
         return many_rows.linear(x, weight, None, bias)
-    if _fits(x, weight, _bfloat16(), few):
-        return few_rows.linear(_bfloat16(), x, weight, None, bias)
-    if _widens_bfloat16() and len(x) > few:
+    if is_few:  # any number of rows in float32 of a weight that `many_rows` does not take: for the same bits
+        return few_rows.linear(name, x, weight, None, bias)
+    if x.dtype != torch.float32 and _widens_bfloat16() and len(x) > FEW_ROWS["float32"]:
         return _widened(x, weight, None, bias, torch.float32)
     return F.linear(x, weight, bias)
 
@@ -106,16 +107,7 @@ def _is_many(x: Tensor, weight: Tensor) -> bool:
     """Whether `many_rows` is the fastest for so many rows."""
     if not many_rows.fits(weight):
         return False
-    product = products(weight.dtype)[0]
-    return FEW_ROWS[product] < len(x) <= most_rows(product, weight.dtype)
-
-
-@cache
-def most_rows(product: str, dtype: torch.dtype) -> int:
-    """The most rows for `many_rows`. With more, that of the library is as fast, after a copy or without."""
-    if product != "float32" or library_is_slow() or (IS_WIDE and dtype != torch.float32):
-        return sys.maxsize
-    return 64 if dtype == torch.float32 and not IS_WIDE else 256
+    return FEW_ROWS[products(weight.dtype)[0]] < len(x) <= MAX_ROWS
 
 
 @cache

@@ -15,8 +15,8 @@ tiles).
 They are multiplied in the CPU's own matrix tiles, where it has them for the type of the weight, or in vectors. Where
 neither is fast for that type, 32 rows of the weight become float32, times their scales, each time that they are read:
 many rows share the work.
-A sum takes its products in the order of `in_features`: a row's result does not depend on the rows beside it.
-(`few_rows` takes them in another order, of which whole numbers have none.)
+A row's result does not depend on the rows beside it: a sum of float32 takes its products in the order of
+`tile_product`, one of bfloat16 in that of `in_features`, and whole numbers have none.
 """
 
 from __future__ import annotations
@@ -243,6 +243,7 @@ def _widen(size: int, weight: int, scales: int, rows: Any) -> None:
 def _multiply_worker(product: str, num_digits: int, widened: int, sources: str) -> Any:
     """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
+    run = 2 if widened == 2 else 1
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -282,13 +283,13 @@ def _multiply_worker(product: str, num_digits: int, widened: int, sources: str) 
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
                 if num_a == 2 and num_b == 2:
-                    multiply(product, 2, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 2, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_a == 2:
-                    multiply(product, 2, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 2, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 elif num_b == 2:
-                    multiply(product, 1, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 1, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 else:
-                    multiply(product, 1, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 1, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= fetch_end:
                     lines = 0

@@ -26,9 +26,11 @@ from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
 from torch import Tensor, bfloat16
 
+from .attention_call import LAYER
 from .exponential import exponential
+from .heads import CHUNK
 from .intrinsics import fetch_add, pointer
-from .prompt_plan import CHUNK, LAYER, PLAN
+from .prompt_plan import PLAN
 from .sources import digest_of
 from .tile_product import STEP_BYTES, TILE
 from .turned_tiles import begin, end, multiply, products, turn_tile
@@ -290,7 +292,7 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
                 if i + TILE > low:
                     keys = layer.key_cache + _place(plan, item, sizes, chunk + i)
                     queries, scores = memory.queries + tile * sizes.queries, memory.scores + i * sizes.row
-                    multiply(PRODUCT, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
+                    multiply(PRODUCT, 1, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
             _weigh_values(plan, sizes, memory, tile, _Keys(start, stop, own))
 
 
@@ -308,7 +310,7 @@ def _weigh_values(plan: Any, sizes: Any, memory: Any, tile: int, keys: Any) -> N
     _soften(memory.scores + start * sizes.row, num_keys, np.float32(plan.scale), state, memory.weights)
     for d in range(0, plan.head_dim, _PAIRS):
         values = memory.values + d * _VALUES_ROW + 2 * start
-        multiply(PRODUCT, 2, 1, values, _VALUES_ROW, memory.weights, 0, 2 * num_keys, 0, 0, memory.added)
+        multiply(PRODUCT, 1, 2, 1, values, _VALUES_ROW, memory.weights, 0, 2 * num_keys, 0, 0, memory.added)
         _add(sums + d * sizes.row, state + 2 * sizes.row, memory.added, _PAIRS)
 
 
@@ -327,7 +329,8 @@ def _end_item(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any) -> None
 def worker() -> Any:
     """Compiled when it is first asked for, as not every CPU can."""
     sources = digest_of(
-        *("prompt_tiles", "prompt_plan", "exponential", "intrinsics", "vectors", "tiles"),
+        *("attention_call", "prompt_tiles", "prompt_plan", "digits", "exponential", "features", "heads", "intrinsics"),
+        *("tiles", "vectors"),
         *("matrix_tiles", "tile_product", "turned_tiles", "vector_tiles"),
     )
     sources = f"{sources} {PRODUCT}"

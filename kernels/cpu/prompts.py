@@ -5,51 +5,39 @@
 The rows of an item (`prompt_plan`) are its tokens times its query heads. They walk along the keys in chunks:
 
     chunk of keys, turned to [head_dim, keys]     rows x keys  =  scores     each row up to its own position
-    scores -> weights, by the highest so far      rows x values  +  what is there, rescaled
+    scores -> weights, by the highest of them     rows x values  merged with what is there
 
 Both products are `heads.weigh`: a number of one operand times a vector of the other. What a row gets depends on its
-position and on the cache alone: not on the batch, nor on how its prompt was cut into steps.
+position and on the cache alone: not on the batch, nor on how its prompt was cut into steps. It has the same bits as
+from `decode`, as all sums have one order and chunks are at the same places, while all numbers are finite.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
 
-from .exponential import largest, soften
-from .heads import turn, weigh_group
-from .intrinsics import fetch_add, narrowed, pointer, widened
-from .prompt_plan import CHUNK, LAYER, PLAN
+from .attention_call import LAYER
+from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group
+from .intrinsics import fetch_add, pointer, widened
+from .prompt_plan import PLAN
 from .sources import digest_of
+from .tile_product import CLASSES
 from .vectors import LANES
 
 _TILE = 4  # rows whose keys end at one place
-_FASTMATH = {"reassoc", "contract", "nsz", "arcp"}  # sums may be reordered; infinities and NaN keep their meaning
 
 
 @njit(error_model="numpy")
-def _soften(scores: Any, low: int, high: int, end: int, top: Any) -> tuple[Any, Any]:
-    """Scores low .. high - 1 of a row become weights, and 0 what is before and behind them. Returns the highest score
-    so far, and the sum of the weights."""
-    total = np.float32(0.0)
-    if low < high:
-        seen = scores.ctypes.data + low * 4
-        top = largest(seen, high - low, top)
-        total = soften(seen, high - low, top)
-    scores[:low] = np.float32(0.0)
-    scores[high:end] = np.float32(0.0)
-    return top, total
-
-
-@njit(fastmath=_FASTMATH, error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     """One thread: take items until there are none. Memory is flat; bfloat16 is there as uint16, like `like`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
-    group, block_size, window, scale = num_heads // num_kv_heads, plan.block_size, plan.window, np.float32(plan.scale)
+    group, block_size, window = num_heads // num_kv_heads, plan.block_size, plan.window
+    scale, softcap = np.float32(plan.scale), np.float32(plan.softcap)
+    sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
     num_parts = num_items // num_kv_heads
     table = carray(pointer(plan.block_table), (np.int64(1) << 31,), np.int32)
     tokens = carray(pointer(plan.tokens), (num_parts,), np.int64)
@@ -60,7 +48,8 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     most = plan.item_tokens * group
     q, acc = np.empty((most, head_dim), np.float32), np.empty((most, head_dim), np.float32)
     added = np.empty((_TILE, head_dim), np.float32)
-    highest, totals = np.empty(most, np.float32), np.empty(most, np.float32)
+    totals, tops = np.empty(most, np.float32), np.empty(most, np.float32)
+    new_totals, new_tops = np.empty(_TILE, np.float32), np.empty(_TILE, np.float32)
     scores = np.empty((most, CHUNK), np.float32)
     turned, single = np.zeros((head_dim, CHUNK), np.float32), np.empty(0, np.float32)
     columns = np.arange(head_dim) * (CHUNK * 4)  # where the rows of `turned` are, in bytes
@@ -78,7 +67,9 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             for d in range(head_dim):
                 q[row, d] = widened(head[d]) * scale
                 acc[row, d] = np.float32(0.0)
-            highest[row], totals[row] = np.float32(-np.inf), np.float32(0.0)
+            totals[row], tops[row] = np.float32(0.0), np.float32(-np.inf)
+            if layer.sinks != 0:  # one more key, with a weight of 1 and no value
+                totals[row], tops[row] = np.float32(1.0), sinks[kv_head * group + row % group]
         first_key = max(np.int64(0), position - window + 1) if window else np.int64(0)
         blocks = table[requests[part] * plan.table_stride :]
         for chunk in range(first_key // CHUNK * CHUNK, position + count, CHUNK):
@@ -98,34 +89,28 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     continue
                 padded = (tile_end + LANES - 1) // LANES * LANES
                 weigh_group(
-                    single, 0, num_tile, padded, q[row:].ctypes.data, head_dim * 4, turned.ctypes.data,
+                    single, 0, CLASSES, num_tile, padded, q[row:].ctypes.data, head_dim * 4, turned.ctypes.data,
                     columns.ctypes.data, head_dim, scores[row:].ctypes.data, CHUNK * 4,
                 )  # fmt: skip
                 for r in range(row, row + num_tile):
                     own = position + r // group
                     high = max(begin, min(tile_end, own + 1 - chunk))
                     low = min(high, max(begin, own - window + 1 - chunk)) if window else begin
-                    before = highest[r]
-                    top, total = _soften(scores[r], low, high, tile_end, before)
-                    if top > before and before > -np.inf:
-                        factor = np.float32(math.exp(before - top))
-                        totals[r] = totals[r] * factor
-                        for d in range(head_dim):
-                            acc[r, d] *= factor
-                    highest[r] = top
-                    totals[r] += total
+                    seen, new_totals[r - row], new_tops[r - row] = scores[r], np.float32(0.0), np.float32(-np.inf)
+                    if low < high:
+                        new_totals[r - row], new_tops[r - row] = to_weights(seen[low:high], softcap)
+                    seen[:low] = np.float32(0.0)
+                    seen[high:tile_end] = np.float32(0.0)
                 weigh_group(
-                    like, 0, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
+                    like, 0, 1, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
                     layer.value_cache, offsets[begin:].ctypes.data, tile_end - begin, added.ctypes.data, head_dim * 4,
                 )  # fmt: skip
-                for r in range(num_tile):
-                    for d in range(head_dim):
-                        acc[row + r, d] += added[r, d]
+                for i in range(num_tile):
+                    r = row + i
+                    totals[r], tops[r] = merge(totals[r], tops[r], acc[r], new_totals[i], new_tops[i], added[i])
         for row in range(num_rows):
             base = ((token + row // group) * num_heads + kv_head * group + row % group) * head_dim
-            head, share = out[base : base + head_dim], np.float32(1.0) / totals[row]
-            for d in range(head_dim):
-                head[d] = narrowed(acc[row, d] * share, head[d])
+            divide(acc[row], totals[row], out[base : base + head_dim])
 
 
 @njit(error_model="numpy")
@@ -148,5 +133,8 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("prompts", "prompt_plan", "exponential", "features", "heads", "intrinsics", "vectors")
+_SOURCES = digest_of(
+    *("attention_call", "prompts", "prompt_plan", "exponential", "features", "heads", "intrinsics", "tile_product"),
+    "vectors",
+)
 WORKERS = {torch.float32: _worker(np.float32, _SOURCES), torch.bfloat16: _worker(np.uint16, _SOURCES)}  # by the cache's

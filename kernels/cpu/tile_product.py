@@ -1,4 +1,12 @@
-"""What every product of tiles is given (see `turned_tiles`)."""
+"""What every product of tiles is given (see `turned_tiles`), and the order of sums of float32.
+
+    k   0 1 2 3 4 5 6 7 ... 511 | 512 ...        a, then b, c and d are added to the total, of these 512 numbers,
+        a b c d a b c d ... d   | a b c d ...    then of the next
+
+A class takes its products one after the other. Four lanes of a vector are a sum in `few_rows`, and one lane is in
+`many_rows`, which give the same bits so. Where the weight is bfloat16, a word of 32 bits holds two numbers, and a class
+has both: a a b b c c d d a a ...
+"""
 
 from __future__ import annotations
 
@@ -8,6 +16,8 @@ TILE = 16  # rows of a tile
 STEP_BYTES = 64  # of a row of either operand, which one step of a product takes; a line of the cache, too
 TILE_BYTES = TILE * STEP_BYTES
 FETCHED_AT_ONCE = 4  # lines
+CLASSES = 4  # of products that are summed side by side: a vector has a quarter for each of four sums
+IN_A_ROW = 128  # products of a class, before it is added to the total: rounding errors stay small
 
 
 class Operands(NamedTuple):

@@ -2,20 +2,21 @@
 # mypy: disable-error-code="attr-defined, misc, untyped-decorator"
 """Tiles of a matrix product as LLVM vectors: some rows of x times some rows of a weight, walked along `in_features`.
 
-    weight rows n .. n + N-1   times   x rows m .. m + M-1   ->   M * N sums, each a vector register of 16 lanes
+    weight rows n .. n + N-1   times   x rows m .. m + M-1   ->   M * N sums
 
-They are written as vectors because the compiler does not find them in loops over scalars. A `Format` says what a vector
-of each operand holds and how they are multiplied. Whatever the tile, a sum takes its products in the same order and its
-lanes are added in the same tree, so that a row's result does not depend on the rows that are computed with it.
+A sum is a vector register of 16 lanes, or a quarter of one, whose vector then holds a quarter of four rows of the
+weight each. They are written as vectors because the compiler does not find them in loops over scalars. A `Format` says
+what a vector of each operand holds and how they are multiplied. Whatever the tile, a sum takes its products in the same
+order, so that a row's result does not depend on the rows that are computed with it.
 
 Everything here works on addresses and runs on any CPU, except for the formats that say what they need of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -23,21 +24,27 @@ from numba.extending import intrinsic
 
 from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
 from .features import IS_WIDE, cpu_features
+from .tile_product import CLASSES, IN_A_ROW
 from .vectors import (
     BFLOATS,
+    FLOAT,
     FLOATS,
     INT8S,
     INT16,
     INT64,
     INTS,
     LANES,
+    add_quarters,
+    at_most,
     broadcast,
     call,
     from_bfloat16,
+    join_quarters,
     joined,
     load,
     loop_over,
     prefetch,
+    repeat_quarter,
     splat,
     store,
     sum_lanes,
@@ -50,20 +57,22 @@ TILE_ROWS = 4  # the most weight rows of a tile; they must divide `out_features`
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one precision is multiplied. One step takes `step` elements of a row of each operand."""
+    """How one precision is multiplied. `step` elements of a row of each operand are taken at a time."""
 
     step: int
     x_bytes: int  # of an element, in each part
     weight_bytes: int
     x_vector: ir.Type  # what a step loads of a part of a row
-    weight_vector: ir.Type
+    weight_vector: ir.Type  # likewise, of `rows` rows
     prepare: Callable[[ir.IRBuilder, Any], Any]  # a loaded vector of weights, once for all rows of x
     # (builder, x, prepared weights, sums) -> sums, where x is a vector, or a list of them for parts of one digit
     multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]
     largest: tuple[int, int]  # of its tiles: rows of x, rows of the weight; fewer of x take more of the weight
+    of_eight: tuple[int, int]  # for eight rows of x, a common batch: what divides them, or the largest
     needs: str | None = None  # a feature of the CPU
     parts: int = 1  # that a row of x has become, one behind the other
     digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
+    rows: int = 1  # of the weight that a vector holds: 1, or 4 in tiles of as many, for the order of `tile_product`
 
 
 def _fma(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
@@ -94,15 +103,18 @@ def _same(_b: ir.IRBuilder, vector: Any) -> Any:
 
 
 # Sums leave registers for what is multiplied.
-_WIDE = (6, 4) if IS_WIDE else (2, 2)
-_LONG = (8, 2) if IS_WIDE else (2, 2)  # where a vector of weights becomes two
+_WIDE = ((6, 4), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))
+_LONG = ((8, 2), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))  # where a vector of weights becomes two
+_QUARTERS = ((12, 4), (8, 4)) if IS_WIDE else ((6, 4), (6, 4))
+_LONG_QUARTERS = ((12, 4), (8, 4)) if IS_WIDE else ((4, 4), (4, 4))
+_DIGITS = ((4, 2), (4, 2))
 
 FORMATS = {
-    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, _WIDE),
-    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, _WIDE, "avx512bf16"),
-    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, _LONG, parts=2),
-    "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, (4, 2), "avx512vnni", NUM_DIGITS, NUM_DIGITS),
-    "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, _fma, _LONG),
+    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, *_QUARTERS, rows=4),
+    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, *_WIDE, "avx512bf16"),
+    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, *_LONG_QUARTERS, parts=2, rows=4),
+    "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_DIGITS, "avx512vnni", NUM_DIGITS, NUM_DIGITS),
+    "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, _fma, *_LONG),
 }
 
 
@@ -131,102 +143,117 @@ def widen_row(typing_context: Any, x: Any, in_features: Any, out: Any) -> Any:
     return types.void(*[types.int64] * 3), generate
 
 
-@intrinsic(prefer_literal=True)
-def tile(
-    typing_context: Any,
-    format_name: Any,
-    num_x: Any,
-    num_weights: Any,
-    x: Any,
-    weight: Any,
-    in_features: Any,
-    fetch: Any,
-    odd: Any,
-    pair: Any,
-    scales: Any,
-    bias: Any,
-    out: Any,
-    out_features: Any,
-    out_bytes: Any,
-) -> Any:
-    """Compute `num_x` x `num_weights` results (constants, like the format) and store them at `out`.
+class Places(NamedTuple):
+    """What a tile is computed from, and where it goes: addresses and sizes, int64."""
 
-    Addresses: of the first elements of the operands and results. On the way, as many rows of weights are fetched as the
-    tile has: at `fetch` and, so many bytes behind, `odd`, `pair` and their sum, which may all be the same row. `scales`
-    (0: none, of float32) multiply and `bias` (0: none) is added to the columns; it and the results have `out_bytes` per
-    element: 4 for float32, 2 for bfloat16.
-    """
+    x: int  # the first of its elements, likewise below
+    weight: int
+    in_features: int
+    fetch: int  # as many rows of weights are fetched on the way as the tile has: here and, so many bytes behind,
+    odd: int
+    pair: int  # and their sum, which may all be the same row
+    scales: int  # of float32, multiply the columns; 0: none
+    bias: int  # is added to the columns; 0: none
+    out: int
+    out_features: int
+    out_bytes: int  # of an element of bias and results: 4 for float32, 2 for bfloat16
+
+
+@intrinsic(prefer_literal=True)
+def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, places: Any) -> Any:
+    """Compute `num_x` x `num_weights` results (constants, like the format) and store them. See `Places`."""
     form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        x, weight, in_features, fetch, odd, pair, scales, bias, out, out_features, out_bytes = arguments[3:]
+        values = [b.extract_value(arguments[3], i) for i in range(len(Places._fields))]
+        x, weight, in_features, fetch, odd, pair, scales, bias, out, out_features, out_bytes = values
         x_row = b.mul(in_features, INT64(form.x_bytes * form.parts))
         if form.digits > 1:
             x_row = b.add(x_row, INT64(META_BYTES))
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
         fetched = [b.add(start, by) for start in (fetch, b.add(fetch, pair)) for by in (INT64(0), odd)]
-        sums = _walk(b, form, x_rows, weight, n, in_features, fetched)
-        for i in range(0, m * n, 4):
-            digits = [sum_lanes(b, sums[d :: form.digits][i : i + 4]) for d in range(form.digits)]
-            totals = digits[0] if form.digits == 1 else join_digits(b, *digits)
-            for row in range(i // n, (i + 3) // n + 1):
-                first = max(row * n - i, 0)
-                part = take(b, totals, range(first, min(first + n, 4)))
-                if form.digits > 1:
-                    part = b.fmul(part, broadcast(b, scale_of(b, x_rows[row], in_features), n))
-                part = _scale(b, part, scales)
-                address = b.add(out, b.mul(b.mul(out_features, INT64(row)), out_bytes))
-                _finish(b, part, bias, address, out_bytes)
+        weight_row = b.mul(in_features, INT64(form.weight_bytes))
+        weight_rows = [b.add(weight, b.mul(weight_row, INT64(j))) for j in range(n)]
+        multiply = _in_quarters if form.rows > 1 else _in_vectors
+        for row, part in multiply(b, form, x_rows, weight_rows, in_features, fetched[:n]):
+            if form.digits > 1:
+                part = b.fmul(part, broadcast(b, scale_of(b, x_rows[row], in_features), part.type.count))
+            part = _scale(b, part, scales)
+            address = b.add(out, b.mul(b.mul(out_features, INT64(row)), out_bytes))
+            _finish(b, part, bias, address, out_bytes)
         return _context.get_dummy_value()
 
-    arguments = (format_name, num_x, num_weights, *[types.int64] * 11)
-    return types.void(*arguments), generate
+    return types.void(format_name, num_x, num_weights, places), generate
 
 
-def _walk(
-    b: ir.IRBuilder,
-    form: Format,
-    x_rows: list[Any],
-    weight: Any,
-    num_weights: int,
-    in_features: Any,
-    fetched: list[Any],
-) -> list[Any]:
-    """The sums of each row of x with each of the weight, [x row][weight row][digit]."""
-    weight_row = b.mul(in_features, INT64(form.weight_bytes))
-    weight_rows = [b.add(weight, b.mul(weight_row, INT64(j))) for j in range(num_weights)]
-    starts = [[_sums_start(b, form, row, in_features, digit) for digit in range(form.digits)] for row in x_rows]
-    before, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
-    b.branch(loop)
+def _in_vectors(
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetched: list[Any]
+) -> Iterator[tuple[int, Any]]:
+    """Places of x rows and their results. The lanes of a sum are added in a tree."""
+    n = len(weight_rows)
+    starts = [
+        _sums_start(b, form, row, in_features, digit)
+        for row in x_rows
+        for _ in range(n)
+        for digit in range(form.digits)
+    ]
 
-    b.position_at_end(loop)
-    k = b.phi(INT64)
-    k.add_incoming(INT64(0), before)
-    sums = [[[b.phi(start.type) for start in row] for _ in weight_rows] for row in starts]
-    weights = []
-    for start in fetched[:num_weights]:
-        prefetch(b, b.add(start, b.mul(k, INT64(form.weight_bytes))))
-    for row in weight_rows:
-        address = b.add(row, b.mul(k, INT64(form.weight_bytes)))
-        weights.append(form.prepare(b, load(b, address, form.weight_vector)))
-    added: list[Any] = []
-    for row, row_sums in zip(x_rows, sums, strict=True):
-        address = b.add(row, b.mul(k, INT64(form.x_bytes)))
-        part = b.mul(in_features, INT64(form.x_bytes))
-        parts = [load(b, b.add(address, b.mul(part, INT64(p))), form.x_vector) for p in range(form.parts)]
-        factors = parts if form.digits == form.parts else [parts]
-        for prepared, totals in zip(weights, row_sums, strict=True):
-            added.extend(form.multiply(b, x, prepared, total) for x, total in zip(factors, totals, strict=True))
-    next_k = b.add(k, INT64(form.step))
-    k.add_incoming(next_k, loop)
-    flat = [total for row in sums for totals in row for total in totals]
-    initial = [start for row in starts for _ in weight_rows for start in row]
-    for total, new, start in zip(flat, added, initial, strict=True):
-        total.add_incoming(start, before)
-        total.add_incoming(new, loop)
-    b.cbranch(b.icmp_signed("<", next_k, in_features), loop, after)
-    b.position_at_end(after)
-    return added
+    def step(k: Any, sums: list[Any]) -> list[Any]:
+        offset = b.mul(k, INT64(form.weight_bytes))
+        for start in fetched:
+            prefetch(b, b.add(start, offset))
+        weights = [form.prepare(b, load(b, b.add(row, offset), form.weight_vector)) for row in weight_rows]
+        totals, added = iter(sums), []
+        for row in x_rows:
+            parts = [load(b, place, form.x_vector) for place in _parts(b, form, row, k, in_features)]
+            added += [form.multiply(b, x, prepared, next(totals)) for prepared in weights for x in parts]
+        return added
+
+    sums = loop_over(b, in_features, form.step, starts, step)
+    for i in range(0, len(x_rows) * n, 4):
+        digits = [sum_lanes(b, sums[d :: form.digits][i : i + 4]) for d in range(form.digits)]
+        totals = digits[0] if form.digits == 1 else join_digits(b, *digits)
+        for row in range(i // n, (i + 3) // n + 1):
+            first = max(row * n - i, 0)
+            yield row, take(b, totals, range(first, min(first + n, 4)))
+
+
+def _in_quarters(
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetched: list[Any]
+) -> Iterator[tuple[int, Any]]:
+    """Likewise, of four rows of the weight that share a vector: the totals of its quarters are their results."""
+    weight_quarter, x_quarter = (
+        ir.VectorType(vector.element, vector.count // form.rows) for vector in (form.weight_vector, form.x_vector)
+    )
+
+    def chunk(first_k: Any, totals: list[Any]) -> list[Any]:
+        def step(within: Any, sums: list[Any]) -> list[Any]:
+            k = b.add(first_k, within)
+            for start in fetched:
+                prefetch(b, b.add(start, b.mul(k, INT64(form.weight_bytes))))
+            for _ in range(form.rows):
+                offset = b.mul(k, INT64(form.weight_bytes))
+                quarters = [load(b, b.add(row, offset), weight_quarter) for row in weight_rows]
+                prepared, added = form.prepare(b, join_quarters(b, quarters)), []
+                for row, total in zip(x_rows, sums, strict=True):
+                    places = _parts(b, form, row, k, in_features)
+                    parts = [repeat_quarter(b, load(b, place, x_quarter)) for place in places]
+                    added.append(form.multiply(b, parts if form.parts > 1 else parts[0], prepared, total))
+                k, sums = b.add(k, INT64(form.step // form.rows)), added
+            return sums
+
+        size = at_most(b, b.sub(in_features, first_k), CLASSES * IN_A_ROW)
+        sums = loop_over(b, size, form.step, [splat(FLOATS, 0.0)] * len(x_rows), step)
+        return [add_quarters(b, total, new) for total, new in zip(totals, sums, strict=True)]
+
+    nothing = splat(ir.VectorType(FLOAT, form.rows), 0.0)
+    yield from enumerate(loop_over(b, in_features, CLASSES * IN_A_ROW, [nothing] * len(x_rows), chunk))
+
+
+def _parts(b: ir.IRBuilder, form: Format, x_row: Any, k: Any, in_features: Any) -> list[Any]:
+    """Where element `k` of a row of x is, in each of its parts."""
+    address, part = b.add(x_row, b.mul(k, INT64(form.x_bytes))), b.mul(in_features, INT64(form.x_bytes))
+    return [b.add(address, b.mul(part, INT64(p))) for p in range(form.parts)]
 
 
 def _scale(b: ir.IRBuilder, part: Any, scales: Any) -> Any:

@@ -91,6 +91,7 @@ def end(typing_context: Any, product: Any) -> Any:
 def multiply(
     typing_context: Any,
     product: Any,
+    run: Any,
     num_a: Any,
     num_b: Any,
     a: Any,
@@ -104,19 +105,20 @@ def multiply(
 ) -> Any:
     """`num_a` x `num_b` tiles of sums at `sums`, [A, B, row of A, row of x]. See `Operands`.
 
-    These numbers, 1 or 2, and the name of the product are constants.
+    These numbers, 1 or 2, the name of the product and `run` are constants. Products of float32 take so many numbers one
+    after the other for a class (see `tile_product`).
     """
     name, m, n = product.literal_value, num_a.literal_value, num_b.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        operands = Operands(*arguments[3:])
+        operands = Operands(*arguments[4:])
         if name in FORMATS:
-            vector_tiles.multiply(b, FORMATS[name], m, n, operands)
+            vector_tiles.multiply(b, FORMATS[name], run.literal_value, m, n, operands)
         else:
             matrix_tiles.multiply(b, name, m, n, operands)
         return context.get_dummy_value()
 
-    return types.void(product, num_a, num_b, *[types.int64] * 8), generate
+    return types.void(product, run, num_a, num_b, *[types.int64] * 8), generate
 
 
 @intrinsic

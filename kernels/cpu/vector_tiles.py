@@ -2,27 +2,27 @@
 """The product of tiles in vectors whose lanes are rows of x, in the formats of `tiles` whose words have 32 bits.
 
 A word of the weight is broadcast and multiplied with the vectors of x that wait for it. A sum is a lane: nothing is
-added across lanes, which is what `tiles` spends a fifth of its time on where there are many rows. It takes its words
-one by one, but no more than IN_A_ROW before it is added to a total, so that rounding errors stay small.
+added across lanes. It takes its words in the order of `tile_product`: class by class, while what they are multiplied
+with is in the first cache. Where `few_rows` adds in an order of its own, all words are one class.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba.core.cgutils import alloca_once
 
 from .features import IS_WIDE
-from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
+from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES, TILE, TILE_BYTES, Operands
 from .tiles import Format
-from .vectors import FLOATS, INT64, INTS, LANES, broadcast, load, loop_over, prefetch, splat, store
+from .vectors import FLOATS, INT64, INTS, LANES, at_most, broadcast, load, loop_over, prefetch, splat, store
 
-IN_A_ROW = 128
 _WORDS = STEP_BYTES // 4  # of a step
 
 
-def multiply(b: ir.IRBuilder, form: Format, num_a: int, num_b: int, operands: Operands) -> None:
+def multiply(b: ir.IRBuilder, form: Format, run: int, num_a: int, num_b: int, operands: Operands) -> None:
     """Generate it: in parts, of as many weight rows and B as there are registers for their sums.
 
     What is to be fetched is divided among the parts.
@@ -46,18 +46,17 @@ def multiply(b: ir.IRBuilder, form: Format, num_a: int, num_b: int, operands: Op
             tile, row_of_tile = b.sdiv(row, INT64(TILE)), b.srem(row, INT64(TILE))
             first = b.add(b.mul(tile, INT64(num_b)), INT64(first_b))
             place = b.add(b.mul(first, INT64(TILE_BYTES)), b.mul(row_of_tile, INT64(STEP_BYTES)))
-            _multiply_part(b, form, rows, width, of_part._replace(sums=b.add(operands.sums, place)))
+            _multiply_part(b, form, run, rows, width, of_part._replace(sums=b.add(operands.sums, place)))
             return []
 
         loop_over(b, INT64(num_a * TILE), rows, [], part)
 
 
-def _multiply_part(b: ir.IRBuilder, form: Format, num_rows: int, num_b: int, operands: Operands) -> None:
+def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b: int, operands: Operands) -> None:
     """Sums of a weight row lie STEP_BYTES behind those of the row before it, those of a B TILE_BYTES."""
     in_digits = form.digits > 1  # sums are whole numbers
     sum_type, add = (INTS, b.add) if in_digits else (FLOATS, b.fadd)
     zeros, word_type = splat(sum_type, 0), form.weight_vector.element
-    fetch_bytes = b.mul(operands.fetch_lines, INT64(STEP_BYTES))
     places = [
         b.add(operands.sums, INT64(STEP_BYTES * i + TILE_BYTES * j)) for i in range(num_rows) for j in range(num_b)
     ]
@@ -70,12 +69,15 @@ def _multiply_part(b: ir.IRBuilder, form: Format, num_rows: int, num_b: int, ope
         memory = b.ptrtoint(alloca_once(b, ir.ArrayType(form.weight_vector, num_rows)), INT64)
         prepared = [b.add(memory, INT64(STEP_BYTES * i)) for i in range(num_rows)]
 
-    def products(first_k: Any, _state: list[Any]) -> list[Any]:
+    def of_class(first_k: Any, size: Any, words: Sequence[int], fetched: tuple[Any, Any]) -> None:
+        """The products of some words of each step, added to the sums."""
         start = b.add(operands.a, first_k)
         rows = [b.add(start, b.mul(operands.a_row, INT64(i))) for i in range(num_rows)]
         column = b.add(operands.b, b.mul(first_k, INT64(TILE)))
         turned = [b.add(column, b.mul(operands.row_bytes, INT64(TILE * j))) for j in range(num_b)]
+        fetch_bytes = b.mul(b.sub(fetched[1], fetched[0]), INT64(STEP_BYTES))
         first_line = b.add(operands.fetch, b.mul(first_k, operands.fetch_lines))
+        first_line = b.add(first_line, b.mul(fetched[0], INT64(STEP_BYTES)))
 
         def step(k: Any, sums: list[Any]) -> list[Any]:
             lines = b.add(first_line, b.mul(k, operands.fetch_lines))
@@ -91,7 +93,7 @@ def _multiply_part(b: ir.IRBuilder, form: Format, num_rows: int, num_b: int, ope
                 for row, place in zip(starts, prepared, strict=True):
                     store(b, form.prepare(b, load(b, row, form.weight_vector)), place)
                 starts = prepared
-            for word in range(_WORDS):
+            for word in words:
                 place = b.add(b.mul(k, INT64(TILE)), INT64(STEP_BYTES * word))
                 vectors = [load(b, b.add(start, place), form.x_vector) for start in turned]
                 totals, sums = iter(sums), []
@@ -101,10 +103,19 @@ def _multiply_part(b: ir.IRBuilder, form: Format, num_rows: int, num_b: int, ope
                     sums += [form.multiply(b, x, weights, next(totals)) for x in vectors]
             return sums
 
-        left, most = b.sub(operands.row_bytes, first_k), INT64(4 * IN_A_ROW)
-        size = b.select(b.icmp_signed("<", left, most), left, most)
         for total, place in zip(loop_over(b, size, STEP_BYTES, [zeros] * len(places), step), places, strict=True):
             store(b, add(load(b, place, sum_type), total), place)
+
+    number = CLASSES if form.rows > 1 else 1
+    classes = [[word for word in range(_WORDS) if word // run % number == i] for i in range(number)]
+    chunk_bytes = 4 * IN_A_ROW * len(classes)
+
+    def chunk(first_k: Any, _state: list[Any]) -> list[Any]:
+        size, line = at_most(b, b.sub(operands.row_bytes, first_k), chunk_bytes), INT64(0)
+        for i, words in enumerate(classes, 1):
+            behind = b.sdiv(b.mul(operands.fetch_lines, INT64(i)), INT64(len(classes)))
+            of_class(first_k, size, words, (line, behind))
+            line = behind
         return []
 
-    loop_over(b, operands.row_bytes, 4 * IN_A_ROW, [], products)
+    loop_over(b, operands.row_bytes, chunk_bytes, [], chunk)

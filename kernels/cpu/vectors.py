@@ -84,6 +84,29 @@ def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
     return add(take(b, halves, range(4)), take(b, halves, range(4, 8)))
 
 
+def at_most(b: ir.IRBuilder, value: Any, limit: int) -> Any:
+    return b.select(b.icmp_signed("<", value, INT64(limit)), value, INT64(limit))
+
+
+def join_quarters(b: ir.IRBuilder, quarters: Sequence[Any]) -> Any:
+    """Four vectors laid end to end."""
+    count = quarters[0].type.count
+    halves = [take(b, quarters[i], range(2 * count), quarters[i + 1]) for i in (0, 2)]
+    return take(b, halves[0], range(4 * count), halves[1])
+
+
+def repeat_quarter(b: ir.IRBuilder, quarter: Any) -> Any:
+    """A vector laid end to end with itself, four times."""
+    return take(b, quarter, list(range(quarter.type.count)) * 4)
+
+
+def add_quarters(b: ir.IRBuilder, totals: Any, sums: Any) -> Any:
+    """To each of four lanes, those of a quarter of a vector of 16, one after the other."""
+    for lane in range(LANES // 4):
+        totals = b.fadd(totals, take(b, sums, range(lane, LANES, LANES // 4)))
+    return totals
+
+
 def joined(b: ir.IRBuilder, *branches: tuple[Any, Any]) -> Any:
     joined = b.phi(branches[0][0].type)
     for value, block in branches:

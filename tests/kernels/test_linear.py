@@ -8,7 +8,8 @@ import torch
 from quire.kernels import fp8, ops
 from quire.kernels.cpu import few_rows, many_rows, turned_tiles
 from quire.kernels.cpu.digits import X_MAX
-from quire.kernels.cpu.linear import FEW_ROWS, most_rows
+from quire.kernels.cpu.intrinsics import IS_X86
+from quire.kernels.cpu.linear import FEW_ROWS
 from quire.kernels.cpu.tiles import FORMATS, best_format
 from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
@@ -197,15 +198,39 @@ def test_fp8_agrees_with_the_reference(num_rows: int) -> None:
     torch.testing.assert_close(ops.linear_fp8(x, stored, scales, bias), expected, rtol=1e-5, atol=1e-4)
 
 
-def test_rows_do_not_depend_on_their_batch() -> None:
-    """Bit for bit, for every number of rows that one kernel is asked for."""
-    few, many = FEW_ROWS["float32"], min(most_rows("float32", torch.float32), 256)
-    x, weight, _ = _inputs(many, 960, 576)
-    for least, most in ((1, few), (few + 1, many)):
-        whole = ops.linear(x[:most], weight)
-        for num_rows in range(least, most):
-            assert torch.equal(ops.linear(x[:num_rows], weight), whole[:num_rows])
-            assert torch.equal(ops.linear(x[most - num_rows : most], weight), whole[most - num_rows :])
+def _same_in_any_batch(dtype: torch.dtype) -> bool:
+    return IS_X86 and products(dtype)[:1] == ("float32",)
+
+
+@pytest.mark.parametrize("shape", [(960, 576), (52, 1536), (48, 48)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_do_not_depend_on_their_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Bit for bit, by whatever kernel: the order of a sum has chunks, whole and not. One weight fits only few rows."""
+    if not _same_in_any_batch(dtype):
+        pytest.skip("a library, or instructions for bfloat16, add in orders of their own")
+    x, weight, bias = (tensor.to(dtype) for tensor in _inputs(600, *shape))
+    whole = ops.linear(x, weight, bias)
+    for num_rows in (*range(1, 40), 64, 255, 257, 512):
+        assert torch.equal(ops.linear(x[:num_rows], weight, bias), whole[:num_rows])
+        assert torch.equal(ops.linear(x[-num_rows:], weight, bias), whole[-num_rows:])
+
+
+def test_the_order_of_a_sum() -> None:
+    """That of `tile_product`, by numbers of which each order gives another sum: 512 in four classes, then the rest."""
+    x, weight, _ = _inputs(30, 16, 576)
+
+    def add(total: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        for start in range(4):
+            part = torch.zeros(30, 16)
+            for k in range(first + start, end, 4):
+                product = x[:, k, None].double() * weight[:, k].double()  # as exact as in a fused step
+                part = (part.double() + product).float()
+            total = total + part
+        return total
+
+    expected = add(add(torch.zeros(30, 16), 0, 512), 512, 576)
+    assert torch.equal(ops.linear(x, weight), expected)
+    assert torch.equal(ops.linear(x[:3], weight), expected[:3])
 
 
 @pytest.mark.parametrize("shape", [(50, 576), (48, 40)])

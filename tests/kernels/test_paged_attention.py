@@ -117,19 +117,32 @@ def test_prompts_match_the_reference_and_are_the_same_alone(case: Case) -> None:
 @pytest.mark.parametrize("length", [400, 700])
 @pytest.mark.usefixtures("how")
 def test_bits_of_bfloat16_however_its_prompt_is_cut(length: int, sliding_window: int | None) -> None:
-    test_a_token_gets_the_same_bits_however_its_prompt_is_cut(BF16, length, sliding_window)
+    case = Case(((length, length),), num_heads=9, num_kv_heads=3, dtype=BF16, sliding_window=sliding_window)
+    test_a_token_gets_the_same_bits_however_its_prompt_is_cut(case)
 
 
-@pytest.mark.parametrize("sliding_window", [None, 70])
-@pytest.mark.parametrize(("dtype", "length"), [(torch.float32, 600), (torch.float32, 2100)])
-def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(
-    dtype: torch.dtype, length: int, sliding_window: int | None
-) -> None:
-    case = Case(((length, length),), num_heads=9, num_kv_heads=3, dtype=dtype, sliding_window=sliding_window)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(((600, 600),), num_heads=9, num_kv_heads=3),
+        Case(((2100, 2100),), num_heads=9, num_kv_heads=3),
+        Case(((700, 700),), num_heads=8, num_kv_heads=1, head_dim=48, sliding_window=70),
+        Case(((2100, 2100),), num_heads=2, num_kv_heads=2, sliding_window=300, sinks=True),
+        Case(((600, 600),), num_heads=4, num_kv_heads=2, head_dim=128, softcap=5.0),
+        Case(((600, 600),), num_heads=4, num_kv_heads=2, dtype=BF16, softcap=5.0, sinks=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(case: Case) -> None:
+    """As a decode, too, but for bfloat16 in matrix tiles."""
     whole = build(case)
     expected = attend(whole, case)
     assert torch.equal(expected, attend(replace(whole, metadata=replace(whole.metadata, plans={})), case))
-    for start, end in ((0, 100), (37, 250), (length - 3, length), (100, length), (200, 258), (255, 257)):
+    length = case.lens[0][1]
+    in_tiles = prompt_tiles.fits(whole.key_cache) and case.softcap is None and not case.sinks
+    alone = () if in_tiles else (0, 1, 77, 255, 256, length - 1)
+    cuts = ((0, 100), (37, 250), (length - 3, length), (100, length), (200, 258), (255, 257))
+    for start, end in (*cuts, *((token, token + 1) for token in alone)):
         starts, seq_lens = np.array([0, end - start], np.int32), np.array([end], np.int32)
         metadata = replace(
             whole.metadata,

@@ -68,8 +68,8 @@ class Driver:
                 answer.num_cached_tokens = max(answer.num_cached_tokens, output.num_cached_tokens)
         return list(answers.values())
 
-    def one_by_one(self, prompts: list[list[int]], num_tokens: int) -> list[Answer]:
-        return [self.greedy([prompt], num_tokens)[0] for prompt in prompts]
+    def one_by_one(self, prompts: list[list[int]], num_tokens: int, logprobs: int | None = None) -> list[Answer]:
+        return [self.greedy([prompt], num_tokens, logprobs)[0] for prompt in prompts]
 
     def stats(self) -> SchedulerStats:
         return self.core.stats()

@@ -1,0 +1,69 @@
+"""What a call of attention is given, as records that compiled functions read: of decodes and of prompts."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+_FIELDS = ("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan")
+LAYER = np.dtype([(name, np.int64) for name in _FIELDS])  # what differs from layer to layer. Strides are in elements
+
+
+class Shape(NamedTuple):
+    """What layers have in common that share a plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    scale: float
+    window: int  # 0: none, as of `softcap`
+    softcap: float
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key_cache: Tensor, scale: float, sliding_window: int | None, softcap: float | None
+    ) -> Shape:
+        """query [num_tokens, num_heads, head_dim], key_cache [num_blocks, block_size, num_kv_heads, head_dim]."""
+        _, block_size, num_kv_heads, head_dim = key_cache.shape
+        return cls(query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window or 0, softcap or 0.0)
+
+
+_SHAPE = [(name, np.float64 if name in ("scale", "softcap") else np.int64) for name in Shape._fields]
+
+
+def plan_type(*fields: str) -> np.dtype[np.void]:
+    """Of a record of whole numbers and addresses, and a shape."""
+    return np.dtype([*((name, np.int64) for name in fields), *_SHAPE])
+
+
+def new_plan(dtype: np.dtype[np.void], shape: Shape) -> npt.NDArray[np.void]:
+    """[1], of which the shape is filled in."""
+    record = np.zeros(1, dtype)
+    for name, value in zip(Shape._fields, shape, strict=True):
+        record[name] = value
+    return record
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
+
+
+def layer_arguments(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None, plan: npt.NDArray[Any]
+) -> ctypes.Structure:
+    """A record of LAYER. Whoever makes it keeps alive what it has the addresses of."""
+    return _Layer(
+        query.data_ptr(),
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        out.data_ptr(),
+        0 if sinks is None else sinks.data_ptr(),
+        query.stride(0),
+        query.stride(1),
+        plan.ctypes.data,
+    )
