@@ -29,7 +29,7 @@ from .tiles import FORMATS, Format, Places, tile, widen_row
 BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
-AHEAD = 8192  # bytes: a core reads 10 per nanosecond, from memory that answers after some hundred
+AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
 
 _SOURCES = ("digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
@@ -55,7 +55,8 @@ _SOURCES = ("digits", "features", "intrinsics", "tile_product", "tiles", "vector
 def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
     """(x @ weight.T) * scales + bias in format `name`, which the CPU has.
 
-    `in_features` is a multiple of the format's step and `out_features` of `tiles.TILE_ROWS`; `weight` is contiguous.
+    `in_features` is a multiple of the format's step and `out_features` of `tiles.TILE_ROWS`, and at least what its
+    largest tile takes; `weight` is contiguous.
     x, bias and the result have the format's dtype, or float32 or bfloat16 for x in digits.
     """
     form = FORMATS[name]
@@ -146,7 +147,9 @@ def _compiled(
     sources: str,
 ) -> Any:
     most, fewest, eight, two = sizes  # rows of x and of the weight in the largest tile, and in that for eight rows
-    four = 4 if most > 4 else fewest  # rows of the weight beside four of x
+    in_quarters = FORMATS[name].rows > 1
+    few = fewest if in_quarters else 4  # rows of the weight beside one or two of x
+    four = few if most > 4 else fewest  # and beside four
     x_bytes, weight_bytes = element_bytes
     meta_bytes = META_BYTES if in_digits else 0
 
@@ -172,8 +175,7 @@ def _compiled(
         chunk_rows = (num_rows + num_chunks * most - 1) // (num_chunks * most) * most
         # How often a block is multiplied with rows of x.
         num_groups = _num_tiles(min(chunk_rows, num_rows), most, eight)
-        fetched = 4 if num_groups == 1 else 2 if num_groups < 4 else 1  # rows of the weight, by each tile
-        odd, pair = weight_row if fetched > 1 else 0, 2 * weight_row if fetched > 2 else 0
+        fetch_shift = 0 if num_groups == 1 else 1 if num_groups < 4 else 2  # a tile fetches a half, or a quarter
         item, turn = 0, 0
         while True:
             item, turn = take_item(counters + 8, thread, turn, num_threads, num_blocks * num_chunks)
@@ -188,29 +190,28 @@ def _compiled(
                 num_x = _rows_of_tile(last_row - row, most, eight)
                 x, j = first_x + row * x_row, block * BLOCK
                 while j < end:
+                    n = fewest if num_x == most else two if num_x == eight else four if num_x == 4 else few
+                    if in_quarters:
+                        j = min(j, out_features - n)  # the last rows of a weight may be multiplied twice
                     w = a[_WEIGHT] + j * weight_row
                     if num_groups == 1:
-                        fetch = w + AHEAD
+                        fetch = w + max(AHEAD, n * weight_row)
                     scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
                     bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
                     out = a[_OUT] + (row * out_features + j) * size
-                    places = Places(x, w, in_features, fetch, odd, pair, scales, bias, out, out_features, size)
+                    places = Places(x, w, in_features, fetch, fetch_shift, scales, bias, out, out_features, size)
                     if num_x == most:
                         tile(name, most, fewest, places)
-                        j += fewest
                     elif num_x == eight:
                         tile(name, eight, two, places)
-                        j += two
                     elif num_x == 4:
                         tile(name, 4, four, places)
-                        j += four
                     elif num_x == 2:
-                        tile(name, 2, 4, places)
-                        j += 4
+                        tile(name, 2, few, places)
                     else:
-                        tile(name, 1, 4, places)
-                        j += 4
-                    fetch = min(fetch + fetched * weight_row, fetch_end)
+                        tile(name, 1, few, places)
+                    j += n
+                    fetch = min(fetch + (n * weight_row >> fetch_shift), fetch_end)
                 row += num_x
 
     return worker

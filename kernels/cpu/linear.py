@@ -130,5 +130,6 @@ def _alike(x: Tensor, bias: Tensor | None) -> bool:
 
 def _fits(x: Tensor, weight: Tensor, name: str, max_rows: int) -> bool:
     form = FORMATS[name]
-    in_rows = 0 < x.shape[0] <= max_rows
-    return in_rows and x.shape[1] % form.step == 0 and weight.shape[0] % TILE_ROWS == 0 and weight.is_contiguous()
+    out_features = weight.shape[0]
+    fits_rows = out_features % TILE_ROWS == 0 and out_features >= form.largest[1] and weight.is_contiguous()
+    return 0 < x.shape[0] <= max_rows and x.shape[1] % form.step == 0 and fits_rows

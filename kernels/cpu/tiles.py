@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
 from .features import IS_WIDE, cpu_features
-from .tile_product import CLASSES, IN_A_ROW
+from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES
 from .vectors import (
     BFLOATS,
     FLOAT,
@@ -52,7 +52,7 @@ from .vectors import (
     to_bfloat16,
 )
 
-TILE_ROWS = 4  # the most weight rows of a tile; they must divide `out_features`
+TILE_ROWS = 4  # rows of a weight, which must divide `out_features`; tiles have these, or fewer, or twice as many
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ def _same(_b: ir.IRBuilder, vector: Any) -> Any:
 # Sums leave registers for what is multiplied.
 _WIDE = ((6, 4), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))
 _LONG = ((8, 2), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))  # where a vector of weights becomes two
-_QUARTERS = ((12, 4), (8, 4)) if IS_WIDE else ((6, 4), (6, 4))
-_LONG_QUARTERS = ((12, 4), (8, 4)) if IS_WIDE else ((4, 4), (4, 4))
+_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((6, 4), (6, 4))
+_LONG_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((4, 4), (4, 4))
 _DIGITS = ((4, 2), (4, 2))
 
 FORMATS = {
@@ -149,9 +149,8 @@ class Places(NamedTuple):
     x: int  # the first of its elements, likewise below
     weight: int
     in_features: int
-    fetch: int  # as many rows of weights are fetched on the way as the tile has: here and, so many bytes behind,
-    odd: int
-    pair: int  # and their sum, which may all be the same row
+    fetch: int  # what is fetched into the caches on the way,
+    fetch_shift: int  # as long as the tile's rows of the weight, or a half (1) or a quarter (2) of that
     scales: int  # of float32, multiply the columns; 0: none
     bias: int  # is added to the columns; 0: none
     out: int
@@ -166,30 +165,39 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, pl
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         values = [b.extract_value(arguments[3], i) for i in range(len(Places._fields))]
-        x, weight, in_features, fetch, odd, pair, scales, bias, out, out_features, out_bytes = values
+        x, weight, in_features, fetch, fetch_shift, scales, bias, out, out_features, out_bytes = values
         x_row = b.mul(in_features, INT64(form.x_bytes * form.parts))
         if form.digits > 1:
             x_row = b.add(x_row, INT64(META_BYTES))
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
-        fetched = [b.add(start, by) for start in (fetch, b.add(fetch, pair)) for by in (INT64(0), odd)]
         weight_row = b.mul(in_features, INT64(form.weight_bytes))
         weight_rows = [b.add(weight, b.mul(weight_row, INT64(j))) for j in range(n)]
         multiply = _in_quarters if form.rows > 1 else _in_vectors
-        for row, part in multiply(b, form, x_rows, weight_rows, in_features, fetched[:n]):
+
+        def fetch_lines(k: Any, step: int) -> None:
+            """What belongs to elements k to k + step - 1. It would push out of the first cache what is multiplied."""
+            distance = b.lshr(INT64(STEP_BYTES), fetch_shift)
+            line = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
+            for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
+                prefetch(b, line, level=2)
+                line = b.add(line, distance)
+
+        for row, column, part in multiply(b, form, x_rows, weight_rows, in_features, fetch_lines):
             if form.digits > 1:
                 part = b.fmul(part, broadcast(b, scale_of(b, x_rows[row], in_features), part.type.count))
-            part = _scale(b, part, scales)
-            address = b.add(out, b.mul(b.mul(out_features, INT64(row)), out_bytes))
-            _finish(b, part, bias, address, out_bytes)
+            offset = b.mul(INT64(column), out_bytes)
+            part = _scale(b, part, scales, column)
+            address = b.add(b.add(out, b.mul(b.mul(out_features, INT64(row)), out_bytes)), offset)
+            _finish(b, part, bias, offset, address, out_bytes)
         return _context.get_dummy_value()
 
     return types.void(format_name, num_x, num_weights, places), generate
 
 
 def _in_vectors(
-    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetched: list[Any]
-) -> Iterator[tuple[int, Any]]:
-    """Places of x rows and their results. The lanes of a sum are added in a tree."""
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetch: Any
+) -> Iterator[tuple[int, int, Any]]:
+    """Rows and first columns of results, and a vector of them. The lanes of a sum are added in a tree."""
     n = len(weight_rows)
     starts = [
         _sums_start(b, form, row, in_features, digit)
@@ -200,8 +208,7 @@ def _in_vectors(
 
     def step(k: Any, sums: list[Any]) -> list[Any]:
         offset = b.mul(k, INT64(form.weight_bytes))
-        for start in fetched:
-            prefetch(b, b.add(start, offset))
+        fetch(k, form.step)
         weights = [form.prepare(b, load(b, b.add(row, offset), form.weight_vector)) for row in weight_rows]
         totals, added = iter(sums), []
         for row in x_rows:
@@ -215,13 +222,17 @@ def _in_vectors(
         totals = digits[0] if form.digits == 1 else join_digits(b, *digits)
         for row in range(i // n, (i + 3) // n + 1):
             first = max(row * n - i, 0)
-            yield row, take(b, totals, range(first, min(first + n, 4)))
+            yield row, 0, take(b, totals, range(first, min(first + n, 4)))
 
 
 def _in_quarters(
-    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetched: list[Any]
-) -> Iterator[tuple[int, Any]]:
-    """Likewise, of four rows of the weight that share a vector: the totals of its quarters are their results."""
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetch: Any
+) -> Iterator[tuple[int, int, Any]]:
+    """Likewise, of four rows of the weight that share a vector: the totals of its quarters are their results.
+
+    A loop takes one vector of each four. Of several, LLVM would load all ahead, and run out of registers.
+    """
+    row_bytes, quad = b.mul(in_features, INT64(form.weight_bytes)), form.step // form.rows
     weight_quarter, x_quarter = (
         ir.VectorType(vector.element, vector.count // form.rows) for vector in (form.weight_vector, form.x_vector)
     )
@@ -229,25 +240,27 @@ def _in_quarters(
     def chunk(first_k: Any, totals: list[Any]) -> list[Any]:
         def step(within: Any, sums: list[Any]) -> list[Any]:
             k = b.add(first_k, within)
-            for start in fetched:
-                prefetch(b, b.add(start, b.mul(k, INT64(form.weight_bytes))))
-            for _ in range(form.rows):
-                offset = b.mul(k, INT64(form.weight_bytes))
-                quarters = [load(b, b.add(row, offset), weight_quarter) for row in weight_rows]
-                prepared, added = form.prepare(b, join_quarters(b, quarters)), []
-                for row, total in zip(x_rows, sums, strict=True):
-                    places = _parts(b, form, row, k, in_features)
-                    parts = [repeat_quarter(b, load(b, place, x_quarter)) for place in places]
-                    added.append(form.multiply(b, parts if form.parts > 1 else parts[0], prepared, total))
-                k, sums = b.add(k, INT64(form.step // form.rows)), added
-            return sums
+            fetch(k, quad)
+            place, quarters = b.add(weight_rows[0], b.mul(k, INT64(form.weight_bytes))), []
+            for _ in weight_rows:
+                quarters.append(load(b, place, weight_quarter))
+                place = b.add(place, row_bytes)
+            fours = [join_quarters(b, quarters[i : i + form.rows]) for i in range(0, len(quarters), form.rows)]
+            prepared, totals, added = [form.prepare(b, four) for four in fours], iter(sums), []
+            for row in x_rows:
+                x = [repeat_quarter(b, load(b, part, x_quarter)) for part in _parts(b, form, row, k, in_features)]
+                added += [form.multiply(b, x if form.parts > 1 else x[0], four, next(totals)) for four in prepared]
+            return added
 
         size = at_most(b, b.sub(in_features, first_k), CLASSES * IN_A_ROW)
-        sums = loop_over(b, size, form.step, [splat(FLOATS, 0.0)] * len(x_rows), step)
+        sums = loop_over(b, size, quad, [splat(FLOATS, 0.0)] * len(totals), step)
         return [add_quarters(b, total, new) for total, new in zip(totals, sums, strict=True)]
 
     nothing = splat(ir.VectorType(FLOAT, form.rows), 0.0)
-    yield from enumerate(loop_over(b, in_features, CLASSES * IN_A_ROW, [nothing] * len(x_rows), chunk))
+    count = len(weight_rows) // form.rows
+    results = loop_over(b, in_features, CLASSES * IN_A_ROW, [nothing] * (len(x_rows) * count), chunk)
+    for i, part in enumerate(results):
+        yield i // count, i % count * form.rows, part
 
 
 def _parts(b: ir.IRBuilder, form: Format, x_row: Any, k: Any, in_features: Any) -> list[Any]:
@@ -256,18 +269,18 @@ def _parts(b: ir.IRBuilder, form: Format, x_row: Any, k: Any, in_features: Any) 
     return [b.add(address, b.mul(part, INT64(p))) for p in range(form.parts)]
 
 
-def _scale(b: ir.IRBuilder, part: Any, scales: Any) -> Any:
+def _scale(b: ir.IRBuilder, part: Any, scales: Any, column: int) -> Any:
     with b.if_else(b.icmp_signed("!=", scales, INT64(0))) as (some, none):
         with some:
-            scaled, some_block = b.fmul(part, load(b, scales, part.type)), b.block
+            scaled, some_block = b.fmul(part, load(b, b.add(scales, INT64(4 * column)), part.type)), b.block
         with none:
             none_block = b.block
     return joined(b, (scaled, some_block), (part, none_block))
 
 
-def _finish(b: ir.IRBuilder, part: Any, bias: Any, out: Any, out_bytes: Any) -> None:
+def _finish(b: ir.IRBuilder, part: Any, bias: Any, offset: Any, out: Any, out_bytes: Any) -> None:
     """Add the bias and store the results, in float32 or rounded to bfloat16."""
-    biased = b.icmp_signed("!=", bias, INT64(0))
+    biased, bias = b.icmp_signed("!=", bias, INT64(0)), b.add(bias, offset)
     with b.if_else(b.icmp_signed("==", out_bytes, INT64(4))) as (full, half):
         with full:
             store(b, _add_bias(b, part, biased, lambda: load(b, bias, part.type)), out)
