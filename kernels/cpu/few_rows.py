@@ -4,8 +4,8 @@
 
 A thread has its own contiguous part of the weight, of which it takes BLOCK rows at a time, so that it reads forwards;
 when it is done it takes blocks of the others. A block is multiplied with all rows of x, in tiles (see `tiles`), while
-it stands in the caches. Where that takes several passes, the next one is fetched meanwhile, evenly: memory and
-arithmetic then take their time together.
+it stands in the caches. What comes next is fetched meanwhile, by each pass a part of it: memory and arithmetic then
+take their time together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sources import digest_of
 from .threads import run_call
 from .tiles import FORMATS, Format, Places, tile, widen_row
 
-BLOCK = 16  # weight rows that a thread takes at a time; TILE_ROWS divides it
+BLOCK = 16  # weight rows that a thread takes at a time: whole tiles
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
@@ -146,10 +146,11 @@ def _compiled(
     element_bytes: tuple[int, int],
     sources: str,
 ) -> Any:
-    most, fewest, eight, two = sizes  # rows of x and of the weight in the largest tile, and in that for eight rows
-    in_quarters = FORMATS[name].rows > 1
-    few = fewest if in_quarters else 4  # rows of the weight beside one or two of x
-    four = few if most > 4 else fewest  # and beside four
+    most, beside_most, eight, beside_eight = (
+        sizes  # rows of x and of the weight in the largest tile, and for eight of x
+    )
+    beside_few = beside_most if FORMATS[name].rows > 1 else 4  # of x: one or two
+    beside_four = beside_few if most > 4 else beside_most
     x_bytes, weight_bytes = element_bytes
     meta_bytes = META_BYTES if in_digits else 0
 
@@ -190,9 +191,10 @@ def _compiled(
                 num_x = _rows_of_tile(last_row - row, most, eight)
                 x, j = first_x + row * x_row, block * BLOCK
                 while j < end:
-                    n = fewest if num_x == most else two if num_x == eight else four if num_x == 4 else few
-                    if in_quarters:
-                        j = min(j, out_features - n)  # the last rows of a weight may be multiplied twice
+                    n = beside_four if num_x == 4 else beside_few
+                    n = beside_most if num_x == most else beside_eight if num_x == eight else n
+                    # The last rows may be multiplied twice, by two threads even: to the same bits.
+                    j = min(j, out_features - n)
                     w = a[_WEIGHT] + j * weight_row
                     if num_groups == 1:
                         fetch = w + max(AHEAD, n * weight_row)
@@ -201,15 +203,15 @@ def _compiled(
                     out = a[_OUT] + (row * out_features + j) * size
                     places = Places(x, w, in_features, fetch, fetch_shift, scales, bias, out, out_features, size)
                     if num_x == most:
-                        tile(name, most, fewest, places)
+                        tile(name, most, beside_most, places)
                     elif num_x == eight:
-                        tile(name, eight, two, places)
+                        tile(name, eight, beside_eight, places)
                     elif num_x == 4:
-                        tile(name, 4, four, places)
+                        tile(name, 4, beside_four, places)
                     elif num_x == 2:
-                        tile(name, 2, few, places)
+                        tile(name, 2, beside_few, places)
                     else:
-                        tile(name, 1, few, places)
+                        tile(name, 1, beside_few, places)
                     j += n
                     fetch = min(fetch + (n * weight_row >> fetch_shift), fetch_end)
                 row += num_x

@@ -15,7 +15,7 @@ Weights come in three precisions:
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
-and those of more than MAX_ROWS are its.
+and those of more than MAX_ROWS are its, and so are weights of other sizes than `_fits` and `many_rows.fits` name.
 
 On x86, a row's result has the same bits whatever rows are beside it, where these kernels take the weight and both add
 in one order (`tile_product`): of float32, of bfloat16 where it is multiplied as float32, and of int8 in digits, whose

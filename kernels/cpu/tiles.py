@@ -52,27 +52,27 @@ from .vectors import (
     to_bfloat16,
 )
 
-TILE_ROWS = 4  # rows of a weight, which must divide `out_features`; tiles have these, or fewer, or twice as many
+TILE_ROWS = 4  # of a weight: must divide `out_features`
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How one precision is multiplied. `step` elements of a row of each operand are taken at a time."""
+    """How one precision is multiplied."""
 
-    step: int
+    step: int  # elements of a row of each operand that fill a vector of the weight; must divide `in_features`
     x_bytes: int  # of an element, in each part
     weight_bytes: int
-    x_vector: ir.Type  # what a step loads of a part of a row
+    x_vector: ir.Type  # what belongs to a step, of a part of a row
     weight_vector: ir.Type  # likewise, of `rows` rows
     prepare: Callable[[ir.IRBuilder, Any], Any]  # a loaded vector of weights, once for all rows of x
     # (builder, x, prepared weights, sums) -> sums, where x is a vector, or a list of them for parts of one digit
     multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]
-    largest: tuple[int, int]  # of its tiles: rows of x, rows of the weight; fewer of x take more of the weight
+    largest: tuple[int, int]  # of its tiles: rows of x, rows of the weight
     of_eight: tuple[int, int]  # for eight rows of x, a common batch: what divides them, or the largest
     needs: str | None = None  # a feature of the CPU
     parts: int = 1  # that a row of x has become, one behind the other
     digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
-    rows: int = 1  # of the weight that a vector holds: 1, or 4 in tiles of as many, for the order of `tile_product`
+    rows: int = 1  # of the weight that a vector holds: 1, or 4, for the order of `tile_product`
 
 
 def _fma(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
@@ -175,7 +175,7 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, pl
         multiply = _in_quarters if form.rows > 1 else _in_vectors
 
         def fetch_lines(k: Any, step: int) -> None:
-            """What belongs to elements k to k + step - 1. It would push out of the first cache what is multiplied."""
+            """What belongs to elements k to k + step - 1: not into the first cache, for which it is too much."""
             distance = b.lshr(INT64(STEP_BYTES), fetch_shift)
             line = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
             for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
@@ -230,9 +230,9 @@ def _in_quarters(
 ) -> Iterator[tuple[int, int, Any]]:
     """Likewise, of four rows of the weight that share a vector: the totals of its quarters are their results.
 
-    A loop takes one vector of each four. Of several, LLVM would load all ahead, and run out of registers.
+    The loop takes one vector of them at a time. Of several, LLVM would load all ahead, and run out of registers.
     """
-    row_bytes, quad = b.mul(in_features, INT64(form.weight_bytes)), form.step // form.rows
+    row_bytes, quarter_step = b.mul(in_features, INT64(form.weight_bytes)), form.step // form.rows
     weight_quarter, x_quarter = (
         ir.VectorType(vector.element, vector.count // form.rows) for vector in (form.weight_vector, form.x_vector)
     )
@@ -240,20 +240,20 @@ def _in_quarters(
     def chunk(first_k: Any, totals: list[Any]) -> list[Any]:
         def step(within: Any, sums: list[Any]) -> list[Any]:
             k = b.add(first_k, within)
-            fetch(k, quad)
+            fetch(k, quarter_step)
             place, quarters = b.add(weight_rows[0], b.mul(k, INT64(form.weight_bytes))), []
             for _ in weight_rows:
                 quarters.append(load(b, place, weight_quarter))
                 place = b.add(place, row_bytes)
             fours = [join_quarters(b, quarters[i : i + form.rows]) for i in range(0, len(quarters), form.rows)]
-            prepared, totals, added = [form.prepare(b, four) for four in fours], iter(sums), []
+            prepared, before, added = [form.prepare(b, four) for four in fours], iter(sums), []
             for row in x_rows:
                 x = [repeat_quarter(b, load(b, part, x_quarter)) for part in _parts(b, form, row, k, in_features)]
-                added += [form.multiply(b, x if form.parts > 1 else x[0], four, next(totals)) for four in prepared]
+                added += [form.multiply(b, x if form.parts > 1 else x[0], four, next(before)) for four in prepared]
             return added
 
         size = at_most(b, b.sub(in_features, first_k), CLASSES * IN_A_ROW)
-        sums = loop_over(b, size, quad, [splat(FLOATS, 0.0)] * len(totals), step)
+        sums = loop_over(b, size, quarter_step, [splat(FLOATS, 0.0)] * len(totals), step)
         return [add_quarters(b, total, new) for total, new in zip(totals, sums, strict=True)]
 
     nothing = splat(ir.VectorType(FLOAT, form.rows), 0.0)

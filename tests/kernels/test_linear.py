@@ -14,7 +14,7 @@ from quire.kernels.cpu.tiles import FORMATS, best_format
 from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
 
-SHAPES = [(4, 16), (48, 64), (52, 576), (960, 576), (576, 1536)]  # (out_features, in_features)
+SHAPES = [(4, 16), (8, 64), (20, 64), (48, 64), (52, 576), (960, 576), (576, 1536)]  # (out_features, in_features)
 
 
 def _inputs(num_rows: int, out_features: int, in_features: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -202,7 +202,7 @@ def _same_in_any_batch(dtype: torch.dtype) -> bool:
     return IS_X86 and products(dtype)[:1] == ("float32",)
 
 
-@pytest.mark.parametrize("shape", [(960, 576), (52, 1536), (48, 48)])
+@pytest.mark.parametrize("shape", [(960, 576), (52, 1536), (48, 48), (20, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_do_not_depend_on_their_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """Bit for bit, by whatever kernel: the order of a sum has chunks, whole and not. One weight fits only few rows."""
