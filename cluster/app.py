@@ -89,5 +89,5 @@ def _device(model: ModelConfig) -> Literal["cpu", "cuda"]:
     """Settled here and not in the actor, which sees a GPU only if it asks for one."""
     if model.device != "auto":
         return model.device
-    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]  # Ray's own
+    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]  # Ray does not annotate it
     return "cuda" if has_gpu else "cpu"

@@ -53,7 +53,7 @@ def create_app(
     context = ApiContext(backend, metrics or GatewayMetrics(), limits or ApiLimits())
     app = FastAPI(title="Quire", version=quire.__version__, docs_url=None, redoc_url=None)
     described = openapi.document()
-    app.openapi = lambda: described  # type: ignore[method-assign]  # what FastAPI offers for this
+    app.openapi = lambda: described  # type: ignore[method-assign]  # FastAPI documents that it is replaced so
     if keys is not None:
         app.add_middleware(KeyMiddleware, keys=keys, open_metrics=open_metrics)
     app.add_middleware(LastResortMiddleware)

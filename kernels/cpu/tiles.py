@@ -232,7 +232,7 @@ def _in_quarters(
 
     The loop takes one vector of them at a time. Of several, LLVM would load all ahead, and run out of registers.
     """
-    row_bytes, quarter_step = b.mul(in_features, INT64(form.weight_bytes)), form.step // form.rows
+    quarter_step = form.step // form.rows
     weight_quarter, x_quarter = (
         ir.VectorType(vector.element, vector.count // form.rows) for vector in (form.weight_vector, form.x_vector)
     )
@@ -241,10 +241,8 @@ def _in_quarters(
         def step(within: Any, sums: list[Any]) -> list[Any]:
             k = b.add(first_k, within)
             fetch(k, quarter_step)
-            place, quarters = b.add(weight_rows[0], b.mul(k, INT64(form.weight_bytes))), []
-            for _ in weight_rows:
-                quarters.append(load(b, place, weight_quarter))
-                place = b.add(place, row_bytes)
+            offset = b.mul(k, INT64(form.weight_bytes))
+            quarters = [load(b, b.add(row, offset), weight_quarter) for row in weight_rows]
             fours = [join_quarters(b, quarters[i : i + form.rows]) for i in range(0, len(quarters), form.rows)]
             prepared, before, added = [form.prepare(b, four) for four in fours], iter(sums), []
             for row in x_rows:
