@@ -7,7 +7,6 @@ one of `prompt_tiles`, for bfloat16 where the CPU is fastest with it and scores 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -133,26 +132,14 @@ def _decode_plan(metadata: AttentionMetadata, shape: Shape) -> decode.DecodePlan
     """The plan of the requests with one query token, made once per step; None when there are none."""
     key = ("decode", shape)
     if key not in metadata.plans:
-        plan = decode.DecodePlan(shape)
-        update = partial(_update, plan, metadata)
-        metadata.plans[key] = plan if update() else None
+        starts, seq_lens = metadata.query_start_loc_np, metadata.seq_lens_np
+        plan = decode.DecodePlan(shape, starts, seq_lens, metadata.block_table.numpy())
+        metadata.plans[key] = plan if plan.num_decodes else None
         listener = recorder()
         if listener is not None:
-            listener.add_action(update)  # the lengths are others in every step
+            listener.add_action(plan.update)  # the lengths are others in every step
     found: decode.DecodePlan | None = metadata.plans[key]
     return found
-
-
-def _update(plan: decode.DecodePlan, metadata: AttentionMetadata) -> bool:
-    """Plan what `metadata` says now; returns whether there is anything to do."""
-    requests = np.flatnonzero(np.diff(metadata.query_start_loc_np) == 1)
-    plan.update(
-        metadata.query_start_loc_np[requests].astype(np.int64),
-        requests,
-        metadata.seq_lens_np[requests],
-        metadata.block_table.numpy(),
-    )
-    return len(requests) > 0
 
 
 def _prompt_plan(metadata: AttentionMetadata, shape: Shape, multiple_of: int) -> PromptPlan | None:

@@ -17,6 +17,7 @@ afterwards).
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,12 @@ from .vectors import LANES
 _DTYPES = (torch.float32, torch.bfloat16)
 
 _PLAN = plan_type(
-    *("block_table", "table_stride", "tokens", "requests", "owners", "begins", "ends", "first_item", "partial"),
-    *("counters", "num_items"),
+    # What a step has, in memory that stays where it is
+    *("starts", "seq_lens", "block_table", "table_stride", "num_reqs"),
+    # What follows from it: the rows of the decodes in the query and in the block table; by item, whose it is and of
+    # which positions; by decode, its first item
+    *("tokens", "requests", "owners", "begins", "ends", "first_item", "num_decodes", "num_items"),
+    *("partial", "counters"),
 )
 
 
@@ -47,52 +52,59 @@ def fits(cache: Tensor) -> bool:
 
 
 class DecodePlan:
-    """What the decodes of a step, the requests with one query token, have in common in all layers."""
+    """What the decodes of a step, the requests with one query token, have in common in all layers.
 
-    def __init__(self, shape: Shape) -> None:
-        self._shape, self._record = shape, new_plan(_PLAN, shape)
-        # The next item, and the items of each request that are finished.
-        self._counters = np.zeros(0, np.int64)
+    Made for one step, or for all steps of one size that stand in the same memory.
+    """
 
-    def update(
+    def __init__(
         self,
-        tokens: npt.NDArray[np.int64],
-        requests: npt.NDArray[np.int64],
+        shape: Shape,
+        starts: npt.NDArray[np.int32],
         seq_lens: npt.NDArray[np.int32],
         block_table: npt.NDArray[np.int32],
     ) -> None:
-        """Plan a step. Those of one size find their counters where the first one did.
-
-        `tokens` [n] are the rows of the decodes in the query, `requests` [n] their rows in `block_table`
-        [num_reqs, max_blocks], and `seq_lens` [n] their lengths.
-        """
-        window, num_heads, head_dim = self._shape.window, self._shape.num_heads, self._shape.head_dim
-        firsts = np.maximum(0, seq_lens - window) if window else np.zeros_like(seq_lens)
-        first_chunks, last_chunks = firsts // CHUNK, (seq_lens - 1) // CHUNK
-        first_item = np.concatenate([[0], np.cumsum(last_chunks - first_chunks + 1)]).astype(np.int64)
-        owners = np.repeat(np.arange(len(tokens)), np.diff(first_item))
-        chunk = np.arange(len(owners)) - first_item[owners] + first_chunks[owners]
-        begins = np.maximum(chunk * CHUNK, firsts[owners]).astype(np.int64)
-        ends = np.minimum((chunk + 1) * CHUNK, seq_lens[owners]).astype(np.int64)
-        partial = np.empty(len(owners) * num_heads * (head_dim + 2), np.float32)
-        if len(self._counters) < 1 + len(tokens):
-            self._counters = np.zeros(1 + len(tokens), np.int64)
-        self._arrays = {
-            "block_table": block_table,
-            "tokens": tokens,
-            "requests": requests,
-            "owners": owners,
-            "begins": begins,
-            "ends": ends,
-            "first_item": first_item,
-            "partial": partial,
-            "counters": self._counters,
-        }
+        """`starts` [num_reqs + 1] are where the query tokens of a request begin, and end; `seq_lens` [num_reqs];
+        `block_table` [num_reqs, max_blocks]."""
+        assert starts.dtype == seq_lens.dtype == block_table.dtype == np.int32
+        num_reqs = len(seq_lens)
+        self._shape, self._record = shape, new_plan(_PLAN, shape)
+        # The next item, and the items of each decode that are finished.
+        self._counters = np.zeros(1 + num_reqs, np.int64)
+        self._seq_lens = seq_lens
+        self._most_items = 0
+        self._fixed = (starts, block_table, np.empty((2, num_reqs), np.int64), np.empty(num_reqs + 1, np.int64))
         fields = self._record[0]
-        for name, array in self._arrays.items():
-            fields[name] = array.ctypes.data
-        fields["num_items"] = len(owners)
-        fields["table_stride"] = block_table.strides[0] // block_table.itemsize
+        fields["starts"], fields["seq_lens"] = starts.ctypes.data, seq_lens.ctypes.data
+        fields["block_table"] = block_table.ctypes.data
+        fields["table_stride"], fields["num_reqs"] = block_table.strides[0] // block_table.itemsize, num_reqs
+        _, _, of_decodes, first_item = self._fixed
+        fields["tokens"], fields["requests"] = of_decodes.ctypes.data, of_decodes[1:].ctypes.data
+        fields["first_item"], fields["counters"] = first_item.ctypes.data, self._counters.ctypes.data
+        self._address = self._record.ctypes.data
+        self.update()
+
+    @property
+    def num_decodes(self) -> int:
+        return int(self._record[0]["num_decodes"])
+
+    def update(self) -> None:
+        """Plan for what a step has now."""
+        # A request has as many items as there are chunks in its context, and one more where a window cuts the first.
+        most_items = int(self._seq_lens.sum()) // CHUNK + 2 * len(self._seq_lens)
+        if most_items > self._most_items:
+            self._make_room(most_items + most_items // 2)
+        _plan(self._address)
+
+    def _make_room(self, num_items: int) -> None:
+        self._most_items = num_items
+        by_item = np.empty((3, num_items), np.int64)
+        partial = np.empty(num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
+        self._by_item = by_item, partial
+        fields = self._record[0]
+        for name, values in zip(("owners", "begins", "ends"), by_item, strict=True):
+            fields[name] = values.ctypes.data
+        fields["partial"] = partial.ctypes.data
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attend in one layer, whose caches `fits`. Writes the rows of `out`, contiguous, that were planned."""
@@ -100,6 +112,39 @@ class DecodePlan:
         arguments = layer_arguments(query, key_cache, value_cache, out, sinks, self._record)
         worker = _float32_worker if query.dtype == torch.float32 else _bfloat16_worker
         run_call(CompiledCall(worker.ctypes, arguments, self._counters.ctypes.data, len(self._counters)))
+
+
+def _planner(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def planner(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        plan = carray(pointer(address), (1,), _PLAN)[0]
+        num_reqs, many = plan.num_reqs, np.int64(1) << 31
+        starts = carray(pointer(plan.starts), (num_reqs + 1,), np.int32)
+        seq_lens = carray(pointer(plan.seq_lens), (num_reqs,), np.int32)
+        tokens = carray(pointer(plan.tokens), (num_reqs,), np.int64)
+        requests = carray(pointer(plan.requests), (num_reqs,), np.int64)
+        first_item = carray(pointer(plan.first_item), (num_reqs + 1,), np.int64)
+        owners = carray(pointer(plan.owners), (many,), np.int64)
+        begins = carray(pointer(plan.begins), (many,), np.int64)
+        ends = carray(pointer(plan.ends), (many,), np.int64)
+        decode, item = 0, 0
+        for request in range(num_reqs):
+            if starts[request + 1] - starts[request] != 1:
+                continue
+            end = np.int64(seq_lens[request])
+            begin = max(np.int64(0), end - plan.window) if plan.window != 0 else np.int64(0)
+            tokens[decode], requests[decode], first_item[decode] = starts[request], request, item
+            while begin < end:
+                owners[item], begins[item] = decode, begin
+                begin = min((begin // CHUNK + 1) * CHUNK, end)
+                ends[item] = begin
+                item += 1
+            decode += 1
+        first_item[decode] = item
+        plan.num_decodes, plan.num_items = decode, item
+
+    return planner
 
 
 @njit(error_model="numpy")
@@ -130,12 +175,12 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     token_bytes = num_kv_heads * head_bytes
     many = np.int64(1) << 31  # the first dimension of a view plays no part in its addresses
     table = carray(pointer(plan.block_table), (many,), np.int32)
-    tokens = carray(pointer(plan.tokens), (num_items,), np.int64)
-    requests = carray(pointer(plan.requests), (num_items,), np.int64)
+    tokens = carray(pointer(plan.tokens), (plan.num_decodes,), np.int64)
+    requests = carray(pointer(plan.requests), (plan.num_decodes,), np.int64)
     owners = carray(pointer(plan.owners), (num_items,), np.int64)
     begins = carray(pointer(plan.begins), (num_items,), np.int64)
     ends = carray(pointer(plan.ends), (num_items,), np.int64)
-    first_item = carray(pointer(plan.first_item), (num_items + 1,), np.int64)
+    first_item = carray(pointer(plan.first_item), (plan.num_decodes + 1,), np.int64)
     partial = carray(pointer(plan.partial), (num_items, num_heads, head_dim + 2), np.float32)
     sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
     scale, softcap = np.float32(plan.scale), np.float32(plan.softcap)
@@ -214,4 +259,5 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
 _SOURCES = digest_of(
     *("attention_call", "decode", "exponential", "features", "heads", "intrinsics", "tile_product", "vectors")
 )
+_plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
 _float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)
