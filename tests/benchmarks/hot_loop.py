@@ -1,8 +1,8 @@
 """Where the time of the hot loop goes, as text: `python -m tests.benchmarks.hot_loop -- --quantization int8`.
 
-Samples `quire bench offline` with py-spy (from the development environment) and shows, for the thread that runs the
-model, which of Quire's functions were at work in steps, by share of the samples: in itself, with what it calls outside
-of Quire (torch, compiled kernels), and in all. The first steps compile kernels, so that answers should be long.
+Samples `quire bench offline` with py-spy (from the development environment) and shows which of Quire's functions
+were at work in steps, by share of the samples: in itself, with what it calls outside of Quire (torch, compiled
+kernels), and in all. The first steps compile kernels, so that answers should be long.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-RANK_THREAD = "quire-rank"
 OURS = "quire/"
-STEP = "launch (quire/workers/worker.py"  # a sample without it is no part of a step
+STEP = "step (quire/engine/core.py"  # a sample without it is no part of a step
 
 
 @dataclass(slots=True)
@@ -36,7 +35,7 @@ def read(stacks: Iterable[str]) -> Profile:
     for line in stacks:
         stack, _, count = line.rpartition(" ")
         frames = stack.split(";")
-        if RANK_THREAD not in frames[0] or not any(STEP in frame for frame in frames):
+        if not any(STEP in frame for frame in frames):
             continue
         ours = [frame.rpartition(":")[0] for frame in frames if OURS in frame]  # without the line's number
         profile.num_samples += int(count)

@@ -29,7 +29,6 @@ from .peers.servers import quire_server, running
 
 SETTLE_S = 3.0  # what a load has set in motion comes to rest
 IDLE_S = 10.0
-RANK_THREAD = "quire-rank"  # and the native threads beside it, which compute with it
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +106,8 @@ def measure(precision: str, workload: Workload, folder: Path) -> Cost:
     by_role["client"] = summary.client_cpu_share * summary.duration_s * 1e6 / summary.num_output_tokens
     by_thread: Counter[str] = Counter()
     for thread, seconds in threads_after.items():
-        name = names.get(thread, "native threads")
-        by_thread[RANK_THREAD if name.startswith(RANK_THREAD) else name] += (seconds - threads.get(thread, 0.0)) * scale
+        # Native threads compute with the one that steps.
+        by_thread[names.get(thread, "native threads")] += (seconds - threads.get(thread, 0.0)) * scale
     return Cost(num_tokens, idle, by_role, {name: ms for name, ms in by_thread.items() if ms}, summary)
 
 
