@@ -1,4 +1,4 @@
-"""From logits to tokens: masks of what is allowed, then temperature, top-k, top-p, min-p and one number per row."""
+"""From logits to tokens: masks of what is allowed, then the likeliest, or one that is drawn."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
     _check("indices", indices, torch.int64, allowed.shape[:1], logits.device)
     _check("allowed", allowed, torch.int32, allowed.shape, logits.device)
     backend_for(logits.device).exclude_tokens(logits, indices, allowed)
+
+
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """The first token with the highest logit of each row, or the first with NaN if there is one.
+
+    logits: [n, vocab] float32, rows contiguous. Returns [n] int64, a new tensor. Does not wait for the device.
+    Raises `ValueError` or `TypeError` before anything runs.
+    """
+    _check_logits(logits)
+    return backend_for(logits.device).likeliest_tokens(logits)
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:

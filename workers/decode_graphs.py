@@ -17,7 +17,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from rich.console import Console
@@ -32,9 +32,22 @@ _LARGEST = 512  # beyond it, a step takes longer to compute than to launch
 _NUM_WARMUPS = 2  # the first compiles kernels and picks algorithms, the second shows that nothing is left to do
 
 Replay = Callable[[], None]
-# Hidden states [size, hidden_size] of the inputs that lie in the buffers for a batch of `size`: it launches the same
-# kernels whatever these inputs are.
-Forward = Callable[[int], Tensor]
+
+
+class Decoded(NamedTuple):
+    """What a forward gives for each token. A graph may go on to the logits and the likeliest token of each."""
+
+    hidden: Tensor  # [num_tokens, hidden_size]
+    logits: Tensor | None = None  # [num_tokens, vocab] float32
+    likeliest: Tensor | None = None  # [num_tokens] int64
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Decoded:
+        logits, likeliest = (None if each is None else function(each) for each in (self.logits, self.likeliest))
+        return Decoded(function(self.hidden), logits, likeliest)
+
+
+# Of the inputs that lie in the buffers for a batch of `size`: it launches the same kernels whatever these inputs are.
+Forward = Callable[[int], Decoded]
 
 
 class GraphBackend(Protocol):
@@ -84,7 +97,7 @@ class DecodeGraphs:
         self._sizes = sizes
         self._replays: dict[int, Replay] = {}
         # One output for all: what a graph leaves in the pool, the next one overwrites.
-        self._hidden: Tensor | None = None
+        self._output: Decoded | None = None
 
     def capture_all(self, forward: Forward, prepare: Callable[[int], None], *, progress: bool = False) -> None:
         """Capture every size now; `prepare(size)` writes inputs that do no harm.
@@ -109,15 +122,15 @@ class DecodeGraphs:
             return None
         return self._sizes[bisect_left(self._sizes, num_reqs)]
 
-    def replay(self, forward: Forward, size: int) -> Tensor:
-        """[size, hidden_size], valid until the next replay. A size that was not captured yet is, by this step."""
+    def replay(self, forward: Forward, size: int) -> Decoded:
+        """Of `size` tokens, valid until the next replay. A size that was not captured yet is, by this step."""
         replay = self._replays.get(size)
         if replay is None:
             self._capture(forward, size)
         else:
             replay()
-        assert self._hidden is not None
-        return self._hidden[:size]
+        assert self._output is not None
+        return self._output.map(lambda each: each[:size])
 
     def _capture(self, forward: Forward, size: int) -> None:
         replay = self._backend.capture(partial(self._run, forward, size))
@@ -128,9 +141,11 @@ class DecodeGraphs:
 
     def _run(self, forward: Forward, size: int) -> None:
         computed = forward(size)
-        if self._hidden is None:
-            self._hidden = computed.new_empty(self._sizes[-1], computed.shape[1])
-        self._hidden[:size].copy_(computed)
+        if self._output is None:
+            self._output = computed.map(lambda each: each.new_empty(self._sizes[-1], *each.shape[1:]))
+        for output, each in zip(self._output, computed, strict=True):
+            if output is not None and each is not None:
+                output[:size].copy_(each)
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from quire.engine.kv_cache_spec import KVCacheConfig
 from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
+from quire.kernels.sampling import likeliest_tokens
 
 from .attention_metadata import build_attention_metadata
-from .decode_graphs import DecodeGraphs, GraphBackend, graph_sizes
+from .decode_graphs import Decoded, DecodeGraphs, GraphBackend, graph_sizes
 from .device_rows import BlockChanges, DeviceRows
 from .input_batch import InputBatch, gather_inputs, write_idle
 from .input_buffers import BatchShape, DeviceInputs, HostInputs, InputBuffers
@@ -32,7 +33,7 @@ from .launched_step import HostCopies, LaunchedStep
 from .layers.attention import LayerCache
 from .models.model import Model
 from .request_table import RequestTable
-from .sampler import SampledScores, sample
+from .sampler import SampledScores, SamplerOutput, sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +79,9 @@ class ModelRunner:
             num_seqs, limits.max_num_batched_tokens, num_groups, limits.max_inflight_steps, device
         )
         self._graphs: DecodeGraphs | None = None
+        self._graphs_give_tokens = False
+        # Where nobody plans a step before the one before it is known, no token is a reference.
+        self._graphs_read_references = limits.max_inflight_steps > 1
         self._unsettled: deque[_Unsettled] = deque()
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
         self._group_of_layer = [groups[layer] for layer in model.own_layers]
@@ -89,7 +93,11 @@ class ModelRunner:
         self._graphs.capture_all(self._forward_in_place, self._prepare_idle, progress=progress)
 
     def record_graphs(self, backend: GraphBackend, most: int) -> None:
-        """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes."""
+        """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes.
+
+        They go on to the likeliest tokens: what has to be called for these one by one takes longer than they do.
+        """
+        self._graphs_give_tokens = self._model.gives_logits
         sizes = list(range(1, min(most, self._most_decodes) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
 
@@ -111,14 +119,15 @@ class ModelRunner:
         changes = BlockChanges(table, target)
         inputs = self._buffers.upload(shape)
         changes.apply(self._rows, inputs)
-        if self._graphs is not None and size is not None:
-            hidden = self._graphs.replay(self._forward_in_place, size)
+        if self._graphs is not None and size is not None and self._graphs_read_references >= batch.reads_references:
+            decoded = self._graphs.replay(self._forward_in_place, size)
         else:
             hidden = self._forward(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
+            decoded = Decoded(hidden)
         if not self._model.gives_logits:
             nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=_no_tokens(step))
             return LaunchedStep(HostCopies(self._device), lambda: nothing)
-        return self._finish(step, batch, inputs, hidden)
+        return self._finish(step, batch, inputs, decoded)
 
     def _graph_size(self, step: SchedulerOutput) -> int | None:
         """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
@@ -141,16 +150,21 @@ class ModelRunner:
         write_idle(self._buffers.begin(shape))
         self._buffers.upload(shape)
 
-    def _forward_in_place(self, size: int) -> Tensor:
+    def _forward_in_place(self, size: int) -> Decoded:
         """The forward of whatever inputs are there for a batch of `size` tokens: the one that is captured."""
-        return self._forward(*self._buffers.current(BatchShape(size, size)), self._rows.max_blocks)
+        host, inputs = self._buffers.current(BatchShape(size, size))
+        hidden = self._forward(host, inputs, self._rows.max_blocks, reads_references=self._graphs_read_references)
+        if not self._graphs_give_tokens:
+            return Decoded(hidden)
+        logits = self._model.logits(hidden)
+        return Decoded(hidden, logits, likeliest_tokens(logits))
 
-    def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, hidden: Tensor) -> LaunchedStep:
+    def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> LaunchedStep:
         """Sample, and start to copy what the step is asked for to the host."""
         table, copies = self._table, HostCopies(self._device)
-        sampled = self._sample(step, batch, inputs, hidden, copies)
-        prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, hidden, copies)
-        embeddings = table.pooling.compute(step, self._model, hidden, copies)
+        sampled = self._sample(step, batch, inputs, decoded, copies)
+        prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, decoded.hidden, copies)
+        embeddings = table.pooling.compute(step, self._model, decoded.hidden, copies)
 
         def read() -> ModelRunnerOutput:
             token_ids, logprobs = sampled()
@@ -172,23 +186,19 @@ class ModelRunner:
         return launched
 
     def _sample(
-        self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, hidden: Tensor, copies: HostCopies
+        self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded, copies: HostCopies
     ) -> Callable[[], tuple[IntArray, BatchLogprobs | None]]:
         """Sample for the rows that reach their last known token. The tokens stay on the device for the next step.
 
         Returns what gives, when `copies` are there, the tokens of all requests of the batch, [num_reqs, 1], and the
         logprobs that some of them want.
         """
-        rows, table = batch.sampling_rows, self._table
-        num_sampling = len(rows)
+        num_sampling = len(batch.sampling_rows)
         if num_sampling == 0:
             return lambda: (_no_tokens(step), None)
-        logits = self._model.logits(hidden.index_select(0, inputs.logits_indices[:num_sampling]))
-        if table.sampling.reads_tokens(rows):
-            while self._unsettled:  # the forward is under way: the device does not wait with us
-                self._settle()
-        parameters = table.sampling.gather(rows, table.num_tokens[rows], table.token_ids, batch.masks)
-        sampled = sample(logits, None if batch.is_greedy else inputs.draws(num_sampling), parameters)
+        if num_sampling < len(decoded.hidden):
+            decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
+        sampled = self._choose(batch, inputs, decoded)
         self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
         token_ids = copies.start(sampled.token_ids.int())
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
@@ -199,6 +209,18 @@ class ModelRunner:
             return all_token_ids, None if scores is None else _in_batch_order(scores, batch)
 
         return read
+
+    def _choose(self, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> SamplerOutput:
+        """Tokens for `batch.sampling_rows`, to which the rows of `decoded` belong."""
+        rows, table = batch.sampling_rows, self._table
+        if decoded.likeliest is not None and batch.is_greedy and batch.masks is None and table.sampling.is_plain(rows):
+            return SamplerOutput(decoded.likeliest, None)
+        logits = self._model.logits(decoded.hidden) if decoded.logits is None else decoded.logits
+        if table.sampling.reads_tokens(rows):
+            while self._unsettled:  # the forward is under way: the device does not wait with us
+                self._settle()
+        parameters = table.sampling.gather(rows, table.num_tokens[rows], table.token_ids, batch.masks)
+        return sample(logits, None if batch.is_greedy else inputs.draws(len(rows)), parameters)
 
     def _settle(self) -> None:
         """Write down what the oldest step has sampled; waits for it where nobody has."""

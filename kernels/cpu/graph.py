@@ -3,9 +3,9 @@
     | look up, angles |  norm  linear  rotate  attend  linear  norm ... linear  | add |
     | torch operators |             one program of compiled calls               | torch
 
-What a forward asks torch for is seen by a dispatch mode, and what it compiles by `recording`. An operator that makes a
-new tensor is called again and its result copied to where the first one was; memory that is only asked for comes from a
-pool and goes back when the forward drops it, so that what is repeated stays in the caches as the forward itself did.
+What a forward asks torch for is seen by a dispatch mode, and what it compiles by `recording`. All memory comes from a
+pool and goes back when the forward drops it, so that what is repeated stays in the caches as the forward itself did. An
+operator that makes a new tensor is called again to write where the first one was.
 
 A forward is fit for it when it makes the same calls with the same shapes whatever the numbers are, and reads those that
 change from memory that stays where it is. Operators whose shapes depend on numbers, or that give one to Python, are
@@ -24,10 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .program import Program
-from .recording import CompiledCall, NotCapturableError, recorded_by, recorder
+from .recording import CompiledCall, NotCapturableError, borrowed, recorded_by, recorder, span_bytes
 
 _ALIGNMENT = 64  # bytes
 _SMALLEST = 4096  # bytes of a block
@@ -39,6 +39,7 @@ _ALLOCATIONS = {
     _ATEN.new_empty.default,
     _ATEN.new_empty_strided.default,
 }
+_COPIES = {_ATEN.to.dtype, _ATEN._to_copy.default, _ATEN.clone.default}
 _UNFIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
@@ -50,8 +51,7 @@ class Pool:
 
     def like(self, tensor: Tensor) -> Tensor:
         """An uninitialized tensor of the same dtype, shape and strides. Its memory is free again when nobody has it."""
-        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        num_bytes = 0 if tensor.numel() == 0 else (last + 1) * tensor.itemsize
+        num_bytes = span_bytes(tensor)
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length()) if num_bytes else _SMALLEST
         free = self._free[size]
         block = free.pop() if free else np.empty(size + _ALIGNMENT, np.uint8)
@@ -83,6 +83,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
     def __init__(self, pool: Pool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._pool = pool
+        self._lent: set[int] = set()  # addresses of the pool's memory
         self._actions: list[Callable[[], object]] = []
         self._calls: list[CompiledCall] = []
 
@@ -118,12 +119,24 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
             raise NotCapturableError(f"{func} depends on numbers")
         result = func(*args, **kwargs)
         if func in _ALLOCATIONS:
-            return self._pool.like(result)
+            return self._lend(result)
         if func._schema.is_mutable:
+            args, kwargs = tree_map_only(Tensor, self._as_recorded, (args, kwargs))
             self.add_action(partial(func, *args, **kwargs))
         elif not _are_views(_tensors(result), of=_tensors((args, kwargs))):
-            self.add_action(partial(_call_again, func, args, kwargs, result))
+            result = tree_map_only(Tensor, lambda tensor: self._lend(tensor).copy_(tensor), result)
+            self.add_action(_repeat(func, *tree_map_only(Tensor, self._as_recorded, (args, kwargs, result))))
         return result
+
+    def _lend(self, like: Tensor) -> Tensor:
+        tensor = self._pool.like(like)
+        self._lent.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    def _as_recorded(self, tensor: Tensor) -> Tensor:
+        """Memory of the pool goes back when the forward drops it, whatever a record still does with it."""
+        is_lent = tensor.numel() > 0 and tensor.untyped_storage().data_ptr() in self._lent
+        return borrowed(tensor) if is_lent else tensor
 
 
 def _are_views(tensors: Sequence[Tensor], of: Sequence[Tensor]) -> bool:
@@ -132,8 +145,29 @@ def _are_views(tensors: Sequence[Tensor], of: Sequence[Tensor]) -> bool:
     return all(tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in known for tensor in tensors)
 
 
-def _call_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    for old, new in zip(_tensors(result), _tensors(func(*args, **kwargs)), strict=True):
+def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Callable[[], object]:
+    """Calls `func` again and has what it gives in `result`: written there at once, by operators that can."""
+    if func in _COPIES:
+        return partial(_ATEN.copy_.default, result, args[0])
+    writes = _variant_with_out(func)
+    if writes is None:
+        return partial(_call_again, func, args, kwargs, _tensors(result))
+    return partial(writes, *args, **kwargs, out=result)
+
+
+def _variant_with_out(func: Any) -> Any | None:
+    """The overload of an operator that takes the same arguments and, for its one result, `out`."""
+    wanted = [(each.name, str(each.type)) for each in func._schema.arguments]
+    for name in func.overloadpacket.overloads():
+        overload = getattr(func.overloadpacket, name)
+        out = [each.name for each in overload._schema.arguments if each.is_out]
+        if out == ["out"] and wanted == [(e.name, str(e.type)) for e in overload._schema.arguments if not e.is_out]:
+            return overload
+    return None
+
+
+def _call_again(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> None:
+    for old, new in zip(results, _tensors(func(*args, **kwargs)), strict=True):
         old.copy_(new)
 
 

@@ -59,7 +59,7 @@ def recorded_by(listener: Recorder | None) -> Iterator[None]:
 
 
 def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
-    """`action(*tensors)`, which are contiguous and not empty.
+    """`action(*tensors)`, which are not empty.
 
     In a record it is one action, which keeps neither its intermediate results nor, as compiled calls do not, the memory
     of these tensors.
@@ -68,13 +68,21 @@ def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
     with recorded_by(None):
         action(*tensors)
         if listener is not None:
-            listener.add_action(partial(action, *map(_borrowed, tensors)))
+            listener.add_action(partial(action, *map(borrowed, tensors)))
 
 
-def _borrowed(tensor: Tensor) -> Tensor:
-    assert tensor.is_contiguous()
-    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape)
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same tensor, not empty, which does not keep its memory."""
+    memory = (ctypes.c_uint8 * span_bytes(tensor)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
+def span_bytes(tensor: Tensor) -> int:
+    """From its first element to its last."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 def only_unrecorded(reason: str) -> None:

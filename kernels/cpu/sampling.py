@@ -25,12 +25,13 @@ from .sources import digest_of
 if TYPE_CHECKING:
     from ..sampling import Draws
 
-_BLOCK = 256  # tokens whose weights are summed up before they are searched
+_BLOCK = 256  # tokens that are looked at, or whose weights are summed up, before they are searched
 _INFINITY = np.int32(0x7F800000)  # its bits; those of NaN without the sign are above
 
 _DRAW = Arguments("logits", "stride", "vocab", "temperature", "top_k", "top_p", "min_p", "numbers", "out")
 _EXCLUDE = Arguments("logits", "stride", "vocab", "indices", "allowed", "num_words")
-_DRAW_TYPE, _EXCLUDE_TYPE = _DRAW.dtype, _EXCLUDE.dtype
+_LIKELIEST = Arguments("logits", "stride", "vocab", "out")
+_DRAW_TYPE, _EXCLUDE_TYPE, _LIKELIEST_TYPE = _DRAW.dtype, _EXCLUDE.dtype, _LIKELIEST.dtype
 
 
 def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
@@ -40,6 +41,14 @@ def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
         num_rows, vocab,
         logits.data_ptr(), logits.stride(0) * 4, vocab, indices.data_ptr(), allowed.data_ptr(), num_words,
     )  # fmt: skip
+
+
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """See `sampling.likeliest_tokens`."""
+    num_rows, vocab = logits.shape
+    out = torch.empty(num_rows, dtype=torch.int64)
+    _likeliest(num_rows, vocab, logits.data_ptr(), logits.stride(0) * 4, vocab, out.data_ptr())
+    return out
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
@@ -190,6 +199,37 @@ def _pick(distances: Any, weights: Any, farthest: Any, number: Any, sums: Any) -
     return last
 
 
+@njit(error_model="numpy")
+def _likeliest_of(logits: Any, bits: Any) -> Any:
+    """The first token with the highest logit, or with NaN: found by the highest of each block, then within one."""
+    best, place = np.float32(-np.inf), 0
+    for start in range(0, len(logits), _BLOCK):
+        end = min(start + _BLOCK, len(logits))
+        top, has_nan = _highest(bits[start:end])
+        if has_nan:
+            return start + _first(logits[start:end], top, True)
+        if top > best:
+            best, place = top, start
+    return place + _first(logits[place : place + _BLOCK], best, False)
+
+
+def _likeliest_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _LIKELIEST_TYPE)[0]
+        out = carray(pointer(a.out), (a.num_rows,), np.int64)
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                return
+            for row in range(first, min(first + a.grain, a.num_rows)):
+                logits = pointer(a.logits + row * a.stride)
+                out[row] = _likeliest_of(carray(logits, (a.vocab,), np.float32), carray(logits, (a.vocab,), np.int32))
+
+    return worker
+
+
 def _draw_worker(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -259,4 +299,5 @@ def _exclude_worker(sources: str) -> Any:
 
 _SOURCES = digest_of("call", "exponential", "intrinsics", "vectors")
 _exclude = RowFunction(_exclude_worker(_SOURCES), _EXCLUDE, 0.3)
+_likeliest = RowFunction(_likeliest_worker(_SOURCES), _LIKELIEST, 0.15)
 _draw = RowFunction(_draw_worker(_SOURCES), _DRAW, 2.0)

@@ -20,6 +20,11 @@ def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
     logits[indices] = logits[indices].masked_fill(~may_stay, -torch.inf)
 
 
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """See `sampling.likeliest_tokens`."""
+    return logits.argmax(dim=-1)
+
+
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     """See `sampling.draw_tokens`."""
     temperature, top_k, top_p, min_p, numbers = (values[:, None] for values in draws)

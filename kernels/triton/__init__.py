@@ -5,7 +5,7 @@ from .cache import write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
 from .linear import linear, linear_fp8, linear_int8
 from .moe import experts
-from .sampling import draw_tokens, exclude_tokens
+from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 
 __all__ = [
     "activate_and_mul",
@@ -13,6 +13,7 @@ __all__ = [
     "draw_tokens",
     "exclude_tokens",
     "experts",
+    "likeliest_tokens",
     "linear",
     "linear_fp8",
     "linear_int8",

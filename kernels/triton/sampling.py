@@ -224,6 +224,11 @@ def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
         _exclude_kernel[grid](logits, indices, allowed, logits.stride(0), vocab, num_words, BLOCK=_BLOCK)
 
 
+def likeliest_tokens(logits: Tensor) -> Tensor:
+    """See `sampling.likeliest_tokens`."""
+    return logits.argmax(dim=-1)
+
+
 def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     """See `sampling.draw_tokens`."""
     num_rows, vocab = logits.shape

@@ -7,7 +7,7 @@ import torch
 from sampling_cases import MASKS, VOCABS, broken, cases, excluded, mistakes
 
 from quire.kernels.dispatch import forced_backend
-from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens
+from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens, likeliest_tokens
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -15,6 +15,26 @@ from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens
 def test_draws_are_what_the_filters_say(backend: str, vocab: int) -> None:
     with forced_backend(backend):
         assert mistakes(vocab) == []
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 511, 1024, 5000])
+def test_the_likeliest_is_the_first_of_the_highest(backend: str, vocab: int) -> None:
+    """As `argmax` says, ties, infinities and NaN included, on whatever side of a block they are."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = [torch.randint(0, 9, (64, vocab), generator=generator).float(), torch.full((1, vocab), -torch.inf)]
+    rows += [torch.zeros(2, vocab).copysign(torch.randn(2, vocab, generator=generator))]  # 0.0 is no more than -0.0
+    for special in (torch.nan, torch.inf, -torch.inf):
+        row = torch.randn(8, vocab, generator=generator)
+        places = torch.randint(0, vocab, (8, 3), generator=generator)
+        rows.append(row.scatter(1, places, special))
+    logits = torch.cat(rows)
+    wide = torch.full((len(logits), vocab + 3), torch.nan)
+    wide[:, 1 : vocab + 1] = logits
+    with forced_backend(backend):
+        assert torch.equal(likeliest_tokens(logits), logits.argmax(dim=-1))
+        assert torch.equal(likeliest_tokens(wide[:, 1 : vocab + 1]), logits.argmax(dim=-1))
+        assert likeliest_tokens(logits[:0]).shape == (0,)
 
 
 def plain(num_rows: int, **changes: float) -> Draws:
@@ -70,6 +90,8 @@ def test_wrong_arguments_are_refused() -> None:
         draw_tokens(logits[0], plain(2))
     with pytest.raises(TypeError, match=r"logits must be float32, got torch\.float64"):
         draw_tokens(logits.double(), plain(2))
+    with pytest.raises(ValueError, match=r"logits must be \[n, vocab\] with contiguous rows, got \[8, 2\]"):
+        likeliest_tokens(logits.T)
     with pytest.raises(ValueError, match=r"temperature must be \[2\], contiguous and on cpu, got \[3\] on cpu"):
         draw_tokens(logits, plain(3))
     with pytest.raises(TypeError, match=r"top_k must be torch\.int32, got torch\.int64"):

@@ -8,6 +8,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import SchedulerOutput
+from quire.workers.cpu_graphs import CpuGraphBackend
 from quire.workers.launched_step import LaunchedStep
 from quire.workers.parallel import ParallelContext
 from quire.workers.worker import Worker
@@ -31,6 +32,26 @@ class RepeatedCalls:
         return replay
 
 
+class CountedBackend(CpuGraphBackend):
+    """Counts how often its graphs are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_captured = self.num_replays = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+        replay = super().capture(run)
+        if replay is None:
+            return None
+        self.num_captured += 1
+
+        def counted() -> None:
+            self.num_replays += 1
+            replay()
+
+        return counted
+
+
 class InflightExecutor:
     """Launches each step when it is given, in the caller's thread. So with two steps in flight, a step is always
     launched before the result of the one before it was read, as on a GPU."""
@@ -38,7 +59,7 @@ class InflightExecutor:
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
         self._worker = Worker(config, info, ParallelContext())
         self._worker.load_model()
-        self.graphs: RepeatedCalls | None = None
+        self.graphs: RepeatedCalls | CountedBackend | None = None
         self.num_unread = 0  # most steps that were under way at a time
 
     def preferred_inflight_steps(self) -> int:
@@ -53,8 +74,10 @@ class InflightExecutor:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._worker.initialize_kv_cache(config)
         self._launched: list[LaunchedStep] = []
-        if self.graphs is not None:
+        if isinstance(self.graphs, RepeatedCalls):
             self._worker.runner.capture_graphs(self.graphs)
+        elif self.graphs is not None:
+            self._worker.runner.record_graphs(self.graphs, most=12)
 
     def execute(self, step: SchedulerOutput) -> LaunchedStep:
         self._launched = [each for each in self._launched if not each.is_known]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from core_driver import Driver
 from graph_checks import BLOCK_SIZE, make_model, make_runner, steps_of, tokens_of
+from inflight_executor import CountedBackend
 from test_sampling import NUM_TOKENS
 from tiny_llama import make_tiny_llama
 
@@ -24,28 +25,7 @@ from quire.kernels import fp8, ops
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.recording import NotCapturableError, recorder
 from quire.kernels.elementwise import rms_norm
-from quire.workers.cpu_graphs import CpuGraphBackend
 from quire.workers.local_executor import LocalExecutor
-
-
-class CountedBackend(CpuGraphBackend):
-    """Counts how often its graphs are used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_captured = self.num_replays = 0
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
-        replay = super().capture(run)
-        if replay is None:
-            return None
-        self.num_captured += 1
-
-        def counted() -> None:
-            self.num_replays += 1
-            replay()
-
-        return counted
 
 
 @pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
 import torch
 from core_driver import Driver
 from graph_checks import NUM_STEPS, run_graph_checks
-from inflight_executor import InflightExecutor, RepeatedCalls
+from inflight_executor import CountedBackend, InflightExecutor, RepeatedCalls
 from test_sampling import NUM_TOKENS, requests
 from tiny_llama import make_tiny_llama
 
@@ -23,12 +27,21 @@ MAX_LEN = 256
 
 
 @pytest.fixture(scope="module")
-def executor(tmp_path_factory: pytest.TempPathFactory) -> InflightExecutor:
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("tiny")
     make_tiny_llama(directory, initializer_range=0.12)
-    info = load_model_info(ModelConfig(model=str(directory)))
-    config = EngineConfig.model_validate({"model": {"num_threads": 1}, "scheduler": {"max_num_seqs": 12}})
-    return InflightExecutor(config, info)
+    return directory
+
+
+def make_executor(directory: Path, max_inflight_steps: int) -> InflightExecutor:
+    limits = {"max_num_seqs": 12, "max_inflight_steps": max_inflight_steps}
+    config = EngineConfig.model_validate({"model": {"num_threads": 1}, "scheduler": limits})
+    return InflightExecutor(config, load_model_info(ModelConfig(model=str(directory))))
+
+
+@pytest.fixture(scope="module")
+def executor(directory: Path) -> InflightExecutor:
+    return make_executor(directory, max_inflight_steps=3)
 
 
 def all_kinds() -> list[EngineRequest]:
@@ -52,13 +65,22 @@ def flat(scores: list[TokenLogprobs | None]) -> np.ndarray:
     return np.array([[s.logprob, *(value for _, value in s.top)] for s in scores if s is not None], np.float64)
 
 
+def compare(answers: list, expected: list) -> None:
+    for answer, wanted in zip(answers, expected, strict=True):
+        assert answer.token_ids == wanted.token_ids
+        np.testing.assert_allclose(flat(answer.logprobs), flat(wanted.logprobs), atol=1e-5)
+        np.testing.assert_allclose(flat(answer.prompt_logprobs or []), flat(wanted.prompt_logprobs or []), atol=1e-5)
+        if wanted.embedding is not None:
+            np.testing.assert_allclose(answer.embedding, wanted.embedding, atol=1e-5)
+
+
 @pytest.fixture(scope="module")
 def expected(executor: InflightExecutor) -> list:
     executor.graphs = None
     return Driver(executor, MAX_LEN, scheduler={"max_inflight_steps": 1}).run(all_kinds())
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize("graphs", [lambda: None, RepeatedCalls, CountedBackend], ids=["eager", "graphs", "recorded"])
 @pytest.mark.parametrize(
     "sections",
     [
@@ -70,23 +92,33 @@ def expected(executor: InflightExecutor) -> list:
     ],
     ids=["depth1", "depth2", "depth3-chunked", "depth2-preempted", "depth2-few-rows"],
 )
-def test_answers_are_the_same(executor: InflightExecutor, expected: list, sections: dict, graphs: bool) -> None:
-    executor.graphs = RepeatedCalls() if graphs else None
+def test_answers_are_the_same(
+    executor: InflightExecutor, expected: list, sections: dict, graphs: Callable[[], Any]
+) -> None:
+    executor.graphs = graphs()
     executor.num_unread = 0
     driver = Driver(executor, MAX_LEN, **sections)
     answers = driver.run(all_kinds())
     assert executor.num_unread == sections["scheduler"]["max_inflight_steps"]
-    for answer, wanted in zip(answers, expected, strict=True):
-        assert answer.token_ids == wanted.token_ids
-        np.testing.assert_allclose(flat(answer.logprobs), flat(wanted.logprobs), atol=1e-5)
-        np.testing.assert_allclose(flat(answer.prompt_logprobs or []), flat(wanted.prompt_logprobs or []), atol=1e-5)
-        if wanted.embedding is not None:
-            np.testing.assert_allclose(answer.embedding, wanted.embedding, atol=1e-5)
+    compare(answers, expected)
     if "num_kv_blocks" in sections.get("cache", {}):
         assert driver.stats().num_preemptions > 0
     if executor.graphs is not None:
-        assert executor.graphs.num_captured == len(graph_sizes(12))
+        assert graphs is CountedBackend or executor.graphs.num_captured == len(graph_sizes(12))
         assert executor.graphs.num_replays >= NUM_TOKENS // 2
+
+
+@pytest.mark.parametrize("graphs", [RepeatedCalls, CountedBackend], ids=["graphs", "recorded"])
+def test_a_rank_that_expects_no_references_computes_them(
+    directory: Path, expected: list, graphs: Callable[[], Any]
+) -> None:
+    """Graphs of one step in flight read none: a step that brings some is computed without them."""
+    executor = make_executor(directory, max_inflight_steps=1)
+    executor.graphs = graphs()
+    compare(Driver(executor, MAX_LEN, scheduler={"max_inflight_steps": 2}).run(all_kinds()), expected)
+    assert executor.graphs.num_replays == 0
+    compare(Driver(executor, MAX_LEN, scheduler={"max_inflight_steps": 1}).run(all_kinds()), expected)
+    assert executor.graphs.num_replays >= NUM_TOKENS // 2
 
 
 def test_a_row_changes_hands_while_its_token_is_unread(executor: InflightExecutor) -> None:

@@ -15,7 +15,6 @@ from quire.engine.outputs import NewRow
 from quire.engine.sampling_params import SamplingParams
 from quire.workers.sampler import SamplerOutput, SamplingRows
 from quire.workers.sampler.rng import uniform
-from quire.workers.sampler.sampler import highest
 
 VOCAB = 40
 EOS = 0
@@ -304,18 +303,3 @@ def test_ignored_eos_is_not_forbidden_by_min_tokens() -> None:
         params = SamplingParams(temperature=0.0, min_tokens=4, ignore_eos=ignore_eos)
         rows = rows_of(params, eos_token_ids=(1,))
         assert sampled(rows, logits, [0], [1]).token_ids.tolist() == [expected]
-
-
-@pytest.mark.parametrize("vocab", [1, 255, 256, 257, 511, 1024, 5000])
-def test_the_highest_is_the_first_of_the_highest(vocab: int) -> None:
-    """As `argmax` says, ties, infinities and NaN included, on whatever side of a span they are."""
-    generator = torch.Generator().manual_seed(vocab)
-    rows = [torch.randint(0, 9, (64, vocab), generator=generator).float(), torch.full((1, vocab), -torch.inf)]
-    for special in (torch.nan, torch.inf, -torch.inf):
-        row = torch.randn(8, vocab, generator=generator)
-        places = torch.randint(0, vocab, (8, 3), generator=generator)
-        rows.append(row.scatter(1, places, special))
-    logits = torch.cat(rows)
-    assert torch.equal(highest(logits), logits.argmax(dim=-1))
-    assert torch.equal(highest(torch.cat([logits, logits], dim=1)[:, :vocab]), logits.argmax(dim=-1))
-    assert highest(logits[:0]).shape == (0,)

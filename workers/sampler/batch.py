@@ -105,6 +105,10 @@ class SamplingRows:
         if params.has_penalties:
             self._counts[row] = TokenCounts(params, new.num_prompt_tokens)
 
+    def is_plain(self, rows: IntArray) -> bool:
+        """Whether these rows take what comes of their logits, and want to know nothing more."""
+        return not (self._logit_bias or self._constraints or self._counts or (self._num_logprobs[rows] >= 0).any())
+
     def reads_tokens(self, rows: IntArray) -> bool:
         """Whether `gather` reads the tokens of some of these rows: those with penalties or bad words."""
         if not self._counts and not self._constraints:
