@@ -1,13 +1,15 @@
 """The engine's side of its gateways: takes requests in, sends the outputs of every step back. Knows no Ray.
 
 The step loop lives in a thread of its own; once per step it hands all outputs to the event loop, which sends one
-message to each gateway that has a stream among them, or several where one frame cannot hold them.
+message to each gateway that has a stream among them, or several where one frame cannot hold them. The step loop waits
+for that, and then plans the next step: so a gateway does its work meanwhile, and not when, on CPU, all cores compute.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -43,6 +45,7 @@ from .resume_journal import ResumeJournal
 logger = logging.getLogger(__name__)
 
 LEAVE_POLL_S = 0.02
+SEND_S = 0.002  # how long the step loop waits for its outputs to be sent; then it goes on all the same
 REPORT_S = 0.2  # how often a gateway hears how busy the engine is, while that changes
 
 
@@ -74,6 +77,7 @@ class EngineServer:
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
         self._gateways: set[transport.Connection] = set()
         self._is_leaving = False
+        self._are_sent = threading.Event()  # the outputs of the last step
         self._server: asyncio.Server | None = None
         self._reporter: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = self._event_loop.create_future()
@@ -218,7 +222,9 @@ class EngineServer:
     # To gateways
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
+        self._are_sent.clear()
         self._event_loop.call_soon_threadsafe(self._deliver, outputs)
+        self._are_sent.wait(SEND_S)
 
     def _on_kv_events(self, events: list[KVEvent]) -> None:
         self._event_loop.call_soon_threadsafe(self._cache.on_events, events)
@@ -239,6 +245,7 @@ class EngineServer:
             for payload in payloads:
                 gateway.send(payload)
             self._abort([request_id for request_id in too_large if request_id in self._owners])
+        self._are_sent.set()
 
     def _send(self, gateway: transport.Connection, message: EngineMessage) -> None:
         gateway.send(encoder.encode(message))

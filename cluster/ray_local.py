@@ -6,8 +6,11 @@ process: it reads some of them then, and every process that it starts inherits t
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
 import os
+import random
 import shutil
 import socket
 import tempfile
@@ -20,6 +23,7 @@ OBJECT_STORE_BYTES = 128 << 20  # nothing of size travels as a Ray object
 MIN_LOGICAL_CPUS = 8  # replicas and ranks ask for parts of a CPU; a small machine must not refuse them
 MAX_TEMP_DIR_LENGTH = 12  # HAProxy takes socket paths of 97 bytes, and Serve puts 70 behind our folder
 STOP_TIMEOUT_S = 5.0
+_PORTS = range(20_000, 32_768)  # between those of Ray's workers and those that Linux gives to connections
 
 
 def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
@@ -60,12 +64,20 @@ def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on which nobody listens now."""
-    sockets = [socket.create_server(("", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+    """Ports on which nobody listens now.
+
+    Not those that the system would choose: it gives the same ones to connections, of which Ray opens hundreds before
+    whoever asked for a port listens on it.
+    """
+    with contextlib.ExitStack() as held:
+        ports: list[int] = []
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            with contextlib.suppress(OSError):
+                held.enter_context(socket.create_server(("", port)))
+                ports.append(port)
+            if len(ports) == count:
+                return ports
+    raise OSError(errno.EADDRINUSE, f"{count} free ports from {_PORTS[0]} to {_PORTS[-1]} are not to be had")
 
 
 def make_folder() -> Path:

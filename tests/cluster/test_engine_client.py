@@ -9,13 +9,14 @@ import threading
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from itertools import pairwise
 
 import msgspec
 import pytest
 from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine, until
 
 from quire.cluster import directory as directory_module
-from quire.cluster import engine_links, recalls, transport
+from quire.cluster import engine_links, engine_server, recalls, transport
 from quire.cluster.directory import LEASE_S, Directory, EngineRecord, Lease, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
@@ -80,6 +81,30 @@ async def test_streams_are_those_of_the_model(directory: Directory, client: Engi
     assert results == [{f"r{i}": expected(5 + i, i)} for i in range(10)]
     await until(lambda: is_idle(engine))
     await engine.close()
+
+
+async def test_a_step_is_sent_before_the_next_one_is_planned(
+    directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_server, "SEND_S", 60.0)
+    core, log = fake_core(), []
+    step = core.step
+
+    def logged() -> list[EngineOutput]:
+        log.append("planned")
+        outputs = step()
+        if outputs:
+            log.append("computed")
+        return outputs
+
+    core.step = logged
+    engine = await start_engine(directory, "e1", core)
+    deliver = engine._deliver
+    engine._deliver = lambda outputs: (log.append("sent"), deliver(outputs))
+    assert await collect(client, request("r")) == {"r": expected()}
+    await engine.close()
+    after = [later for earlier, later in pairwise(log) if earlier == "computed"]
+    assert after == ["sent"] * 20
 
 
 async def test_a_request_waits_for_the_first_engine(directory: Directory, client: EngineClient) -> None:

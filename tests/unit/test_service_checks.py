@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quire.cluster import service
+from quire.cluster import ray_local, service
 from quire.cluster.ray_local import free_ports
 from quire.engine.errors import ConfigError
 
@@ -25,6 +25,18 @@ def test_too_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError) as caught:
         service.serve(port=free_ports(1)[0])
     assert caught.value.message == "Too little memory: 700 MiB are available, at least 2048 MiB are needed."
+
+
+def test_free_ports_are_not_those_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of which would be taken again before anybody listens."""
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    assert all(20_000 <= port < 32_768 for port in ports)
+    monkeypatch.setattr(ray_local, "_PORTS", ports[:3])
+    with socket.create_server(("", ports[0])):
+        assert set(free_ports(2)) == set(ports[1:3])
+        with pytest.raises(OSError, match="3 free ports .* are not to be had"):
+            free_ports(3)
 
 
 def test_a_port_in_use() -> None:
