@@ -12,7 +12,7 @@ ARGS ?=
 
 # Tests that take one core most of the time and share no state between files: two processes run them. The rest, of what
 # pyproject.toml names, have services of their own.
-IN_PARALLEL := tests/unit tests/kernels tests/models
+IN_PARALLEL := tests/unit tests/kernels tests/models tests/api
 IN_TURN := $(filter-out $(IN_PARALLEL),$(shell sed -n 's/^testpaths = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))
 
 # The lock file is given as a constraint: pip installs what pyproject.toml asks for, in the pinned versions. It would

@@ -35,7 +35,7 @@ def test_free_ports_are_not_those_of_connections(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(ray_local, "_PORTS", ports[:3])
     with socket.create_server(("", ports[0])):
         assert set(free_ports(2)) == set(ports[1:3])
-        with pytest.raises(OSError, match="3 free ports .* are not to be had"):
+        with pytest.raises(OSError, match=r"3 free ports .* are not to be had"):
             free_ports(3)
 
 
