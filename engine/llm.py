@@ -12,6 +12,7 @@ from .core import EngineCore
 from .detokenizer import TokenDecoder
 from .errors import EngineError, InvalidRequestError
 from .input_processor import InputProcessor
+from .interrupts import interrupts_afterwards
 from .output_processor import OutputKind, OutputProcessor
 from .outputs import EmbeddingOutput, EngineOutput, EngineRequest, RequestOutput
 from .pooling import PoolingParams
@@ -124,7 +125,7 @@ class OfflineEngine:
                 self.core.add_request(request)
             with progress:
                 while len(ends) < len(requests):
-                    for output in self.core.step():
+                    for output in self._step():
                         ends[output.request_id] = output
                         progress.embedded()
         finally:
@@ -169,13 +170,17 @@ class OfflineEngine:
                     self.core.add_request(request)
                     engine_ids.append(request.request_id)
             while outputs.num_unfinished:
-                arrived = self.core.step()
+                arrived = self._step()
                 raise_refusal(arrived)
                 processed = outputs.process(arrived)
                 self.core.abort(processed.abort_ids)
                 yield from processed.request_outputs
         finally:
             self.core.abort(engine_ids)
+
+    def _step(self) -> list[EngineOutput]:
+        with interrupts_afterwards():
+            return self.core.step()
 
     def shutdown(self) -> None:
         self.core.shutdown()

@@ -53,6 +53,9 @@ class LocalExecutor:
             return _Pending(self, step, self._worker.launch(step))
         except Exception as error:
             return _Failed(self.fail(step, error))
+        except BaseException:  # an interrupt: what the engine has planned is not in the cache
+            self._failed = ExecutorError(f"step {step.step_id} was interrupted")
+            raise
 
     def restart(self) -> None:
         """The weights are intact: `initialize_kv_cache`, which follows, empties the rest."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +23,29 @@ TEXTS = ["The capital of France is Paris.", "year 2024 and 1,234", "Hi"]
 def llm() -> Iterator[LLM]:
     with LLM(max_model_len=512, num_kv_blocks=64) as llm:
         yield llm
+
+
+def test_an_interrupt_leaves_the_engine_usable(llm: LLM) -> None:
+    """Whenever it comes: in planning, while a forward is computed or recorded, or between steps."""
+    prompts = [{"prompt_token_ids": list(range(2, 40 + i))} for i in range(3)]
+    short, long = (SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (8, 400))
+
+    def answers() -> list[list[int]]:
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, short, use_tqdm=False)]
+
+    wanted = answers()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for delay_s in (0.001, 0.01, 0.05, 0.1, 0.15, 0.2, 0.3):
+            timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate(prompts, long, use_tqdm=False)
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            assert llm.stats().num_used_blocks == 0
+            assert answers() == wanted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def expected(reference: Reference, ids: list[int], kind: str, normalize: bool, dimensions: int | None) -> torch.Tensor:
