@@ -27,6 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in (
 pytestmark = pytest.mark.filterwarnings("ignore:The `metrics_interval_s` field:DeprecationWarning")
 APPLICATION, MODEL = "scaling", "tiny"
 ENGINES, GATEWAYS = f"ray::ServeReplica:{APPLICATION}:Engine", f"ray::ServeReplica:{APPLICATION}:Gateway"
+LONGEST = 32_768  # tokens of a context
 NUM_STREAMS = 4
 PROMPT_TOKENS = 40
 START_S = 90.0  # in which an engine starts beside one that works, on a slow machine too; the old one waits as long
@@ -40,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tiny_llama import make_tiny_llama
 
     folder = tmp_path_factory.mktemp("tiny")
-    make_tiny_llama(folder, vocab_size=512, max_position_embeddings=4096)
+    make_tiny_llama(folder, vocab_size=512, max_position_embeddings=LONGEST)
     byte_level().backend_tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
@@ -73,7 +74,7 @@ def deploy(root: str, model: Path) -> Iterator[Callable[..., str]]:
         config = QuireConfig.model_validate(
             {
                 "model": {"model": str(model), "served_model_name": MODEL, "device": "cpu", "num_threads": 1},
-                "cache": {"num_kv_blocks": 2048},
+                "cache": {"num_kv_blocks": 4096},
                 "scheduler": {"max_num_seqs": max_num_seqs},
             }
         )
@@ -93,8 +94,8 @@ def body(index: int, **fields: object) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 300, "ignore_eos": True, **sampling, **fields}
 
 
-def answer(url: str, index: int, **fields: object) -> str:
-    """The text of one streamed answer. Whatever is not a whole answer fails."""
+def answer(url: str, index: int, until: threading.Event | None = None, **fields: object) -> str:
+    """The text of one streamed answer, whole or as far as it has come when `until` is set. Whatever else fails."""
     text, ended = "", False
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=body(index, stream=True, **fields), timeout=httpx.Timeout(90)
@@ -107,6 +108,8 @@ def answer(url: str, index: int, **fields: object) -> str:
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
                 text += event["choices"][0]["text"]
+            if until is not None and until.is_set():
+                return text
     assert ended
     return text
 
@@ -205,23 +208,27 @@ def test_a_new_configuration_under_load(deploy: Callable[..., str]) -> None:
     load = Load(url, expected)
     wait_for(lambda: load.num_answers > 2, 60)
     before = gateway_log()
-    long = ThreadPoolExecutor(1).submit(answer, url, 1, max_tokens=4000)
+    is_enough = threading.Event()  # however fast the machine, this stream is there when the old engine leaves
+    long = ThreadPoolExecutor(1).submit(answer, url, 1, is_enough, max_tokens=LONGEST - 100)
     (old,) = processes(ENGINES)
     started = time.monotonic()
-    deploy(options, max_num_seqs=24)
+    deploying = ThreadPoolExecutor(1).submit(deploy, options, max_num_seqs=24)  # it waits for the stream as well
+    wait_for(lambda: handed_over(before), START_S)
+    is_enough.set()
+    assert long.result(90).startswith(expected[1])
+    deploying.result(60)
     updated_s = time.monotonic() - started
     wait_for(lambda: not old.is_running() and len(processes(ENGINES)) == 1, 30)
     assert updated_s < START_S, updated_s
     count = load.num_answers
     wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
-    assert handed_over(before)
+    assert handed_over(before)  # and nothing was lost since
     (alone,) = processes(ENGINES)
     alone.terminate()
     wait_for(lambda: not alone.is_running() and num_running_engines() == 1, 60, lambda: processes("ray::"))
     count = load.num_answers
     wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
     load.stop()
-    assert long.result(90).startswith(expected[1])
 
 
 def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) -> None:
