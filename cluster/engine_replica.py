@@ -67,7 +67,7 @@ class Engine:
         await self._registration.start()
         self._is_leaving = False
         self._event_loop = asyncio.get_running_loop()
-        # Not `atexit`, which comes after Python has closed all thread pools, and the engine computes in one.
+        # Not `atexit`, which comes after Python has closed all thread pools, and the end needs one.
         threading._register_atexit(self._on_exit)  # type: ignore[attr-defined]
         self._exporter = asyncio.create_task(RayExporter(self._families).run())
         logger.info("Engine %s serves %s at %s:%d.", self._engine_id, info.name, host, port)

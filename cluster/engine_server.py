@@ -1,8 +1,9 @@
 """The engine's side of its gateways: takes requests in, sends the outputs of every step back. Knows no Ray.
 
 The step loop lives in a thread of its own; once per step it hands all outputs to the event loop, which sends one
-message to each gateway that has a stream among them, or several where one frame cannot hold them. The step loop waits
-for that, and then plans the next step: so a gateway does its work meanwhile, and not when, on CPU, all cores compute.
+message to each gateway that has a stream among them, or several where one frame cannot hold them. Where the CPU
+computes the steps, the step loop waits for that before it plans the next one: a gateway does its work meanwhile, and
+not when all cores compute.
 """
 
 from __future__ import annotations
@@ -73,11 +74,14 @@ class EngineServer:
         self._event_loop = asyncio.get_running_loop()
         self._cache = CachePublisher(core)
         self._journal = ResumeJournal()
-        self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events)
+        shares_cpu = core.executor.preferred_inflight_steps() == 1
+        wait = (self._wait_until_sent,) if shares_cpu else ()
+        self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events, *wait)
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
         self._gateways: set[transport.Connection] = set()
         self._is_leaving = False
-        self._are_sent = threading.Event()  # the outputs of the last step
+        self._are_sent = threading.Event()  # the last outputs
+        self._are_sent.set()
         self._server: asyncio.Server | None = None
         self._reporter: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = self._event_loop.create_future()
@@ -224,6 +228,8 @@ class EngineServer:
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
         self._are_sent.clear()
         self._event_loop.call_soon_threadsafe(self._deliver, outputs)
+
+    def _wait_until_sent(self) -> None:
         self._are_sent.wait(SEND_S)
 
     def _on_kv_events(self, events: list[KVEvent]) -> None:

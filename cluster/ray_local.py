@@ -72,12 +72,18 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
-            with contextlib.suppress(OSError):
-                held.enter_context(socket.create_server(("", port)))
-                ports.append(port)
             if len(ports) == count:
-                return ports
-    raise OSError(errno.EADDRINUSE, f"{count} free ports from {_PORTS[0]} to {_PORTS[-1]} are not to be had")
+                break
+            try:
+                held.enter_context(socket.create_server(("", port)))
+            except OSError as error:
+                if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                    raise
+            else:
+                ports.append(port)
+        if len(ports) < count:
+            raise OSError(errno.EADDRINUSE, f"{count} free ports from {_PORTS[0]} to {_PORTS[-1]} are not to be had")
+        return ports
 
 
 def make_folder() -> Path:

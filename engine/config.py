@@ -130,7 +130,10 @@ class SchedulerConfig(Section):
         0, ge=0, description="Most tokens one request gets in a step; 0: no limit but the budget."
     )
     max_inflight_steps: int | None = Field(
-        None, ge=1, le=8, description="Steps given to the workers before the first is back; 1 on CPU, 2 on GPU."
+        None,
+        ge=1,
+        le=8,
+        description="Steps given to the workers before the first is back; 1 on CPU (more gain nothing), 2 on GPU.",
     )
     policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="fcfs: by arrival. priority: lower number first, then arrival."

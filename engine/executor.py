@@ -41,7 +41,7 @@ class Executor(Protocol):
         ...
 
     def execute(self, step: SchedulerOutput) -> PendingStep:
-        """Start one step; do not wait for it."""
+        """Start one step; do not wait for a device or another process."""
         ...
 
     def restart(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
@@ -23,6 +24,9 @@ OnFailure = Callable[[BaseException], None]
 OnKVEvents = Callable[[list[KVEvent]], None]
 
 
+EXIT_S = 60.0  # how long the end of the process waits for the step under way
+
+
 class _Job(NamedTuple):
     """Something to do between two steps; `future` belongs to whoever waits for it."""
 
@@ -37,16 +41,23 @@ class EngineLoop:
     requests. A request that the core refuses ends with one output of finish reason "error", whose `error` says why, so
     every request that was added ends with exactly one finish reason. `on_failure` is called once if the core itself
     fails: the loop has ended then, and its requests are lost here. `on_kv_events` is called in the same way as
-    `on_outputs`, with all that happened to cached blocks in a step, from the first one on.
+    `on_outputs`, with all that happened to cached blocks in a step, from the first one on. `before_next_step` is called
+    there when all this has been told of a step.
     """
 
     def __init__(
-        self, core: EngineCore, on_outputs: OnOutputs, on_failure: OnFailure, on_kv_events: OnKVEvents | None = None
+        self,
+        core: EngineCore,
+        on_outputs: OnOutputs,
+        on_failure: OnFailure,
+        on_kv_events: OnKVEvents | None = None,
+        before_next_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._on_kv_events = on_kv_events
+        self._before_next_step = before_next_step
         if on_kv_events is not None:
             core.subscribe_kv_events()
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -58,6 +69,7 @@ class EngineLoop:
 
     def start(self) -> None:
         self._thread.start()
+        atexit.register(self._end_with_process)
 
     def add(self, request: EngineRequest) -> None:
         self._put(_Job(lambda: self._add(request)))
@@ -97,7 +109,14 @@ class EngineLoop:
         self._put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
+        if not self._thread.is_alive():
+            atexit.unregister(self._end_with_process)
         self._core.shutdown()
+
+    def _end_with_process(self) -> None:
+        """A thread that met the end of Python within compiled code would abort the process."""
+        self._put(None)
+        self._thread.join(EXIT_S)
 
     def _put(self, job: _Job | None) -> None:
         with self._ending:
@@ -122,6 +141,7 @@ class EngineLoop:
                 self._step_started = time.monotonic()
                 self._publish(self._core.step())
                 self._step_started = None
+                self._before_next_step()
         except BaseException as error:
             logger.exception("The engine core failed")
             self._on_failure(error)

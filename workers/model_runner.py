@@ -119,7 +119,8 @@ class ModelRunner:
         changes = BlockChanges(table, target)
         inputs = self._buffers.upload(shape)
         changes.apply(self._rows, inputs)
-        if self._graphs is not None and size is not None and self._graphs_read_references >= batch.reads_references:
+        is_readable = self._graphs_read_references or not batch.reads_references
+        if self._graphs is not None and size is not None and is_readable:
             decoded = self._graphs.replay(self._forward_in_place, size)
         else:
             hidden = self._forward(target, inputs, batch.max_blocks, reads_references=batch.reads_references)

@@ -39,7 +39,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 class Worker:
-    """Call `load_model`, `initialize_kv_cache`, then `execute_model` once per step, all from one thread.
+    """Call `load_model`, `initialize_kv_cache`, then `execute_model` once per step, one call at a time.
 
     `initialize_kv_cache` may be called again: all rows are then empty. `device_index` chooses among the GPUs that this
     process sees.

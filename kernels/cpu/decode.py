@@ -66,19 +66,21 @@ class DecodePlan:
     ) -> None:
         """`starts` [num_reqs + 1] are where the query tokens of a request begin, and end; `seq_lens` [num_reqs];
         `block_table` [num_reqs, max_blocks]."""
-        assert starts.dtype == seq_lens.dtype == block_table.dtype == np.int32
+        for name, given in (("starts", starts), ("seq_lens", seq_lens), ("block_table", block_table)):
+            if given.dtype != np.int32 or given.strides[-1] != 4:
+                raise TypeError(f"{name} must be int32, one behind the other, got {given.dtype} {given.strides}")
         num_reqs = len(seq_lens)
         self._shape, self._record = shape, new_plan(_PLAN, shape)
         # The next item, and the items of each decode that are finished.
         self._counters = np.zeros(1 + num_reqs, np.int64)
         self._seq_lens = seq_lens
-        self._most_items = 0
-        self._fixed = (starts, block_table, np.empty((2, num_reqs), np.int64), np.empty(num_reqs + 1, np.int64))
+        self._capacity = 0  # items for which there is memory
+        of_decodes, first_item = np.empty((2, num_reqs), np.int64), np.empty(num_reqs + 1, np.int64)
+        self._owners_of_memory: list[object] = [starts, block_table, of_decodes, first_item, None]
         fields = self._record[0]
         fields["starts"], fields["seq_lens"] = starts.ctypes.data, seq_lens.ctypes.data
         fields["block_table"] = block_table.ctypes.data
         fields["table_stride"], fields["num_reqs"] = block_table.strides[0] // block_table.itemsize, num_reqs
-        _, _, of_decodes, first_item = self._fixed
         fields["tokens"], fields["requests"] = of_decodes.ctypes.data, of_decodes[1:].ctypes.data
         fields["first_item"], fields["counters"] = first_item.ctypes.data, self._counters.ctypes.data
         self._address = self._record.ctypes.data
@@ -90,17 +92,17 @@ class DecodePlan:
 
     def update(self) -> None:
         """Plan for what a step has now."""
-        # A request has as many items as there are chunks in its context, and one more where a window cuts the first.
-        most_items = int(self._seq_lens.sum()) // CHUNK + 2 * len(self._seq_lens)
-        if most_items > self._most_items:
+        # A request has an item for each chunk of its context, the last of which may be short; with a window, fewer.
+        most_items = int(self._seq_lens.sum()) // CHUNK + len(self._seq_lens)
+        if most_items > self._capacity:
             self._make_room(most_items + most_items // 2)
         _plan(self._address)
 
     def _make_room(self, num_items: int) -> None:
-        self._most_items = num_items
+        self._capacity = num_items
         by_item = np.empty((3, num_items), np.int64)
         partial = np.empty(num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
-        self._by_item = by_item, partial
+        self._owners_of_memory[-1] = by_item, partial
         fields = self._record[0]
         for name, values in zip(("owners", "begins", "ends"), by_item, strict=True):
             fields[name] = values.ctypes.data

@@ -107,6 +107,15 @@ async def test_a_step_is_sent_before_the_next_one_is_planned(
     assert after == ["sent"] * 20
 
 
+async def test_steps_go_on_when_nobody_says_that_they_are_sent(
+    directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = await start_engine(directory, "e1")
+    monkeypatch.setattr(engine._are_sent, "set", lambda: None)
+    assert await collect(client, request("r")) == {"r": expected()}
+    await engine.close()
+
+
 async def test_a_request_waits_for_the_first_engine(directory: Directory, client: EngineClient) -> None:
     stream = asyncio.create_task(collect(client, request("r")))
     await asyncio.sleep(0)

@@ -86,6 +86,63 @@ def test_the_executor_records_what_it_can(
     assert (backend.num_replays > 0) == is_recorded
 
 
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_recorded_attention_follows_its_contexts(window: int | None) -> None:
+    """From one chunk each to many more items than there was room for, and back."""
+    num_reqs, block_size, max_blocks = 3, 16, 200
+    generator = torch.Generator().manual_seed(3)
+    caches = torch.randn(2, num_reqs * max_blocks, block_size, 2, 16, generator=generator)
+    table = torch.randperm(num_reqs * max_blocks, generator=generator, dtype=torch.int32).view(num_reqs, max_blocks)
+    query, out = torch.randn(num_reqs, 4, 16, generator=generator), torch.empty(num_reqs, 4, 16)
+    starts, seq_lens = torch.arange(num_reqs + 1, dtype=torch.int32), torch.zeros(num_reqs, dtype=torch.int32)
+    slots = torch.full((num_reqs,), -1)
+
+    def run() -> None:
+        metadata = ops.AttentionMetadata(starts, seq_lens, table, slots, starts.numpy(), seq_lens.numpy())
+        out.copy_(ops.paged_attention(query, *caches, metadata, scale=0.25, sliding_window=window))
+
+    with torch.inference_mode():
+        seq_lens.copy_(torch.tensor([5, 20, 1]))
+        replay = capture(run, Pool())
+        for lengths in ([6, 21, 2], [3_000, 255, 257], [256, 3_199, 3_200], [1, 7, 40]):
+            seq_lens.copy_(torch.tensor(lengths))
+            replay()
+            found = out.clone()
+            run()
+            assert torch.equal(found, out)
+
+
+def test_a_second_recording_takes_no_more_memory() -> None:
+    """What the first one took, results of operators included, went back; they still compute the same."""
+    x, out = torch.randn(40, 64), torch.empty(40, 64)
+
+    class Counted(Pool):
+        num_blocks = 0
+
+        def like(self, tensor: torch.Tensor) -> torch.Tensor:
+            free = sum(map(len, self._free.values()))
+            lent = super().like(tensor)
+            self.num_blocks += sum(map(len, self._free.values())) == free
+            return lent
+
+    def run() -> None:
+        product = (x.to(torch.bfloat16).float() @ x.T).softmax(dim=1)
+        out.copy_(rms_norm(product @ x, torch.ones(64), 1e-5).exp())
+
+    pool = Counted()
+    with torch.inference_mode():
+        replays = [capture(run, pool)]
+        num_blocks = pool.num_blocks
+        replays.append(capture(run, pool))
+        assert pool.num_blocks == num_blocks > 0
+        for replay in replays:
+            x.mul_(0.7).add_(0.1)
+            replay()
+            found = out.clone()
+            run()
+            assert torch.equal(found, out)
+
+
 def test_memory_goes_back_when_nobody_has_it() -> None:
     pool = Pool()
     first = pool.like(torch.empty(5, 7))

@@ -297,6 +297,26 @@ def test_a_broken_row_hurts_no_other(logits: torch.Tensor, broken: float) -> Non
     assert 0 <= tokens[1] < VOCAB
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(logprobs=0),
+        SamplingParams(logit_bias={3: 1.0}),
+        SamplingParams(min_tokens=2, stop_token_ids=[4]),
+        SamplingParams(allowed_token_ids=[1, 2]),
+        SamplingParams(bad_words_token_ids=[[1]]),
+        SamplingParams(presence_penalty=0.5),
+        SamplingParams(repetition_penalty=1.1),
+    ],
+    ids=["logprobs", "logit_bias", "min_tokens", "allowed", "bad_words", "presence", "repetition"],
+)
+def test_plain_rows_ask_for_nothing(params: SamplingParams) -> None:
+    """Whatever the rows beside them ask for, or asked for once."""
+    rows = rows_of(SamplingParams(), params, SamplingParams())
+    assert not rows.is_plain(np.array([0, 1]))
+    assert rows.is_plain(np.array([0, 2]))
+
+
 def test_ignored_eos_is_not_forbidden_by_min_tokens() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0] + [0.0] * (VOCAB - 3)])
     for ignore_eos, expected in ((True, 1), (False, 2)):

@@ -106,8 +106,11 @@ class SamplingRows:
             self._counts[row] = TokenCounts(params, new.num_prompt_tokens)
 
     def is_plain(self, rows: IntArray) -> bool:
-        """Whether these rows take what comes of their logits, and want to know nothing more."""
-        return not (self._logit_bias or self._constraints or self._counts or (self._num_logprobs[rows] >= 0).any())
+        """Whether nothing that `gather` would give of these rows changes their logits or asks for logprobs."""
+        if (self._num_logprobs[rows] >= 0).any():
+            return False
+        asking = [by_row for by_row in (self._logit_bias, self._constraints, self._counts) if by_row]
+        return not asking or not any(row in by_row for by_row in asking for row in rows.tolist())
 
     def reads_tokens(self, rows: IntArray) -> bool:
         """Whether `gather` reads the tokens of some of these rows: those with penalties or bad words."""
