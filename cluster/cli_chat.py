@@ -47,7 +47,7 @@ def converse(answer: Answer, system: str | None) -> None:
 def _read_line() -> str | None:
     """None at the end of input."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401  arrow keys and history for input()
+        import readline  # noqa: F401 - to be imported is all it needs to give input() arrow keys and a history
     try:
         return input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:

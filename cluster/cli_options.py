@@ -47,7 +47,7 @@ def takes_engine_options(command: Callable[..., None]) -> Callable[..., None]:
         command(**values, engine=overrides)
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in [*own, *added]]
-    with_engine_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
+    with_engine_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # typer reads it
     with_engine_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_engine_options
 

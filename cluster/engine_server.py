@@ -75,8 +75,8 @@ class EngineServer:
         self._cache = CachePublisher(core)
         self._journal = ResumeJournal()
         shares_cpu = core.executor.preferred_inflight_steps() == 1
-        wait = (self._wait_until_sent,) if shares_cpu else ()
-        self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events, *wait)
+        wait = self._wait_until_sent if shares_cpu else None
+        self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events, wait)
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
         self._gateways: set[transport.Connection] = set()
         self._is_leaving = False

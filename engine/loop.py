@@ -51,7 +51,7 @@ class EngineLoop:
         on_outputs: OnOutputs,
         on_failure: OnFailure,
         on_kv_events: OnKVEvents | None = None,
-        before_next_step: Callable[[], None] = lambda: None,
+        before_next_step: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs
@@ -141,7 +141,8 @@ class EngineLoop:
                 self._step_started = time.monotonic()
                 self._publish(self._core.step())
                 self._step_started = None
-                self._before_next_step()
+                if self._before_next_step is not None:
+                    self._before_next_step()
         except BaseException as error:
             logger.exception("The engine core failed")
             self._on_failure(error)

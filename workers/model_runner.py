@@ -80,8 +80,6 @@ class ModelRunner:
         )
         self._graphs: DecodeGraphs | None = None
         self._graphs_give_tokens = False
-        # Where nobody plans a step before the one before it is known, no token is a reference.
-        self._graphs_read_references = limits.max_inflight_steps > 1
         self._unsettled: deque[_Unsettled] = deque()
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
         self._group_of_layer = [groups[layer] for layer in model.own_layers]
@@ -100,6 +98,11 @@ class ModelRunner:
         self._graphs_give_tokens = self._model.gives_logits
         sizes = list(range(1, min(most, self._most_decodes) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
+
+    @property
+    def _graphs_read_references(self) -> bool:
+        """Where nobody plans a step before the one before it is known, no token is a reference."""
+        return self._limits.max_inflight_steps > 1
 
     @property
     def _most_decodes(self) -> int:

@@ -76,7 +76,7 @@ class DecodePlan:
         self._seq_lens = seq_lens
         self._capacity = 0  # items for which there is memory
         of_decodes, first_item = np.empty((2, num_reqs), np.int64), np.empty(num_reqs + 1, np.int64)
-        self._owners_of_memory: list[object] = [starts, block_table, of_decodes, first_item, None]
+        self._inputs_and_decodes = starts, block_table, of_decodes, first_item  # kept: the record has their addresses
         fields = self._record[0]
         fields["starts"], fields["seq_lens"] = starts.ctypes.data, seq_lens.ctypes.data
         fields["block_table"] = block_table.ctypes.data
@@ -102,7 +102,7 @@ class DecodePlan:
         self._capacity = num_items
         by_item = np.empty((3, num_items), np.int64)
         partial = np.empty(num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
-        self._owners_of_memory[-1] = by_item, partial
+        self._items = by_item, partial  # likewise
         fields = self._record[0]
         for name, values in zip(("owners", "begins", "ends"), by_item, strict=True):
             fields[name] = values.ctypes.data
