@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 from quire.engine.config import EngineConfig
 from quire.engine.core import EngineCore
@@ -28,11 +30,15 @@ def start_core(config: EngineConfig, info: ModelInfo) -> EngineCore:
 
 
 def grammar_gate(config: EngineConfig, info: ModelInfo, wake: Callable[[], None]) -> Gate:
-    """Compiles grammars for a model. Its tokenizer is loaded with the first of them."""
-    from quire.engine.grammar.compiler import LlguidanceCompiler
+    """Compiles grammars for a model. The first of them brings llguidance and the tokenizer."""
 
-    compiler = LlguidanceCompiler(lambda: load_tokenizer(info), info.vocab_size, info.eos_token_ids, config.grammar)
-    return GrammarGate(compiler, wake)
+    @cache
+    def compiler() -> Any:
+        from quire.engine.grammar.compiler import LlguidanceCompiler
+
+        return LlguidanceCompiler(lambda: load_tokenizer(info), info.vocab_size, info.eos_token_ids, config.grammar)
+
+    return GrammarGate(lambda spec: compiler().compile(spec), wake)
 
 
 def start_executor(config: EngineConfig, info: ModelInfo) -> Executor:

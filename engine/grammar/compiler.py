@@ -50,7 +50,7 @@ class Grammar:
 
 
 class LlguidanceCompiler:
-    """Implements `GrammarCompiler`. The vocabulary is built by the first grammar that needs it.
+    """Compiles what a `GrammarGate` asks for. The vocabulary is built by the first grammar that needs it.
 
     `load_tokenizer` gives a fast tokenizer of transformers.
     """

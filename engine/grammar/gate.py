@@ -25,28 +25,30 @@ class CompiledGrammar(Protocol):
         ...
 
 
-class GrammarCompiler(Protocol):
-    def compile(self, grammar: GrammarSpec) -> CompiledGrammar:
-        """May take long; called from another thread. Raises `InvalidRequestError`."""
-        ...
+CompileGrammar = Callable[[GrammarSpec], CompiledGrammar]
 
 
 class GrammarGate:
     """A `Gate` that holds a request back until its grammar is compiled, off the hot path, and then opens a
     `Constraint` for it. Equal grammars are compiled once.
 
-    `on_ready` is called from a compiling thread whenever something is done. Compiled grammars are kept until there are
-    more than `max_cached` of them; those under way are never given up. `num_threads` are compiled at a time.
+    `compile_grammar` may take long; it is called from another thread, and raises `InvalidRequestError`. `on_ready` is
+    called from there whenever something is done. Compiled grammars are kept until there are more than `max_cached` of
+    them; those under way are never given up. `num_threads` are compiled at a time.
     """
 
     cause = WaitCause.GRAMMAR
 
     def __init__(
-        self, compiler: GrammarCompiler, on_ready: Callable[[], None], max_cached: int = 256, num_threads: int = 1
+        self,
+        compile_grammar: CompileGrammar,
+        on_ready: Callable[[], None],
+        max_cached: int = 256,
+        num_threads: int = 1,
     ) -> None:
         self.version = 0  # written by the threads below; any change will do
         self._versions = itertools.count(1)
-        self._compiler = compiler
+        self._compile_grammar = compile_grammar
         self._on_ready = on_ready
         self._max_cached = max_cached
         self._compiled: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
@@ -98,7 +100,7 @@ class GrammarGate:
 
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         try:
-            return self._compiler.compile(spec)
+            return self._compile_grammar(spec)
         except QuireError:
             raise
         except Exception as error:  # whatever a compiler raises, it is about this grammar and ends its requests alone

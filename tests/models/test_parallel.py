@@ -121,7 +121,7 @@ def test_grammars(tmp_path: Path, grid: dict[str, int]) -> None:
         sections: dict[str, dict[str, object]] = {"model": {"num_threads": 1}, "parallel": {**parallel}}
         executor = ThreadExecutor(EngineConfig.model_validate(sections), info)
         driver = Driver(executor, info.max_model_len, **sections)
-        gate = GrammarGate(compiler, lambda driver=driver: driver.core.wake())
+        gate = GrammarGate(compiler.compile, lambda driver=driver: driver.core.wake())
         driver.core = EngineCore(EngineConfig.model_validate(sections), executor, info.max_model_len, gates=(gate,))
         answers.append([answer.token_ids for answer in driver.run(requests)])
         gate.close()

@@ -88,7 +88,7 @@ class BabblingExecutor(FakeExecutor):
 
 
 def make_grammar_core(executor: FakeExecutor | None = None, **options: Any) -> EngineCore:
-    gate = GrammarGate(shared_compiler(), lambda: core.wake())
+    gate = GrammarGate(shared_compiler().compile, lambda: core.wake())
     core = make_core(
         executor or BabblingExecutor(), gates=(gate,), **{"max_model_len": 4096, "max_num_seqs": 64, **options}
     )

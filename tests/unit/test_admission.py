@@ -403,7 +403,7 @@ class Free:
 def test_the_grammar_gate_compiles_off_the_hot_path() -> None:
     compiler = SlowCompiler()
     core: EngineCore | None = None
-    gate = GrammarGate(compiler, lambda: core.wake() if core else None)
+    gate = GrammarGate(compiler.compile, lambda: core.wake() if core else None)
     core = make_core(gates=(gate,))
     requests = [
         make_request("a", [1], 3, grammar=lark("g")),
@@ -429,7 +429,7 @@ def test_a_compiler_that_crashes_ends_that_request_alone() -> None:
     compiler = SlowCompiler()
     compiler.may_go.set()
     woken = threading.Event()
-    gate = GrammarGate(compiler, woken.set)
+    gate = GrammarGate(compiler.compile, woken.set)
     core = make_core(gates=(gate,))
     collector = start(core, make_request("crash", [1], 2, grammar=lark("crash")), make_request("plain", [2], 2))
     while core.has_work:
@@ -441,7 +441,7 @@ def test_a_compiler_that_crashes_ends_that_request_alone() -> None:
 
 def test_more_grammars_than_the_gate_keeps_are_each_compiled_once() -> None:
     compiler = SlowCompiler()
-    gate = GrammarGate(compiler, lambda: None, max_cached=2)
+    gate = GrammarGate(compiler.compile, lambda: None, max_cached=2)
     core = make_core(gates=(gate,), max_num_seqs=8)
     collector = start(core, *[make_request(f"r{i}", [i], 2, grammar=lark(f"g{i}")) for i in range(8)])
     core.step()

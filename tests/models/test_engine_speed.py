@@ -1,0 +1,34 @@
+"""What `python -m tests.gpu --bench` measures of the engine, on CPU, with no more installed than a GPU machine has."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Of what the service needs, a machine for kernels has torch, transformers with what it brings, and perhaps msgspec.
+SCRIPT = """
+import sys
+
+sys.modules.update(dict.fromkeys(%r))
+
+from quire.workers.kernel_bench.measure import Limits
+from tests.gpu.engine_speed import CONFIGS, measure
+
+small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 500}
+config = {**CONFIGS["Qwen3-0.6B"], **small}
+limits = Limits(copy_gb_per_s=10.0, matmul_tflop_per_s=0.1)
+for speed in measure(config, limits, batches=(1, 3), context=40, prefills=(64,), num_steps=8, device="cpu"):
+    assert speed.ms > 0 and speed.limit_ms > 0
+    print(speed.work)
+"""
+MISSING = ("ray", "llguidance", "fastapi", "starlette", "uvicorn", "grpc", "google.protobuf", "gguf", "aiohttp",
+           "prometheus_client")  # fmt: skip
+
+
+def test_the_engine_is_measured_where_the_service_could_not_run() -> None:
+    command = [sys.executable, "-c", SCRIPT % (MISSING,)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n")[:-1] == ["decode, batch 1, context 40", "decode, batch 3, context 40", "prefill 64"]
