@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -78,6 +79,9 @@ FAULTS = [
 ]  # fmt: skip
 
 
+_FORKING = threading.Lock()  # filelock, which transformers brings, refuses a fork while another thread forks
+
+
 def run_suite(root: str, output: str) -> None:
     """In a forked process: the engine's tests against the engine in `root`. Exits with pytest's status."""
     with open(output, "w") as log:
@@ -111,7 +115,8 @@ def play_workloads(seeds: range) -> None:
 def suite_passes(root: Path) -> tuple[bool, str]:
     output = root / "output.txt"
     process = multiprocessing.get_context("fork").Process(target=run_suite, args=(str(root), str(output)))
-    process.start()
+    with _FORKING:
+        process.start()
     process.join()
     return process.exitcode == 0, output.read_text()
 
