@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 SPLIT = 512  # keys; a multiple of every BLOCK_N. Its sums take 1% of the bytes that its keys and values have.
 MAX_SPLITS = 32  # with 8 KV heads, enough for every multiprocessor of a large GPU to have two
+# A graph's grid has room for requests of any length. With many requests, the programs that find nothing to do would
+# outnumber the others by far, so from here on a program takes several splits.
+MOST_PROGRAMS = 8192
 
 
 def paged_attention(
@@ -95,7 +98,7 @@ def paged_attention(
     if any_long:
         chosen = tile(False)
         block_m = max(chosen.block_m, triton.next_power_of_2(group))
-        grid = (query.shape[0] // (block_m // group) + metadata.num_reqs, num_kv_heads)
+        grid = (num_kv_heads, query.shape[0] // (block_m // group) + metadata.num_reqs)
         long_kernel[grid](
             out, *tensors, *scalars, metadata.num_reqs, *strides, **constants,
             BLOCK_M=block_m, BLOCK_N=chosen.block_n, num_warps=chosen.num_warps, num_stages=chosen.num_stages,
@@ -134,8 +137,9 @@ def _launch_short(
     partial = out.new_empty((*shape, head_dim), dtype=torch.float32)
     partial_softmax = out.new_empty((*shape, 2), dtype=torch.float32)
     cut = {"BLOCK_N": tile.block_n, "SPLIT": SPLIT, "MAX_SPLITS": MAX_SPLITS}
-    short_kernel[(num_kv_heads, num_splits, metadata.num_reqs)](
-        out, partial, partial_softmax, *tensors, *scalars, *strides, max_query, **constants, **cut,
+    at_once = min(num_splits, max(1, MOST_PROGRAMS // (num_kv_heads * metadata.num_reqs)))
+    short_kernel[(num_kv_heads, at_once, metadata.num_reqs)](
+        out, partial, partial_softmax, *tensors, *scalars, *strides, max_query, num_splits, **constants, **cut,
         BLOCK_M=max(tile.block_m, triton.next_power_of_2(constants["GROUP"])),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip

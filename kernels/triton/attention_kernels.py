@@ -56,15 +56,15 @@ def _attend_tiles(
     UPCAST: tl.constexpr,
 ):
     dim = tl.arange(0, q.shape[1])
+    # The ids of a tile's blocks are there one iteration before its keys: loads that wait for loads are not pipelined.
+    first = first_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    next_id = tl.load(block_ids + first // BLOCK_SIZE, mask=(first >= begin) & (first < end), other=0)
     for tile in range(first_tile, last_tile):
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         loaded = (position >= begin) & (position < end)
-        if BLOCK_SIZE % BLOCK_N == 0:  # one block holds the tile
-            block_id = tl.load(block_ids + tile * BLOCK_N // BLOCK_SIZE).to(tl.int64)
-        elif MASKED:
-            block_id = tl.load(block_ids + position // BLOCK_SIZE, mask=loaded, other=0).to(tl.int64)
-        else:
-            block_id = tl.load(block_ids + position // BLOCK_SIZE).to(tl.int64)
+        block_id = next_id.to(tl.int64)
+        after = position + BLOCK_N
+        next_id = tl.load(block_ids + after // BLOCK_SIZE, mask=(after >= begin) & (after < end), other=0)
         offset = ((block_id * BLOCK_SIZE + position % BLOCK_SIZE) * token_stride)[:, None] + dim[None, :]
         cache_mask = (dim < HEAD_DIM)[None, :]
         if MASKED:
@@ -145,7 +145,7 @@ def _attend(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_reqs", "block_table_stride"])
+@triton.jit(do_not_specialize=["num_reqs", "block_table_stride"], do_not_specialize_on_alignment=["block_table"])
 def long_kernel(
     out,  # [num_tokens, num_heads, head_dim], contiguous
     query,  # [num_tokens, num_heads, head_dim]
@@ -177,10 +177,11 @@ def long_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A program takes BLOCK_M // GROUP query tokens of one request. The last ones have most to do and begin first."""
+    """A program takes BLOCK_M // GROUP query tokens of one request. The last ones have most to do and begin first, in
+    all heads."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
-    q_block = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
+    kv_head = tl.program_id(0)
+    q_block = tl.num_programs(1) - 1 - tl.program_id(1)
     request = _find_request(query_start_loc, num_reqs, q_block, BLOCK_Q)
     query_start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - query_start
@@ -235,7 +236,10 @@ def _split(
     return begin, first_tile, last_tile, tiles_each, tl.cdiv(num_tiles, tiles_each)
 
 
-@triton.jit(do_not_specialize=["block_table_stride", "max_query"])
+@triton.jit(
+    do_not_specialize=["block_table_stride", "max_query", "grid_splits"],
+    do_not_specialize_on_alignment=["block_table"],
+)
 def short_kernel(
     out,  # these as in `long_kernel`
     partial,  # [num_reqs, max_query, num_heads, grid_splits, head_dim] float32: sums of a split before division,
@@ -255,6 +259,7 @@ def short_kernel(
     query_head_stride,
     block_table_stride,
     max_query,  # tokens of the longest short request
+    grid_splits,  # no request has more splits
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -271,20 +276,20 @@ def short_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A program takes one split of the keys of a request, for all of its query tokens: the heads of a KV head are
-    neighbours in memory, and so are their programs."""
+    """A program takes one split of the keys of a request, for all of its query tokens, and every so many splits further
+    on another. The heads of a KV head are neighbours in memory, and so are their programs."""
     kv_head = tl.program_id(0)
-    split, request = tl.program_id(1), tl.program_id(2)
+    request = tl.program_id(2)
     query_start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - query_start
+    last_query = tl.load(seq_lens + request) - 1  # asked for together with the others
     if (query_len == 0) | (query_len > SHORT):
         return
-    last_query = tl.load(seq_lens + request) - 1
     first_query = last_query - query_len + 1
     begin, first_tile, last_tile, tiles_each, num_splits = _split(
         first_query, last_query, SLIDING_WINDOW, BLOCK_N, SPLIT, MAX_SPLITS
     )
-    if split >= num_splits:
+    if tl.program_id(1) >= num_splits:
         return
     row = tl.arange(0, BLOCK_M)
     query_token = row // GROUP
@@ -295,26 +300,27 @@ def short_kernel(
     q_mask = row_used[:, None] & (dim < HEAD_DIM)[None, :]
     q_offset = token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(query + q_offset, mask=q_mask, other=0.0)
-    sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    if USE_SINKS:  # it is seen once
-        sink = tl.load(sinks + head, mask=(row >= 0) & (split == 0), other=float("-inf"))
-    acc, highest, total = _attend(
-        q, first_query + query_token, sink, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM,
-        num_kv_heads * HEAD_DIM, block_table + request.to(tl.int64) * block_table_stride,
-        first_tile + split * tiles_each, tl.minimum(first_tile + (split + 1) * tiles_each, last_tile), begin,
-        first_query, last_query, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW, USE_SOFTCAP,
-        CACHE_FORMAT, PRECISION, UPCAST,
-    )  # fmt: skip
-    if num_splits == 1:
-        acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-        out_offset = (token[:, None] * (num_kv_heads * GROUP) + head[:, None]) * HEAD_DIM + dim[None, :]
-        tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=q_mask)
-    else:
-        place = ((request.to(tl.int64) * max_query + query_token) * (num_kv_heads * GROUP) + head) * tl.num_programs(1)
-        place += split
-        tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
-        tl.store(partial_softmax + 2 * place, highest, mask=row_used)
-        tl.store(partial_softmax + 2 * place + 1, total, mask=row_used)
+    for split in range(tl.program_id(1), num_splits, tl.num_programs(1)):
+        sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        if USE_SINKS:  # it is seen once
+            sink = tl.load(sinks + head, mask=(row >= 0) & (split == 0), other=float("-inf"))
+        acc, highest, total = _attend(
+            q, first_query + query_token, sink, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM,
+            num_kv_heads * HEAD_DIM, block_table + request.to(tl.int64) * block_table_stride,
+            first_tile + split * tiles_each, tl.minimum(first_tile + (split + 1) * tiles_each, last_tile), begin,
+            first_query, last_query, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW, USE_SOFTCAP,
+            CACHE_FORMAT, PRECISION, UPCAST,
+        )  # fmt: skip
+        if num_splits == 1:
+            acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+            out_offset = (token[:, None] * (num_kv_heads * GROUP) + head[:, None]) * HEAD_DIM + dim[None, :]
+            tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=q_mask)
+        else:
+            place = ((request.to(tl.int64) * max_query + query_token) * (num_kv_heads * GROUP) + head) * grid_splits
+            place += split
+            tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
+            tl.store(partial_softmax + 2 * place, highest, mask=row_used)
+            tl.store(partial_softmax + 2 * place + 1, total, mask=row_used)
 
 
 @triton.jit(do_not_specialize=["max_query", "grid_splits"])

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _write_kv_kernel(
     key,  # [num_tokens, num_kv_heads, head_dim]
     value,  # likewise

@@ -108,7 +108,7 @@ def _rotated(
     return own * c + tl.where(is_first, -other, other) * s
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
 def _rotate_kernel(
     query,  # [num_tokens, NUM_HEADS, HEAD_DIM], rotated in place
     key,  # [num_tokens, NUM_KV_HEADS, HEAD_DIM]; this and all below are used where NUM_KV_HEADS > 0

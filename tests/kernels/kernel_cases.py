@@ -60,6 +60,12 @@ class Case:
         }
         return {**options, "key_scale": KEY_SCALE, "value_scale": VALUE_SCALE} if self.fp8 else options
 
+    @property
+    def tolerance(self) -> float:
+        """Largest error of the result. A soft cap multiplies that of a GPU's exponential and division."""
+        tolerance = TOLERANCE[self.dtype]
+        return tolerance * max(1.0, self.softcap / 10) if self.softcap and self.dtype == torch.float32 else tolerance
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -123,7 +129,7 @@ def alone(inputs: Inputs, request: int) -> Inputs:
     starts = np.array([0, end - start], np.int32)
     only = replace(
         metadata,
-        query_start_loc=torch.from_numpy(starts),
+        query_start_loc=torch.from_numpy(starts).to(metadata.query_start_loc.device),
         seq_lens=metadata.seq_lens[request : request + 1],
         block_table=metadata.block_table[request : request + 1],
         slot_mapping=metadata.slot_mapping[start:end],

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import CASES, KEY_SCALE, MIXED, TOLERANCE, VALUE_SCALE, Case, alone, attend, build
+from kernel_cases import CASES, KEY_SCALE, MIXED, VALUE_SCALE, Case, alone, attend, build
 from torch import Tensor
 
 from quire.kernels import ops
@@ -42,7 +42,7 @@ def test_matches_reference_and_reads_nothing_else(case: Case) -> None:
     with forced_backend("reference"):
         expected = attend(inputs.to_float32(), case)
     assert not expected.isnan().any()
-    torch.testing.assert_close(out.float(), expected, atol=TOLERANCE[case.dtype], rtol=0)
+    torch.testing.assert_close(out.float(), expected, atol=case.tolerance, rtol=0)
     assert all(torch.equal(a, b) for a, b in zip(bits(*tensors), before, strict=True))
 
 

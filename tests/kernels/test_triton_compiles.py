@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -50,7 +51,8 @@ def test_paged_attention(case: Case) -> None:
         by_name = {kernel.name: kernel.asm["ptx"] for kernel in launched}
         assert "wgmma.mma_async" in by_name["long_kernel"], "prefill without the matrix instructions of the GPU"
         assert "mma.sync" in by_name["short_kernel"]
-        assert "cp.async" in by_name["short_kernel"], "keys are not loaded ahead"
+        for name in ("short_kernel", "long_kernel"):  # waiting for all loads but some is how later ones stay under way
+            assert re.search(r"cp\.async\.wait_group\s+[1-9]", by_name[name]), "keys are not loaded ahead"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])

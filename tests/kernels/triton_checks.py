@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from unittest import mock
 
 import elementwise_cases
 import sampling_cases
@@ -22,6 +23,9 @@ INVARIANT = [
     Case(((1, 1100), (1, 9), (20, 50), (3, 600)), num_heads=3, num_kv_heads=1, head_dim=32),
     Case(((1, 600), (1, 30), (9, 40)), dtype=torch.bfloat16, sliding_window=550),
 ]
+
+
+Check = Callable[[str], str | None]
 
 
 def attention_error(case: Case, device: str) -> float:
@@ -45,6 +49,15 @@ def is_the_same_alone(case: Case, device: str) -> bool:
             torch.equal(attend(alone(inputs, request), case), together[starts[request] : starts[request + 1]])
             for request in range(len(case.lens))
         )
+
+
+def few_programs_give_the_same(case: Case, device: str) -> bool:
+    """Programs that take several splits each give the same bits as programs of one split."""
+    inputs = build(case, device)
+    with forced_backend("triton"):
+        expected = attend(inputs, case)
+        with mock.patch("quire.kernels.triton.attention.MOST_PROGRAMS", 1):
+            return torch.equal(attend(inputs, case), expected)
 
 
 def write_kv_is_exact(
@@ -130,14 +143,17 @@ def broken_rows_are_right(device: str) -> bool:
         return torch.equal(drawn, sampling_cases.broken(device))
 
 
-def checks() -> dict[str, Callable[[str], str | None]]:
+def checks() -> dict[str, Check]:
     """By name; a check takes a device and says what is wrong."""
-    named: dict[str, Callable[[str], str | None]] = {}
+    named: dict[str, Check] = {}
     for case in CASES:
-        named[case.name] = lambda device, case=case: beyond(attention_error(case, device), TOLERANCE[case.dtype])
+        named[case.name] = lambda device, case=case: beyond(attention_error(case, device), case.tolerance)
     for case in INVARIANT:
         named[f"alone-{case.name}"] = lambda device, case=case: wrong(
             is_the_same_alone(case, device), "other bits than alone"
+        )
+        named[f"few-programs-{case.name}"] = lambda device, case=case: wrong(
+            few_programs_give_the_same(case, device), "other bits with few programs"
         )
     for dtype in ops.DTYPES:
         for name in elementwise_cases.checks(dtype):
@@ -181,7 +197,15 @@ def wrong(right: bool, problem: str) -> str | None:
 
 
 def run_checks(device: str) -> dict[str, str | None]:
-    return {name: check(device) for name, check in checks().items()}
+    return {name: run_check(check, device) for name, check in checks().items()}
+
+
+def run_check(check: Check, device: str) -> str | None:
+    """None, or what is wrong. A check that raises is one that fails: the others say what they say all the same."""
+    try:
+        return check(device)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def _attention_jobs(device: torch.device) -> list[Job]:
         shape = LayerShape(32, 8, head_dim, 0, 0)
         lens = [(1, 4096)] * 16 if short else [(4096, 4096)]
         rows = (16,) if short else (64, 128)
-        sizes = itertools.product(rows, (16, 32, 64, 128), (4,) if short else (4, 8), (2, 3, 4))
+        sizes = itertools.product(rows, (16, 32, 64, 128), (4, 8), (2, 3, 4))
         kind = "fp8" if cache == fp8.DTYPE else "bf16"
         found.append(
             Job(
