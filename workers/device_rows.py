@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .input_buffers import DeviceInputs, HostInputs
 from .request_table import RequestTable
+from .transfers import to_device
 
 
 class DeviceRows:
@@ -57,6 +58,6 @@ class BlockChanges:
     def apply(self, rows: DeviceRows, inputs: DeviceInputs) -> None:
         """To be called when the inputs of the step are on their way."""
         if self._own is not None:
-            rows.write_blocks(*(torch.from_numpy(each).to(inputs.rows.device) for each in self._own))
+            rows.write_blocks(*(to_device(each, inputs.rows.device) for each in self._own))
         elif self._count:
             rows.write_blocks(inputs.block_entries[: self._count], inputs.block_ids[: self._count])

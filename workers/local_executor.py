@@ -62,7 +62,8 @@ class LocalExecutor:
         self._failed = None
 
     def shutdown(self) -> None:
-        """What it holds goes with it."""
+        """Free the model and the cache, whoever still holds this."""
+        self._worker.close()
 
     def fail(self, step: SchedulerOutput, error: Exception) -> ExecutorError:
         """A step has failed: no later one is begun until `restart`."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from quire.engine.outputs import IntArray, NewRow, PromptLogprobs, SchedulerOutput
@@ -14,6 +13,7 @@ from quire.engine.outputs import IntArray, NewRow, PromptLogprobs, SchedulerOutp
 from .launched_step import HostCopies
 from .models.model import Model
 from .sampler.logprobs import TokenScores, logprobs_of
+from .transfers import to_device
 
 _SLICE_ELEMENTS = 1 << 23  # logits computed at a time: 32 MiB, however long the prompts are
 
@@ -94,8 +94,8 @@ def _in_slices(
     """`logprobs_of` over all positions, with the logits of some of them at a time."""
     size = max(_SLICE_ELEMENTS // model.vocab_size, 1)
     for start in range(0, len(tokens), size):
-        at = torch.from_numpy(tokens[start : start + size]).to(hidden.device)
-        chosen = torch.from_numpy(own[start : start + size]).to(hidden.device)
+        at = to_device(tokens[start : start + size], hidden.device)
+        chosen = to_device(own[start : start + size], hidden.device)
         yield logprobs_of(model.logits(hidden.index_select(0, at)), chosen, num_top)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -59,10 +60,14 @@ class QuantizedBlueprint:
         return Implementation(native.kind, f"{native.reason}, its weights in {self.kind}")
 
     def build(self, parallel: ParallelContext) -> Decoder:
-        model = self.native.build(parallel)
+        """The large matrices are on the default device. On a GPU, all else is on the host still, where memory that
+        nobody writes to costs nothing: the weights would not fit as they were stored."""
+        device = torch.get_default_device()
+        with torch.device("cpu") if device.type == "cuda" else nullcontext():
+            model = self.native.build(parallel)
         for module in model.modules():
             if isinstance(module, _QUANTIZED):
-                _quantize(module, _PARAMETERS[self.kind])
+                _quantize(module, _PARAMETERS[self.kind], device)
         return model
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
@@ -72,7 +77,7 @@ class QuantizedBlueprint:
         self.native.check(model, info)
 
 
-def _quantize(module: nn.Module, parameter: type[ScaledParameter]) -> None:
+def _quantize(module: nn.Module, parameter: type[ScaledParameter], device: torch.device) -> None:
     """Nothing was written to the weight yet, so the memory that it asked for was never touched."""
     with torch.no_grad():
-        module.weight = parameter.like(module.weight)  # type: ignore[arg-type]
+        module.weight = parameter.like(module.weight, device)  # type: ignore[arg-type]

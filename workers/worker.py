@@ -66,6 +66,10 @@ class Worker:
             torch.set_num_threads(self._config.model.num_threads or default_num_threads(self._parallel.grid.world_size))
         else:
             torch.cuda.set_device(self.device)
+            torch.cuda.empty_cache()  # what an earlier engine of this process left
+            # What a split product adds up in two bytes depends on how it is split.
+            torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+            torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         blueprint = blueprint_for(self._config.model, self._info)
         with building(torch.device("meta"), self.dtype):
             weight_bytes = sum(p.nbytes for p in blueprint.build(self._parallel).parameters())
@@ -134,6 +138,12 @@ class Worker:
             ),
             self.device,
         )
+
+    def close(self) -> None:
+        """Free the model and the cache: on a GPU, for every process and not only for torch in this one."""
+        self._runner = self._filler = self._model = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @property
     def preferred_inflight_steps(self) -> int:

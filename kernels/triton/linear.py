@@ -41,8 +41,7 @@ def _linear_weight8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
     if x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError("the last dimensions of x and weight must be contiguous")
     tile = tiles.gemm(x.device, "weight8", num_rows=num_rows, dtype=x.dtype)
-    # Programs that share weight rows are neighbours: a weight comes from memory once, and from the L2 cache after.
-    grid = (triton.cdiv(num_rows, tile.block_m), triton.cdiv(out_features, tile.block_n))
+    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n),)
     weight8_kernel[grid](
         out, x, weight, scales, scales if bias is None else bias,
         num_rows, out_features, in_features, x.stride(0), weight.stride(0),

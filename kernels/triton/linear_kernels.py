@@ -9,6 +9,8 @@ import triton.language as tl
 
 from .numbers import dot, widen
 
+TILES_OF_ROWS = tl.constexpr(8)  # of x, that are multiplied with a tile of the weight one after the other
+
 
 @triton.jit(do_not_specialize=["num_rows"])
 def weight8_kernel(
@@ -32,8 +34,14 @@ def weight8_kernel(
 ):
     """A program takes BLOCK_M rows of x and BLOCK_N of the weight. A scale is one of a whole row, so it multiplies the
     sum; products and sums are those of the numbers as they are stored."""
-    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Neighbours share rows of the weight, and further ones those of x, so that both come from the L2 cache: all tiles
+    # of a group of rows before the next group.
+    column_tiles = tl.cdiv(out_features, BLOCK_N)
+    group = tl.program_id(0) // (TILES_OF_ROWS * column_tiles)
+    in_group = tl.program_id(0) % (TILES_OF_ROWS * column_tiles)
+    tiles_of_rows = tl.minimum(tl.cdiv(num_rows, BLOCK_M) - group * TILES_OF_ROWS, TILES_OF_ROWS)
+    row = (group * TILES_OF_ROWS + in_group % tiles_of_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    feature = in_group // tiles_of_rows * BLOCK_N + tl.arange(0, BLOCK_N)
     # Rows too many repeat the last one: no mask in the loop but that of the features.
     x_rows = x + tl.minimum(row, num_rows - 1).to(tl.int64)[:, None] * x_stride
     weight_rows = weight + tl.minimum(feature, out_features - 1).to(tl.int64)[:, None] * weight_stride

@@ -17,6 +17,8 @@ import json
 import platform
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -47,9 +49,11 @@ def main() -> int:
     print(machine)
     failed = check()
     if options.bench:
-        figures = bench()
-        if options.json is not None:
-            options.json.write_text(json.dumps({"machine": machine, **figures}, indent=2) + "\n")
+        figures: dict[str, Any] = {"machine": machine, "limits": {}, "kernels": {}, "engine": {}}
+        for _ in bench(figures):  # a part at a time: what was measured is kept, whatever becomes of the rest
+            if options.json is not None:
+                options.json.write_text(json.dumps(figures, indent=2) + "\n")
+        failed += len(figures.get("failed", ()))
     return 1 if failed else 0
 
 
@@ -89,8 +93,8 @@ def graph_results() -> dict[str, str | None]:
         return {"graphs": f"{type(error).__name__}: {error}"}
 
 
-def bench() -> dict[str, Any]:
-    """Print the tables; returns the figures."""
+def bench(figures: dict[str, Any]) -> Iterator[None]:
+    """Print the tables and add to the figures, part by part. A part that fails is named in `failed`."""
     from quire.workers.kernel_bench.cases import GPU_SIZES, GROUPS, cases
     from quire.workers.kernel_bench.measure import Timer, measure, measure_limits
     from quire.workers.kernel_bench.shapes import SHAPES
@@ -99,33 +103,45 @@ def bench() -> dict[str, Any]:
     timer = Timer(device, min_s=0.1)
     limits = measure_limits(timer, device, torch.bfloat16, num_bytes=1 << 30, size=8192)
     print(f"limits: copy {limits.copy_gb_per_s:,.0f} GB/s · matrix product {limits.matmul_tflop_per_s:,.0f} TFLOP/s")
-    figures: dict[str, Any] = {"limits": asdict(limits), "kernels": {}, "engine": {}}
+    figures["limits"] = asdict(limits)
     for name in ("llama-3.1-8b", "qwen3-0.6b", "qwen3-30b-a3b"):
         print(f"\n{name}, bfloat16")
-        todo = list(cases(SHAPES[name], GPU_SIZES, device, torch.bfloat16, 16, GROUPS))
-        results = measure(todo, timer, limits)
-        for r in results:
-            rates = f"{r.us:>10,.1f} us {r.gb_per_s:>8,.0f} GB/s {r.tflop_per_s:>8.2f} TFLOP/s"
-            print(f"{r.group:<10} {r.name:<38} {rates}  {r.share:>4.0%} of {r.bound}")
-        figures["kernels"][name] = [asdict(r) for r in results]
+        measured = figures["kernels"][name] = []
+        for case in cases(SHAPES[name], GPU_SIZES, device, torch.bfloat16, 16, GROUPS):
+            with failures_told(figures, f"{name}, {case.name}"):
+                (r,) = measure([case], timer, limits)
+                rates = f"{r.us:>10,.1f} us {r.gb_per_s:>8,.0f} GB/s {r.tflop_per_s:>8.2f} TFLOP/s"
+                print(f"{r.group:<10} {r.name:<38} {rates}  {r.share:>4.0%} of {r.bound}", flush=True)
+                measured.append(asdict(r))
+        yield
     del timer
     torch.cuda.empty_cache()
     missing = [name for name in ENGINE_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"\nThe engine was not measured: {', '.join(missing)} not installed.")
-        return figures
+        return
     from tests.gpu import engine_speed
 
     for name, config in engine_speed.CONFIGS.items():
         print(f"\n{name}, dummy weights, bfloat16")
-        speeds = engine_speed.measure(
-            config, limits, batches=(1, 16, 64, 256), context=1024, prefills=(2048, 8192, 32768)
-        )
-        for speed in speeds:
-            rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
-            print(f"{speed.work:<36} {rates}  {speed.share:>4.0%} of the limit")
-        figures["engine"][name] = [asdict(speed) | {"share": speed.share} for speed in speeds]
-    return figures
+        with failures_told(figures, name):
+            speeds = engine_speed.measure(
+                config, limits, batches=(1, 16, 64, 256), context=1024, prefills=(2048, 8192, 32768)
+            )
+            for speed in speeds:
+                rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
+                print(f"{speed.work:<36} {rates}  {speed.share:>4.0%} of the limit", flush=True)
+            figures["engine"][name] = [asdict(speed) | {"share": speed.share} for speed in speeds]
+        yield
+
+
+@contextmanager
+def failures_told(figures: dict[str, Any], what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        traceback.print_exc()
+        figures.setdefault("failed", {})[what] = f"{type(error).__name__}: {error}"
 
 
 if __name__ == "__main__":

@@ -161,6 +161,7 @@ def checks() -> dict[str, Check]:
     for kind, num_rows, dtype, bias in (
         (torch.int8, 1, torch.float32, True),
         (torch.int8, 70, torch.float32, False),
+        (torch.int8, 650, torch.float32, True),  # more than one group of tiles
         (torch.int8, 17, torch.bfloat16, True),
         (fp8.DTYPE, 5, torch.float32, False),
         (fp8.DTYPE, 33, torch.bfloat16, True),

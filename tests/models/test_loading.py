@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_llama import VOCAB_SIZE, make_tiny_llama
 from tokenizers import Tokenizer, models
 
+from quire.cluster.assembly import start_core
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
@@ -294,3 +297,19 @@ def test_failed_step_fails_later_ones_until_restart(tmp_path: Path) -> None:
     (answer,) = driver.greedy([[5, 6, 7]], 4)  # the core restarts the executor when its own step fails
     Reference(model).check_greedy([5, 6, 7], answer.token_ids)
     executor.shutdown()
+
+
+def test_what_was_shut_down_is_freed_though_it_is_still_held(tmp_path: Path) -> None:
+    """At once, for the next engine of the process may need its memory."""
+    make_tiny_llama(tmp_path)
+    sections = {"model": {"num_threads": 1}, "cache": {"num_kv_blocks": 20}}
+    core = start_core(EngineConfig.model_validate(sections), info_of(tmp_path))
+    worker = core.executor._worker  # type: ignore[attr-defined]
+    held = [weakref.ref(thing) for thing in (worker.runner, *worker.model.parameters())]
+    gc.disable()
+    try:
+        core.shutdown()
+        assert len(held) > 10
+        assert [ref() for ref in held if ref() is not None] == []
+    finally:
+        gc.enable()

@@ -16,6 +16,7 @@ from quire.workers.layers.parameter import Fp8Parameter, Int8Parameter, ShardedP
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
 from quire.workers.parallel import ParallelContext
+from quire.workers.quantization import blueprint_for
 from quire.workers.worker import Worker
 
 NUM_TOKENS = 12
@@ -86,7 +87,7 @@ def test_close_off_the_grid(tmp_path: Path, family: str, quantization: str) -> N
 
 
 def test_rounding() -> None:
-    parameter = Int8Parameter.like(ShardedParameter(torch.empty(3, 4), replicated((3, 4))))
+    parameter = Int8Parameter.like(ShardedParameter(torch.empty(3, 4), replicated((3, 4))), torch.device("cpu"))
     parameter.fill(torch.tensor([[1.27, -1.27, 0.014, 0.016], [0.0, 0.0, 0.0, 0.0], [-254.0, 1.0, 2.9, 3.1]]))
     assert parameter.data.tolist() == [[127, -127, 1, 2], [0, 0, 0, 0], [-127, 0, 1, 2]]
     assert parameter.scales[0].item() == pytest.approx(0.01)
@@ -95,7 +96,7 @@ def test_rounding() -> None:
 
 
 def test_rounding_to_fp8() -> None:
-    parameter = Fp8Parameter.like(ShardedParameter(torch.empty(2, 4), replicated((2, 4))))
+    parameter = Fp8Parameter.like(ShardedParameter(torch.empty(2, 4), replicated((2, 4))), torch.device("cpu"))
     parameter.fill(torch.tensor([[4.48, -4.48, 0.30, 0.0], [-896.0, 2.0, 34.0, 35.0]]))
     assert parameter.data.float().tolist() == [[448.0, -448.0, 30.0, 0.0], [-448.0, 1.0, 16.0, 18.0]]
     assert parameter.scales.tolist() == pytest.approx([0.01, 2.0])
@@ -127,3 +128,22 @@ def test_the_reference_is_on_the_grid(tmp_path: Path) -> None:
     weight = model.model.layers[0].mlp.up_proj.weight  # type: ignore[attr-defined]
     steps = weight / (weight.abs().amax(dim=-1, keepdim=True) / 127)
     torch.testing.assert_close(steps, steps.round(), atol=1e-3, rtol=0)
+
+
+def test_on_a_gpu_the_weights_are_never_there_as_they_were_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is built on the host takes no memory there, as nobody writes to it."""
+    model = FamilyUnderTest(TINY_FAMILIES["qwen3-moe"], tmp_path)
+    gpu, built = torch.device("cuda", 0), []
+
+    def like(parameter: ShardedParameter, device: torch.device) -> Int8Parameter:
+        built.append((parameter.device.type, device))
+        return made(parameter, parameter.device)
+
+    made = Int8Parameter.like
+    monkeypatch.setattr(Int8Parameter, "like", like)
+    monkeypatch.setattr(torch, "get_default_device", lambda: gpu)
+    blueprint_for(ModelConfig(quantization="int8"), model.info).build(ParallelContext())
+    assert len(built) > 5
+    assert set(built) == {("cpu", gpu)}

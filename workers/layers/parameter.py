@@ -91,11 +91,11 @@ class ScaledParameter(ShardedParameter):
     computed: torch.dtype  # of what multiplies the matrix
 
     @classmethod
-    def like(cls, parameter: ShardedParameter) -> Self:
-        """Room for the same pieces."""
-        data = torch.zeros(parameter.shape, dtype=cls.stored_as, device=parameter.device)
+    def like(cls, parameter: ShardedParameter, device: torch.device) -> Self:
+        """Room for the same pieces, on a device."""
+        data = torch.zeros(parameter.shape, dtype=cls.stored_as, device=device)
         made = cls(data, parameter.pieces)
-        made.scales = torch.ones(parameter.shape[:-1], dtype=torch.float32, device=parameter.device)
+        made.scales = torch.ones(parameter.shape[:-1], dtype=torch.float32, device=device)
         made.computed = parameter.dtype
         return made
 

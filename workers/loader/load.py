@@ -75,8 +75,10 @@ def load_dummy(model: Model, seed: int = 0) -> None:
         if "norm" in name and name.endswith("weight"):
             parameter.data.fill_(1.0)
         else:
-            generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-            values = torch.empty(parameter.shape).normal_(0.0, _DUMMY_STD, generator=generator)
+            # On the device itself: a processor would take minutes for the numbers of a large model.
+            generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
+            values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            values.normal_(0.0, _DUMMY_STD, generator=generator)
             if isinstance(parameter, ShardedParameter):
                 parameter.fill(values)
             else:

@@ -16,6 +16,8 @@ from torch import Tensor
 from quire.engine.bad_words import TokenSequences
 from quire.engine.outputs import IntArray, NewRow
 
+from ..transfers import to_device
+
 Int64Array = npt.NDArray[np.int64]
 _NONE: Int64Array = np.empty(0, np.int64)
 
@@ -145,11 +147,11 @@ def apply_constraints(logits: Tensor, constraints: Constraints) -> None:
     if constraints.allowed is not None:
         indices, token_ids = _to_device(constraints.allowed, logits.device)
         kept = logits[indices, token_ids]
-        logits[torch.from_numpy(np.unique(constraints.allowed.indices)).to(logits.device)] = -torch.inf
+        logits[to_device(np.unique(constraints.allowed.indices), logits.device)] = -torch.inf
         logits[indices, token_ids] = kept
     if constraints.forbidden is not None:
         logits[_to_device(constraints.forbidden, logits.device)] = -torch.inf
 
 
 def _to_device(entries: TokenEntries, device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(entries.indices).to(device), torch.from_numpy(entries.token_ids).to(device)
+    return to_device(entries.indices, device), to_device(entries.token_ids, device)

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from quire.engine.outputs import IntArray
 
+from ..transfers import to_device
+
 
 @dataclass(frozen=True, slots=True)
 class TokenScores:
@@ -47,7 +49,7 @@ def gather_logprobs(logits: Tensor, sampled: Tensor, num_logprobs: IntArray) -> 
     if len(wanted) == 0:
         return None
     if len(wanted) < len(num_logprobs):
-        rows = torch.from_numpy(wanted).to(logits.device)
+        rows = to_device(wanted, logits.device)
         logits, sampled = logits[rows], sampled[rows]
     return SampledScores(wanted.astype(np.int32), logprobs_of(logits, sampled, int(num_logprobs.max())))
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from quire.engine.outputs import FloatArray, IntArray
 from quire.engine.sampling_params import SamplingParams
 
+from ..transfers import to_device
+
 
 class TokenCounts:
     """Which tokens occur in one row, and how often among its output tokens. Owned by `SamplingRows`.
@@ -93,9 +95,9 @@ def apply_penalties(logits: Tensor, entries: PenaltyEntries) -> None:
     prompt and the output; then the frequency and presence penalties (as OpenAI defines them) of output tokens are
     subtracted.
     """
-    indices = torch.from_numpy(entries.indices).to(logits.device)
-    token_ids = torch.from_numpy(entries.token_ids).to(logits.device)
-    repetition = torch.from_numpy(entries.repetition).to(logits.device)
+    indices = to_device(entries.indices, logits.device)
+    token_ids = to_device(entries.token_ids, logits.device)
+    repetition = to_device(entries.repetition, logits.device)
     values = logits[indices, token_ids]
     values = torch.where(values > 0, values / repetition, values * repetition)
-    logits[indices, token_ids] = values - torch.from_numpy(entries.subtract).to(logits.device)
+    logits[indices, token_ids] = values - to_device(entries.subtract, logits.device)

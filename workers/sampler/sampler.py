@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens, likeliest_tokens
 
+from ..transfers import to_device
 from .batch import LogitEntries, SamplingBatch
 from .constraints import apply_constraints
 from .logprobs import SampledScores, gather_logprobs
@@ -58,11 +59,11 @@ def _process(logits: Tensor, batch: SamplingBatch) -> Tensor:
         apply_penalties(processed, batch.penalties)
     if batch.masks is not None:
         indices, allowed = batch.masks.indices, batch.masks.allowed
-        exclude_tokens(processed, *(torch.from_numpy(each).to(logits.device) for each in (indices, allowed)))
+        exclude_tokens(processed, *(to_device(each, logits.device) for each in (indices, allowed)))
     return processed
 
 
 def _add(logits: Tensor, entries: LogitEntries) -> None:
-    indices = torch.from_numpy(entries.indices).to(logits.device)
-    token_ids = torch.from_numpy(entries.token_ids).to(logits.device)
-    logits[indices, token_ids] += torch.from_numpy(entries.values).to(logits.device)
+    indices = to_device(entries.indices, logits.device)
+    token_ids = to_device(entries.token_ids, logits.device)
+    logits[indices, token_ids] += to_device(entries.values, logits.device)
