@@ -65,6 +65,7 @@ class EngineLoop:
         self._step_started: float | None = None
         self._ending = threading.Lock()
         self._has_ended = False
+        self._is_given_up = False
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     def start(self) -> None:
@@ -105,11 +106,16 @@ class EngineLoop:
         return 0.0 if started is None else time.monotonic() - started
 
     def stop(self, timeout_s: float = 10.0) -> None:
-        """End the loop after the step under way and shut the core down. Unfinished requests get no more outputs."""
+        """End the loop after the step under way and shut the core down. Unfinished requests get no more outputs.
+
+        A step that takes longer than `timeout_s` loses what it computes with; that it fails then is told to nobody.
+        """
         self._put(None)
         if self._thread.is_alive():
             self._thread.join(timeout_s)
-        if not self._thread.is_alive():
+        if self._thread.is_alive():
+            self._is_given_up = True
+        else:
             atexit.unregister(self._end_with_process)
         self._core.shutdown()
 
@@ -144,8 +150,11 @@ class EngineLoop:
                 if self._before_next_step is not None:
                     self._before_next_step()
         except BaseException as error:
-            logger.exception("The engine core failed")
-            self._on_failure(error)
+            if self._is_given_up:
+                logger.info("The step under way was given up (%r)", error)
+            else:
+                logger.exception("The engine core failed")
+                self._on_failure(error)
         finally:
             self._end()
 
