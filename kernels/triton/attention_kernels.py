@@ -145,6 +145,13 @@ def _attend(
     )  # fmt: skip
 
 
+@triton.jit
+def _store(out, place, acc, total, value_scale, dim, mask, HEAD_DIM: tl.constexpr):
+    """What the rows have summed up, divided and scaled, at their places [BLOCK_M] among all heads of all tokens."""
+    acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
+    tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], acc.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_reqs", "block_table_stride"], do_not_specialize_on_alignment=["block_table"])
 def long_kernel(
     out,  # [num_tokens, num_heads, head_dim], contiguous
@@ -214,9 +221,7 @@ def long_kernel(
         last_query // BLOCK_N + 1, begin, first_query, last_query, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
         SLIDING_WINDOW, USE_SOFTCAP, CACHE_FORMAT, PRECISION, UPCAST,
     )  # fmt: skip
-    acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-    out_offset = (token[:, None] * (num_kv_heads * GROUP) + head[:, None]) * HEAD_DIM + dim[None, :]
-    tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=q_mask)
+    _store(out, token * (num_kv_heads * GROUP) + head, acc, total, value_scale, dim, q_mask, HEAD_DIM)
 
 
 @triton.jit
@@ -312,9 +317,7 @@ def short_kernel(
             CACHE_FORMAT, PRECISION, UPCAST,
         )  # fmt: skip
         if num_splits == 1:
-            acc = acc * (value_scale / tl.where(total == 0.0, 1.0, total))[:, None]
-            out_offset = (token[:, None] * (num_kv_heads * GROUP) + head[:, None]) * HEAD_DIM + dim[None, :]
-            tl.store(out + out_offset, acc.to(out.dtype.element_ty), mask=q_mask)
+            _store(out, token * (num_kv_heads * GROUP) + head, acc, total, value_scale, dim, q_mask, HEAD_DIM)
         else:
             place = ((request.to(tl.int64) * max_query + query_token) * (num_kv_heads * GROUP) + head) * grid_splits
             place += split

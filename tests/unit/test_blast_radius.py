@@ -49,7 +49,7 @@ class Opening:
 
 @pytest.mark.parametrize("resumed", [[], [1]])
 def test_a_grammar_that_cannot_be_opened_ends_its_request(resumed: list[int]) -> None:
-    core = make_core(gates=(GrammarGate(Opening().compile, lambda: None),))  # type: ignore[arg-type]
+    core = make_core(gates=(GrammarGate(Opening().compile, lambda: None),))
     core.add_request(make_request("good", [1, 2, 3]))
     core.add_request(
         make_request("bad", [1, 2, 3], grammar=GrammarSpec(kind="lark", source="x"), resume_token_ids=resumed)
