@@ -66,8 +66,7 @@ class RayExecutor:
             raise
 
     def preferred_inflight_steps(self) -> int:
-        num_stages = self._config.parallel.pipeline_parallel_size
-        return num_stages if num_stages > 1 else 2 if self._config.model.device == "cuda" else 1
+        return self._ranks.facts[0].preferred_inflight_steps
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._ranks.facts[0].kv_cache_specs

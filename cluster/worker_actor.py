@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -18,6 +20,9 @@ from .messages import RankAnswer, encoder, step_decoder
 from .placement import node_address
 from .rank_links import RankLink, connect_rank
 
+if TYPE_CHECKING:
+    from quire.workers.launched_step import LaunchedStep
+
 logger = logging.getLogger(__name__)
 
 
@@ -27,6 +32,7 @@ class RankFacts:
 
     kv_cache_specs: list[KVCacheSpec]
     available_kv_cache_bytes: int
+    preferred_inflight_steps: int
     pid: int
     node_id: str
 
@@ -72,6 +78,7 @@ class WorkerActor:
         return RankFacts(
             self._worker.kv_cache_specs(),
             self._worker.available_kv_cache_bytes(),
+            self._worker.preferred_inflight_steps,
             os.getpid(),
             ray.get_runtime_context().get_node_id(),
         )
@@ -85,19 +92,41 @@ class WorkerActor:
         The engine keeps this call pending: that it ends is how it hears of a death that its socket cannot tell.
         """
         link = connect_rank(host, port, secret, self._rank)
-        while True:
-            self._step(link, link.recv())
+        if self._worker.device.type == "cpu":
+            while True:
+                self._step(link, link.recv(), _now)
+        # A GPU is at work on one step while the host launches the next: results are waited for elsewhere.
+        with ThreadPoolExecutor(1, "answers") as answers:
+            while True:
+                self._step(link, link.recv(), answers.submit)
 
-    def _step(self, link: RankLink, payload: bytes) -> None:
+    def _step(self, link: RankLink, payload: bytes, answer: Callable[..., object]) -> None:
+        """Launch a step, and have it answered by `answer(function, *arguments)`, which calls in order."""
         step = step_decoder.decode(payload)
         try:
-            output = self._worker.execute_model(step)
+            launched = self._worker.launch(step)
         except Exception as error:
-            message = f"rank {self._rank}: {type(error).__name__}: {error}"
-            link.send(encoder.encode(RankAnswer(step.step_id, error=message)))
+            answer(self._send_failure, link, step.step_id, error)
+            raise
+        answer(self._send_result, link, step.step_id, launched)
+
+    def _send_result(self, link: RankLink, step_id: int, launched: LaunchedStep) -> None:
+        try:
+            output = launched.result()
+        except Exception as error:
+            self._send_failure(link, step_id, error)
             raise
         # Every rank of the last stage has sampled the same tokens: one of them says so.
-        link.send(encoder.encode(RankAnswer(step.step_id, output if self._answers else None)))
+        link.send(encoder.encode(RankAnswer(step_id, output if self._answers else None)))
+
+    def _send_failure(self, link: RankLink, step_id: int, error: Exception) -> None:
+        """The engine gives up all ranks when it hears it."""
+        logger.error("step %d failed", step_id, exc_info=error)
+        link.send(encoder.encode(RankAnswer(step_id, error=f"rank {self._rank}: {type(error).__name__}: {error}")))
+
+
+def _now(function: Callable[..., None], *arguments: object) -> None:
+    function(*arguments)
 
 
 def start_worker(

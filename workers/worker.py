@@ -147,8 +147,8 @@ class Worker:
 
     @property
     def preferred_inflight_steps(self) -> int:
-        """Two on a GPU, which then never waits for the host."""
-        return 2 if self.device.type == "cuda" else 1
+        """One for each stage, so that all are at work; two on a GPU, which then never waits for the host."""
+        return max(self._parallel.grid.num_stages, 2 if self.device.type == "cuda" else 1)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step without waiting for it; with several ranks, all must be given the same steps in the same
