@@ -30,11 +30,19 @@ class Backend(Protocol):
     """The functions of a backend's package. `ops`, `elementwise` and `sampling` checked the arguments, and say what
     they mean.
 
-    A cache in 8 bits comes to `write_kv` as bytes, with keys and values that are bytes already.
+    What writes to a cache in 8 bits gets it as bytes, and stores keys and values as `fp8.stored` does. Scales are of
+    such caches only.
     """
 
     def write_kv(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slot_mapping: Tensor,
+        key_scale: float,
+        value_scale: float,
     ) -> None: ...
 
     def paged_attention(
@@ -71,6 +79,8 @@ class Backend(Protocol):
         key_cache: Tensor,
         value_cache: Tensor,
         slot_mapping: Tensor,
+        key_scale: float,
+        value_scale: float,
     ) -> None: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...

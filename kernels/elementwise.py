@@ -101,7 +101,7 @@ def rotate_and_write_kv(
 ) -> None:
     """Rotate the queries in place, and store the rotated keys and the values in the cache.
 
-    The same as `rotate(query)` and `write_kv` of the rotated keys, in one pass where the cache is not in 8 bits.
+    The same as `rotate(query)` and `write_kv` of the rotated keys.
 
     Args:
         query: [num_tokens, num_heads, head_dim], the last dimension contiguous. Modified.
@@ -119,15 +119,11 @@ def rotate_and_write_kv(
         )
     check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key_cache.device)
     _check_rotation(rotation, query)
-    backend = backend_for(query.device)
-    if key_cache.dtype != fp8.DTYPE:
-        backend.rotate_and_write_kv(query, key, value, rotation, key_cache, value_cache, slot_mapping)
-        return
-    key = key.clone(memory_format=torch.contiguous_format)
-    backend.rotate(query, rotation)
-    backend.rotate(key, rotation)
-    keys, values = fp8.quantize(key, key_scale).view(torch.uint8), fp8.quantize(value, value_scale).view(torch.uint8)
-    backend.write_kv(keys, values, key_cache.view(torch.uint8), value_cache.view(torch.uint8), slot_mapping)
+    if key_cache.dtype == fp8.DTYPE:
+        key_cache, value_cache = key_cache.view(fp8.BYTES), value_cache.view(fp8.BYTES)
+    backend_for(query.device).rotate_and_write_kv(
+        query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale
+    )
 
 
 def _check_norm(x: Tensor, weight: Tensor) -> None:

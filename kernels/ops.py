@@ -97,10 +97,9 @@ def write_kv(
         raise ValueError(f"key has {key.shape[1]} KV heads, the cache has {key_cache.shape[2]}")
     check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key_cache.device)
     if key_cache.dtype == fp8.DTYPE:
-        # Bytes from here on: few operations of any backend know the type.
-        key, value = fp8.quantize(key, key_scale).view(torch.uint8), fp8.quantize(value, value_scale).view(torch.uint8)
-        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    backend_for(key_cache.device).write_kv(key, value, key_cache, value_cache, slot_mapping)
+        key_cache, value_cache = key_cache.view(fp8.BYTES), value_cache.view(fp8.BYTES)
+    backend = backend_for(key_cache.device)
+    backend.write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
 
 
 def paged_attention(

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from .. import fp8
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
+) -> None:
     if slot_mapping.numel() == 0:
         return
+    key, value = fp8.stored(key, key_cache, key_scale), fp8.stored(value, value_cache, value_scale)
     if int(slot_mapping.min()) < 0:
         stored = slot_mapping >= 0
         key, value, slot_mapping = key[stored], value[stored], slot_mapping[stored]

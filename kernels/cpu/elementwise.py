@@ -19,8 +19,10 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
+from .. import fp8
 from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
+from .cache import write_kv
 from .call import Arguments, RowFunction
 from .exponential import gate
 from .intrinsics import fetch_add, pointer
@@ -119,10 +121,15 @@ def rotate_and_write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
 ) -> None:
     """See `elementwise.rotate_and_write_kv`."""
-    if query.dtype not in _COMPILED:
-        reference.rotate_and_write_kv(query, key, value, rotation, key_cache, value_cache, slot_mapping)
+    if query.dtype not in _COMPILED or key_cache.dtype == fp8.BYTES:
+        key = key.clone(memory_format=torch.contiguous_format)
+        rotate(query, rotation)
+        rotate(key, rotation)
+        write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
         return
     cos, sin, interleaved = rotation
     (num_tokens, num_heads, head_dim), num_kv_heads, width = query.shape, key.shape[1], query.itemsize

@@ -7,11 +7,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .. import fp8
+
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
 
 
-def write_kv(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
+) -> None:
+    key, value = fp8.stored(key, key_cache, key_scale), fp8.stored(value, value_cache, value_scale)
     block_size = key_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
         if slot >= 0:

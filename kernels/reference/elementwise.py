@@ -55,9 +55,11 @@ def rotate_and_write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
 ) -> None:
     """See `elementwise.rotate_and_write_kv`."""
     rotate(query, rotation)
     key = key.clone()
     rotate(key, rotation)
-    write_kv(key, value, key_cache, value_cache, slot_mapping)
+    write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)

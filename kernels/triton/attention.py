@@ -47,6 +47,7 @@ MAX_SPLITS = 32  # with 8 KV heads, enough for every multiprocessor of a large G
 # A graph's grid has room for requests of any length. With many requests, the programs that find nothing to do would
 # outnumber the others by far, so from here on a program takes several splits.
 MOST_PROGRAMS = 8192
+MOST_SUMS = 128 << 20  # bytes of sums at a time; with more, some requests come after the others
 
 
 def paged_attention(
@@ -133,19 +134,27 @@ def _launch_short(
     if constants["SLIDING_WINDOW"]:  # the first tile may begin before the window
         most_keys = min(most_keys, constants["SLIDING_WINDOW"] + max_query + tile.block_n)
     num_splits = max(1, min(MAX_SPLITS, triton.cdiv(most_keys, SPLIT)))
-    shape = (metadata.num_reqs, max_query, num_heads, num_splits)
-    partial = out.new_empty((*shape, head_dim), dtype=torch.float32)
-    partial_softmax = out.new_empty((*shape, 2), dtype=torch.float32)
+    num_sums = max_query * num_heads * num_splits if num_splits > 1 else 0  # of a request
+    at_once = metadata.num_reqs
+    if at_once * num_sums * (head_dim + 2) * 4 > MOST_SUMS:  # then some, of whose numbers the addresses are aligned
+        at_once = min(at_once, max(4, MOST_SUMS // (num_sums * (head_dim + 2) * 4) // 4 * 4))
+    partial = out.new_empty((at_once * num_sums, head_dim), dtype=torch.float32)
+    partial_softmax = out.new_empty((at_once * num_sums, 2), dtype=torch.float32)
     cut = {"BLOCK_N": tile.block_n, "SPLIT": SPLIT, "MAX_SPLITS": MAX_SPLITS}
-    at_once = min(num_splits, max(1, MOST_PROGRAMS // (num_kv_heads * metadata.num_reqs)))
-    short_kernel[(num_kv_heads, at_once, metadata.num_reqs)](
-        out, partial, partial_softmax, *tensors, *scalars, *strides, max_query, num_splits, **constants, **cut,
-        BLOCK_M=max(tile.block_m, triton.next_power_of_2(constants["GROUP"])),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    if num_splits > 1:
-        shared = {name: constants[name] for name in ("HEAD_DIM", "HEAD_DIM_PADDED", "SLIDING_WINDOW", "SHORT")}
-        merge_kernel[(num_heads, max_query, metadata.num_reqs)](
-            out, partial, partial_softmax, metadata.query_start_loc, metadata.seq_lens, scalars[3], max_query,
-            num_splits, **shared, **cut, num_warps=4,
+    query, key_cache, value_cache, *of_requests = tensors
+    for first in range(0, metadata.num_reqs, at_once):
+        starts, seq_lens, table = (each[first:] for each in of_requests)
+        num_reqs = min(at_once, metadata.num_reqs - first)
+        num_programs = min(num_splits, max(1, MOST_PROGRAMS // (num_kv_heads * num_reqs)))
+        short_kernel[(num_kv_heads, num_programs, num_reqs)](
+            out, partial, partial_softmax, query, key_cache, value_cache, starts, seq_lens, table, *scalars, *strides,
+            max_query, num_splits, **constants, **cut,
+            BLOCK_M=max(tile.block_m, triton.next_power_of_2(constants["GROUP"])),
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
+        if num_splits > 1:
+            shared = {name: constants[name] for name in ("HEAD_DIM", "HEAD_DIM_PADDED", "SLIDING_WINDOW", "SHORT")}
+            merge_kernel[(num_heads, max_query, num_reqs)](
+                out, partial, partial_softmax, starts, seq_lens, scalars[3], max_query, num_splits, **shared, **cut,
+                num_warps=4,
+            )  # fmt: skip

@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import fp8
+from .numbers import to_e4m3
+
 if TYPE_CHECKING:
     from ..elementwise import Rotation
 
@@ -124,6 +127,8 @@ def _rotate_kernel(
     key_head_stride,
     value_stride,
     value_head_stride,
+    key_scale,
+    value_scale,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -132,6 +137,7 @@ def _rotate_kernel(
     HEADS_BLOCK: tl.constexpr,
     KV_HEADS_BLOCK: tl.constexpr,
     CHANNELS_BLOCK: tl.constexpr,
+    IN_BYTES: tl.constexpr,
 ):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -151,10 +157,14 @@ def _rotate_kernel(
             kv_inside = (kv_head < NUM_KV_HEADS) & (channel < HEAD_DIM)
             keys = key + token * key_stride
             kept = _rotated(keys, key_head_stride, kv_head, channel, kv_inside, cos, sin, NUM_PAIRS, INTERLEAVED)
+            kept = kept.to(key.dtype.element_ty)
+            read = tl.load(value + token * value_stride + kv_head * value_head_stride + channel, mask=kv_inside)
+            if IN_BYTES:
+                kept = to_e4m3(kept.to(tl.float32), key_scale)
+                read = to_e4m3(read.to(tl.float32), value_scale)
             place = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + channel
-            tl.store(key_cache + place, kept.to(key_cache.dtype.element_ty), mask=kv_inside)
-            values = value + token * value_stride + kv_head * value_head_stride + channel
-            tl.store(value_cache + place, tl.load(values, mask=kv_inside), mask=kv_inside)
+            tl.store(key_cache + place, kept, mask=kv_inside)
+            tl.store(value_cache + place, read, mask=kv_inside)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -229,9 +239,11 @@ def rotate_and_write_kv(
     key_cache: Tensor,
     value_cache: Tensor,
     slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
 ) -> None:
     """See `elementwise.rotate_and_write_kv`."""
-    _launch_rotate(query, key, value, rotation, key_cache, value_cache, slot_mapping)
+    _launch_rotate(query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale)
 
 
 def _launch_rotate(
@@ -242,6 +254,8 @@ def _launch_rotate(
     key_cache: Tensor | None,
     value_cache: Tensor | None,
     slot_mapping: Tensor | None,
+    key_scale: float = 1.0,
+    value_scale: float = 1.0,
 ) -> None:
     num_tokens, num_heads, head_dim = query.shape
     if num_tokens == 0:
@@ -259,6 +273,8 @@ def _launch_rotate(
         *query.stride()[:2],
         *((0, 0) if key is None else key.stride()[:2]),
         *((0, 0) if value is None else value.stride()[:2]),
+        key_scale,
+        value_scale,
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -267,4 +283,5 @@ def _launch_rotate(
         HEADS_BLOCK=triton.next_power_of_2(num_heads),
         KV_HEADS_BLOCK=triton.next_power_of_2(max(1, num_kv_heads)),
         CHANNELS_BLOCK=triton.next_power_of_2(head_dim),
+        IN_BYTES=key_cache is not None and key_cache.dtype == fp8.BYTES,
     )

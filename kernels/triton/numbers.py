@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 # (what a Triton kernel takes has no Python type)
-"""What several kernels do with numbers: read those in 8 bits, and multiply tiles."""
+"""What several kernels do with numbers: read and write those in 8 bits, and multiply tiles."""
 
 from __future__ import annotations
 
@@ -28,6 +28,24 @@ def widen(x, DTYPE: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
     elif UPCAST:  # the interpreter makes no bfloat16 of an integer
         x = x.to(tl.float32)
     return x.to(DTYPE)
+
+
+@triton.jit
+def to_e4m3(x, scale):
+    """The bytes of `fp8.quantize`, from float32, by the same steps on every GPU and in the interpreter.
+
+    From 2^-6 on, the exponent is moved and the last 20 bits are rounded off, ties to even: half of them, less one where
+    the bit above is 0. Below, numbers are multiples of 2^-9, which float32 rounds to where it has no finer steps left.
+    """
+    x = tl.div_rn(x, scale)
+    bits = x.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    large = (size - (120 << 23) + 0x7FFFF + ((size >> 20) & 1)) >> 20
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # what 16384 was before
+    code = tl.where(size < 0x3C800000, small, large)
+    code = tl.where(size >= 0x43E00000, 0x7E, code)  # 448, and what is beyond
+    code = tl.where(size > 0x7F800000, 0x7F, code)  # NaN
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @triton.jit

@@ -78,6 +78,19 @@ def test_norms_activations_and_rotations() -> None:
     assert names(launched) == ["_norm_kernel"] * 2 + ["_gate_kernel"] + ["_rotate_kernel"] * 2
 
 
+def test_a_cache_in_8_bits_is_written_by_one_kernel() -> None:
+    """Keys are rotated, and both are quantized, on the way."""
+    heads = torch.zeros(5, 16, 128, dtype=BF16)
+    caches = torch.zeros(2, 3, 16, 4, 128, dtype=BF16).to(fp8.DTYPE)
+    rotation = Rotation(torch.ones(5, 64), torch.zeros(5, 64), interleaved=False)
+    query, key, value = heads[:, :8], heads[:, 8:12], heads[:, 12:]
+    with compiled_launches() as launched:
+        elementwise.rotate_and_write_kv(query, key, value, rotation, *caches, torch.arange(5), key_scale=0.5)
+        ops.write_kv(key, value, *caches, torch.arange(5), value_scale=0.5)
+    assert names(launched) == ["_rotate_kernel", "_write_kv_kernel"]
+    assert all("div.rn.f32" in kernel.asm["ptx"] for kernel in launched), "not the bits that a CPU stores"
+
+
 @pytest.mark.parametrize("kind", [torch.int8, fp8.DTYPE])
 @pytest.mark.parametrize("num_rows", [1, 200])
 def test_linear_in_8_bits(kind: torch.dtype, num_rows: int) -> None:
