@@ -1,8 +1,7 @@
 """CPU backend."""
 
 from .attention import paged_attention
-from .cache import write_kv
-from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
+from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv, write_kv
 from .linear import linear, linear_fp8, linear_int8
 from .moe import experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens

@@ -1,4 +1,4 @@
-"""Writing to the cache on CPU: an index copy over the flat slots."""
+"""Writing to caches on CPU that the compiled kernel (`elementwise`) does not: an index copy over the flat slots."""
 
 from __future__ import annotations
 

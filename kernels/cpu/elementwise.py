@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import fp8
 from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
-from .cache import write_kv
+from . import cache
 from .call import Arguments, RowFunction
 from .exponential import gate
 from .intrinsics import fetch_add, pointer
@@ -60,9 +60,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     heads = 1 if x.dim() == 2 else x.shape[1]
     head_stride = 0 if heads == 1 else x.stride(1) * width
     _norm(
-        x.shape[0] * heads, size,
+        x.shape[0], size,
         heads, x.data_ptr(), x.stride(0) * width, head_stride, 0, 0, weight.data_ptr(), out.data_ptr(), size,
-        width == 2, eps, offset, 0.0,
+        width == 2, eps, offset, 0.0, times=heads,
     )  # fmt: skip
     return out
 
@@ -129,7 +129,7 @@ def rotate_and_write_kv(
         key = key.clone(memory_format=torch.contiguous_format)
         rotate(query, rotation)
         rotate(key, rotation)
-        write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+        cache.write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
         return
     cos, sin, interleaved = rotation
     (num_tokens, num_heads, head_dim), num_kv_heads, width = query.shape, key.shape[1], query.itemsize
@@ -137,6 +137,29 @@ def rotate_and_write_kv(
         num_tokens, (num_heads + 2 * num_kv_heads) * head_dim,
         query.data_ptr(), num_heads, query.stride(0) * width, query.stride(1) * width,
         cos.data_ptr(), sin.data_ptr(), cos.shape[1], interleaved, width == 2,
+        key.data_ptr(), num_kv_heads, key.stride(0) * width, key.stride(1) * width,
+        value.data_ptr(), value.stride(0) * width, value.stride(1) * width,
+        key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim,
+    )  # fmt: skip
+
+
+def write_kv(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    key_scale: float,
+    value_scale: float,
+) -> None:
+    """See `ops.write_kv`: as `rotate_and_write_kv`, with no query and nothing to rotate."""
+    if key.dtype not in _COMPILED or key_cache.dtype == fp8.BYTES:
+        cache.write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+        return
+    (num_tokens, num_kv_heads, head_dim), width = key.shape, key.itemsize
+    _write(
+        num_tokens, 2 * num_kv_heads * head_dim,
+        0, 0, 0, 0, 0, 0, 0, False, width == 2,
         key.data_ptr(), num_kv_heads, key.stride(0) * width, key.stride(1) * width,
         value.data_ptr(), value.stride(0) * width, value.stride(1) * width,
         key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim,

@@ -73,8 +73,8 @@ class AllHeadsNorm(nn.Module):
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """query, key: [num_tokens, this rank's heads, head_dim] -> the same shapes."""
         squares = query.float().square().sum((-2, -1)), key.float().square().sum((-2, -1))
-        sums = torch.stack((squares[0], squares[1] if self._counts_key else torch.zeros_like(squares[1])))
-        query_sum, key_sum = self._parallel.all_reduce(sums)
+        sums = torch.stack((squares[0], squares[1] if self._counts_key else torch.zeros_like(squares[1])), dim=1)
+        query_sum, key_sum = self._parallel.all_reduce(sums).unbind(dim=1)
         return self.q(self._scaled(query, query_sum, 0)), self.k(self._scaled(key, key_sum, 1))
 
     def _scaled(self, heads: Tensor, sum_of_squares: Tensor, index: int) -> Tensor:
