@@ -19,7 +19,7 @@ from tests.gpu.engine_speed import CONFIGS, measure
 small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 500}
 config = {**CONFIGS["Qwen3-0.6B"], **small}
 limits = Limits(copy_gb_per_s=10.0, matmul_tflop_per_s=0.1)
-for speed in measure(config, limits, batches=(1, 3), context=40, prefills=(64,), num_steps=8, device="cpu"):
+for speed in measure(config, limits, batches=(1, 3), context=40, prefills=(64,), num_steps=200, device="cpu"):
     assert speed.ms > 0 and speed.limit_ms > 0
     print(speed.work)
 """
