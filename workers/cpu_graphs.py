@@ -1,10 +1,13 @@
-"""Decode steps as graphs on CPU: `kernels.cpu.graph`."""
+"""Steps as graphs on CPU: `kernels.cpu.graph` and `any_rows`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
+from quire.kernels.cpu import any_rows
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.recording import NotCapturableError
 
@@ -25,4 +28,13 @@ class CpuGraphBackend:
         except NotCapturableError as reason:
             logger.info("decode steps are not recorded: %s", reason)
             run()  # what was computed before, and stored, is computed and stored again
+            return None
+
+    def capture_any_rows(
+        self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+    ) -> tuple[any_rows.AnyRows, Tensor] | None:
+        try:
+            return any_rows.capture(run, self._pool, num_rows, most_rows, inputs)
+        except NotCapturableError as reason:
+            logger.info("steps with prompts are not recorded: %s", reason)
             return None

@@ -13,8 +13,9 @@ On CPU every operation is done when it has been launched; all else is the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from quire.engine.kv_cache_spec import KVCacheConfig
 from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
+from quire.kernels.ops import AttentionMetadata
 from quire.kernels.sampling import likeliest_tokens
 
 from .attention_metadata import build_attention_metadata
@@ -32,6 +34,7 @@ from .input_buffers import BatchShape, DeviceInputs, HostInputs, InputBuffers
 from .launched_step import HostCopies, LaunchedStep
 from .layers.attention import LayerCache
 from .models.model import Model
+from .prompt_graph import AnyRowsBackend, PromptGraph
 from .request_table import RequestTable
 from .sampler import SampledScores, SamplerOutput, sample
 
@@ -44,6 +47,10 @@ class StepLimits:
     max_num_batched_tokens: int
     max_model_len: int
     max_inflight_steps: int
+
+
+class RecordingBackend(GraphBackend, AnyRowsBackend, Protocol):
+    """Makes graphs of steps while they are computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +79,17 @@ class ModelRunner:
         self._caches = caches
         self._limits = limits
         self._device = device
-        num_seqs, num_groups = limits.max_num_seqs, len(config.groups)
-        self._table = RequestTable(num_seqs, limits.max_model_len, config.block_size, num_groups, model.vocab_size)
+        num_seqs, self._num_groups = limits.max_num_seqs, len(config.groups)
+        self._table = RequestTable(
+            num_seqs, limits.max_model_len, config.block_size, self._num_groups, model.vocab_size
+        )
         self._rows = DeviceRows(self._table, device)
         self._buffers = InputBuffers(
-            num_seqs, limits.max_num_batched_tokens, num_groups, limits.max_inflight_steps, device
+            num_seqs, limits.max_num_batched_tokens, self._num_groups, limits.max_inflight_steps, device
         )
         self._graphs: DecodeGraphs | None = None
         self._graphs_give_tokens = False
+        self._prompt_graph: PromptGraph | None = None
         self._unsettled: deque[_Unsettled] = deque()
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
         self._group_of_layer = [groups[layer] for layer in model.own_layers]
@@ -90,14 +100,16 @@ class ModelRunner:
         self._graphs = DecodeGraphs(backend, graph_sizes(self._most_decodes))
         self._graphs.capture_all(self._forward_in_place, self._prepare_idle, progress=progress)
 
-    def record_graphs(self, backend: GraphBackend, most: int) -> None:
-        """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes.
+    def record_graphs(self, backend: RecordingBackend, most: int) -> None:
+        """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes, and all
+        larger steps are one.
 
-        They go on to the likeliest tokens: what has to be called for these one by one takes longer than they do.
+        The former go on to the likeliest tokens: what has to be called for these one by one takes longer than they do.
         """
         self._graphs_give_tokens = self._model.gives_logits
         sizes = list(range(1, min(most, self._most_decodes) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
+        self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
 
     @property
     def _graphs_read_references(self) -> bool:
@@ -126,27 +138,39 @@ class ModelRunner:
         if self._graphs is not None and size is not None and is_readable:
             decoded = self._graphs.replay(self._forward_in_place, size)
         else:
-            hidden = self._forward(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
-            decoded = Decoded(hidden)
+            given = self._model_inputs(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
+            decoded = Decoded(self._compute_step(step, *given))
         if not self._model.gives_logits:
             nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=_no_tokens(step))
             return LaunchedStep(HostCopies(self._device), lambda: nothing)
         return self._finish(step, batch, inputs, decoded)
 
     def _graph_size(self, step: SchedulerOutput) -> int | None:
-        """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
-        if self._graphs is None or self._table.pooling.is_pooled(step.rows).any():
-            return None
-        return self._graphs.size_for(step)
+        return None if self._graphs is None or self._keeps_hidden(step) else self._graphs.size_for(step)
 
-    def _forward(
-        self, host: HostInputs, inputs: DeviceInputs, max_blocks: int, *, reads_references: bool = True
-    ) -> Tensor:
-        """The hidden states of all tokens, [num_tokens, hidden_size]. `host` and `inputs` hold the same numbers."""
+    def _keeps_hidden(self, step: SchedulerOutput) -> bool:
+        """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
+        return bool(self._table.pooling.is_pooled(step.rows).any())
+
+    def _model_inputs(
+        self, host: HostInputs, inputs: DeviceInputs, max_blocks: int, *, reads_references: bool
+    ) -> tuple[Tensor, Tensor, list[AttentionMetadata]]:
+        """Token ids and positions, and the metadata of each group. `host` and `inputs` hold the same numbers."""
         token_ids = self._rows.resolve(inputs.token_ids) if reads_references else inputs.token_ids
         by_group = build_attention_metadata(host, inputs, self._rows.block_tables, max_blocks)
+        return token_ids, inputs.positions, by_group
+
+    def _compute(self, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]) -> Tensor:
+        """The hidden states of all tokens, [num_tokens, hidden_size]."""
         metadata = [by_group[group] for group in self._group_of_layer]
-        return self._model(token_ids, inputs.positions, self._caches, metadata)
+        return self._model(token_ids, positions, self._caches, metadata)
+
+    def _compute_step(
+        self, step: SchedulerOutput, token_ids: Tensor, positions: Tensor, by_group: list[AttentionMetadata]
+    ) -> Tensor:
+        if self._prompt_graph is None or self._keeps_hidden(step):
+            return self._compute(token_ids, positions, by_group)
+        return self._prompt_graph.forward(self._compute, token_ids, positions, by_group)
 
     def _prepare_idle(self, size: int) -> None:
         """Inputs of `size` requests of one token, which is stored nowhere. They read the null block."""
@@ -157,7 +181,9 @@ class ModelRunner:
     def _forward_in_place(self, size: int) -> Decoded:
         """The forward of whatever inputs are there for a batch of `size` tokens: the one that is captured."""
         host, inputs = self._buffers.current(BatchShape(size, size))
-        hidden = self._forward(host, inputs, self._rows.max_blocks, reads_references=self._graphs_read_references)
+        reads_references = self._graphs_read_references
+        given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=reads_references)
+        hidden = self._compute(*given)
         if not self._graphs_give_tokens:
             return Decoded(hidden)
         logits = self._model.logits(hidden)

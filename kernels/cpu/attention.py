@@ -7,6 +7,7 @@ one of `prompt_tiles`, for bfloat16 where the CPU is fastest with it and scores 
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +55,6 @@ def paged_attention(
     in_tiles = prompt_tiles.fits(key_cache) and softcap is None and sinks is None
     plan = _prompt_plan(metadata, shape, TILE if in_tiles else 1)
     if plan is not None:
-        only_unrecorded("prompts come in many lengths")
         worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[key_cache.dtype]
         plan.attend(worker, query, key_cache, value_cache, out, sinks)
     return out
@@ -130,30 +130,38 @@ def _visible(
 
 def _decode_plan(metadata: AttentionMetadata, shape: Shape) -> decode.DecodePlan | None:
     """The plan of the requests with one query token, made once per step; None when there are none."""
-    key = ("decode", shape)
+    key, listener = ("decode", shape), recorder()
     if key not in metadata.plans:
-        starts, seq_lens = metadata.query_start_loc_np, metadata.seq_lens_np
-        plan = decode.DecodePlan(shape, starts, seq_lens, metadata.block_table.numpy())
-        metadata.plans[key] = plan if plan.num_decodes else None
-        listener = recorder()
-        if listener is not None:
-            listener.add_action(plan.update)  # the lengths are others in every step
+        most_rows = None if listener is None else listener.most_rows
+        plan = decode.DecodePlan(shape, most_rows or metadata.num_reqs)
+        _read(plan, metadata)
+        if listener is not None:  # the lengths are others in every step, and of any rows, all else is
+            listener.add_action(partial(_read, plan, metadata) if most_rows else plan.update)
+        metadata.plans[key] = plan if plan.num_decodes or most_rows else None
     found: decode.DecodePlan | None = metadata.plans[key]
     return found
 
 
 def _prompt_plan(metadata: AttentionMetadata, shape: Shape, multiple_of: int) -> PromptPlan | None:
     """The plan of the requests with several query tokens, made once per step; None when there are none."""
-    key = ("prompts", shape, multiple_of)
+    key, listener = ("prompts", shape, multiple_of), recorder()
     if key not in metadata.plans:
-        starts, seq_lens = metadata.query_start_loc_np.astype(np.int64), metadata.seq_lens_np.astype(np.int64)
-        lens, table = np.diff(starts), metadata.block_table.numpy()
-        of = np.flatnonzero(lens > 1)
-        metadata.plans[key] = (
-            PromptPlan(of, starts[of], lens[of], seq_lens[of], table, shape, multiple_of) if len(of) else None
-        )
+        plan = None
+        if listener is not None and listener.most_rows:
+            plan = PromptPlan(shape, multiple_of)
+            _read(plan, metadata)
+            listener.add_action(partial(_read, plan, metadata))
+        elif metadata.max_query_len > 1:
+            only_unrecorded("prompts come in many lengths")
+            plan = PromptPlan(shape, multiple_of)
+            _read(plan, metadata)
+        metadata.plans[key] = plan
     found: PromptPlan | None = metadata.plans[key]
     return found
+
+
+def _read(plan: decode.DecodePlan | PromptPlan, metadata: AttentionMetadata) -> None:
+    plan.read(metadata.query_start_loc_np, metadata.seq_lens_np, metadata.block_table.numpy())
 
 
 def _slots(metadata: AttentionMetadata, request: int, first: int, seq_len: int, block_size: int) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .recording import CompiledCall, recorder
+from .recording import CompiledCall, Rows, recorder
 from .threads import run_call
 
 _SMALL_NS = 15_000  # less than this much work wakes no other thread
@@ -44,13 +44,25 @@ class RowFunction:
         self._element_ns = element_ns
         self._call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(worker.address)
 
-    def __call__(self, num_rows: int, row_size: int, *arguments: float) -> None:
-        """`row_size` is the number of elements of a row, `arguments` what follows `num_rows`."""
-        row_ns = row_size * self._element_ns
+    def __call__(
+        self, num_given: int, row_size: int, *arguments: float, times: int = 1, per: int = 1, also: str | None = None
+    ) -> None:
+        """Rows of `row_size` elements: `times` as many as are given, or one for `per` of them. `arguments` are what
+        follows `num_rows`; the one named by `also` is `num_given`."""
+        row_ns, num_rows = row_size * self._element_ns, -(-num_given * times // per)
         if num_rows * row_ns < _SMALL_NS and recorder() is None:
             given = self._structure(0, num_rows, num_rows, *arguments)
             self._call(ctypes.addressof(given))
             return
-        grain = max(1, min(int(_ITEM_NS / row_ns), -(-num_rows // torch.get_num_threads())))
-        given = self._structure(0, grain, num_rows, *arguments)
-        run_call(CompiledCall(self._worker.ctypes, given, ctypes.addressof(given), 1))
+        num_threads, most = torch.get_num_threads(), max(1, int(_ITEM_NS / row_ns))
+        given = self._structure(0, max(1, min(most, -(-num_rows // num_threads))), num_rows, *arguments)
+        rows: tuple[Rows, ...] | None = None
+        if recorder() is not None:
+            grain = Rows(self._offset("grain"), times, per * num_threads, most)
+            rows = (Rows(self._offset("num_rows"), times, per), grain)
+            rows += () if also is None else (Rows(self._offset(also)),)
+        run_call(CompiledCall(self._worker.ctypes, given, ctypes.addressof(given), 1, rows))
+
+    def _offset(self, name: str) -> int:
+        offset: int = getattr(self._structure, name).offset
+        return offset

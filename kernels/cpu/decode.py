@@ -54,36 +54,37 @@ def fits(cache: Tensor) -> bool:
 class DecodePlan:
     """What the decodes of a step, the requests with one query token, have in common in all layers.
 
-    Made for one step, or for all steps of one size that stand in the same memory.
+    In a record that stays where it is: another step may be planned in it, and, where it stands in the same memory, with
+    `update` alone.
     """
 
-    def __init__(
-        self,
-        shape: Shape,
-        starts: npt.NDArray[np.int32],
-        seq_lens: npt.NDArray[np.int32],
-        block_table: npt.NDArray[np.int32],
+    def __init__(self, shape: Shape, most_reqs: int) -> None:
+        self._shape, self._record = shape, new_plan(_PLAN, shape)
+        # The next item, and the items of each decode that are finished.
+        self._counters = np.zeros(1 + most_reqs, np.int64)
+        self._of_decodes, self._first_item = np.empty((2, most_reqs), np.int64), np.empty(most_reqs + 1, np.int64)
+        self._capacity = 0  # items for which there is memory
+        fields = self._record[0]
+        fields["tokens"], fields["requests"] = self._of_decodes.ctypes.data, self._of_decodes[1:].ctypes.data
+        fields["first_item"], fields["counters"] = self._first_item.ctypes.data, self._counters.ctypes.data
+        self._address = self._record.ctypes.data
+
+    def read(
+        self, starts: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], block_table: npt.NDArray[np.int32]
     ) -> None:
-        """`starts` [num_reqs + 1] are where the query tokens of a request begin, and end; `seq_lens` [num_reqs];
-        `block_table` [num_reqs, max_blocks]."""
+        """Plan for a step. `starts` [num_reqs + 1] are where the query tokens of a request begin, and end; `seq_lens`
+        [num_reqs]; `block_table` [num_reqs, max_blocks]."""
         for name, given in (("starts", starts), ("seq_lens", seq_lens), ("block_table", block_table)):
             if given.dtype != np.int32 or given.strides[-1] != 4:
                 raise TypeError(f"{name} must be int32, one behind the other, got {given.dtype} {given.strides}")
-        num_reqs = len(seq_lens)
-        self._shape, self._record = shape, new_plan(_PLAN, shape)
-        # The next item, and the items of each decode that are finished.
-        self._counters = np.zeros(1 + num_reqs, np.int64)
+        if len(seq_lens) > self._of_decodes.shape[1]:
+            raise ValueError(f"a plan for up to {self._of_decodes.shape[1]} requests was given {len(seq_lens)}")
         self._seq_lens = seq_lens
-        self._capacity = 0  # items for which there is memory
-        of_decodes, first_item = np.empty((2, num_reqs), np.int64), np.empty(num_reqs + 1, np.int64)
-        self._inputs_and_decodes = starts, block_table, of_decodes, first_item  # kept: the record has their addresses
+        self._inputs = starts, block_table  # kept: the record has their addresses
         fields = self._record[0]
         fields["starts"], fields["seq_lens"] = starts.ctypes.data, seq_lens.ctypes.data
         fields["block_table"] = block_table.ctypes.data
-        fields["table_stride"], fields["num_reqs"] = block_table.strides[0] // block_table.itemsize, num_reqs
-        fields["tokens"], fields["requests"] = of_decodes.ctypes.data, of_decodes[1:].ctypes.data
-        fields["first_item"], fields["counters"] = first_item.ctypes.data, self._counters.ctypes.data
-        self._address = self._record.ctypes.data
+        fields["table_stride"], fields["num_reqs"] = block_table.strides[0] // block_table.itemsize, len(seq_lens)
         self.update()
 
     @property
@@ -113,7 +114,7 @@ class DecodePlan:
         self._counters[:] = 0
         arguments = layer_arguments(query, key_cache, value_cache, out, sinks, self._record)
         worker = _float32_worker if query.dtype == torch.float32 else _bfloat16_worker
-        run_call(CompiledCall(worker.ctypes, arguments, self._counters.ctypes.data, len(self._counters)))
+        run_call(CompiledCall(worker.ctypes, arguments, self._counters.ctypes.data, len(self._counters), ()))
 
 
 def _planner(sources: str) -> Any:

@@ -14,9 +14,11 @@ found; `recording.only_unrecorded` is for what no operator tells.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,7 @@ from .recording import CompiledCall, NotCapturableError, borrowed, recorded_by, 
 
 _ALIGNMENT = 64  # bytes
 _SMALLEST = 4096  # bytes of a block
+_ONCE = Fraction(1)
 _ATEN = torch.ops.aten
 _ALLOCATIONS = {
     _ATEN.empty.memory_format,
@@ -49,9 +52,10 @@ class Pool:
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by bytes
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """An uninitialized tensor of the same dtype, shape and strides. Its memory is free again when nobody has it."""
-        num_bytes = span_bytes(tensor)
+    def like(self, tensor: Tensor, times: Fraction = _ONCE) -> Tensor:
+        """An uninitialized tensor of the same dtype, shape and strides, in memory that has room for `times` as much.
+        The memory is free again when nobody has it."""
+        num_bytes = math.ceil(span_bytes(tensor) * times / _ALIGNMENT) * _ALIGNMENT
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length()) if num_bytes else _SMALLEST
         free = self._free[size]
         block = free.pop() if free else np.empty(size + _ALIGNMENT, np.uint8)
@@ -63,7 +67,7 @@ class Pool:
 
 def capture(run: Callable[[], None], pool: Pool) -> Callable[[], None]:
     """Call `run`, which is done when this returns; calling the result repeats it. Raises `NotCapturableError`."""
-    listener = _Recorder(pool)
+    listener = Recorder(pool)
     with listener, recorded_by(listener):
         run()
     return _Graph(listener.finish(), pool).replay
@@ -79,12 +83,16 @@ class _Graph:
             action()
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Implements `recording.Recorder`."""
+
+    most_rows: int | None = None
+
     def __init__(self, pool: Pool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._pool = pool
         self._lent: set[int] = set()  # addresses of the pool's memory
-        self._actions: list[Callable[[], object]] = []
+        self._actions: list[Callable[..., object]] = []
         self._calls: list[CompiledCall] = []
 
     @classmethod
@@ -100,14 +108,17 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         self._end_program()
         self._actions.append(action)
 
-    def finish(self) -> list[Callable[[], object]]:
+    def finish(self) -> list[Callable[..., object]]:
         self._end_program()
         return self._actions
 
     def _end_program(self) -> None:
         if self._calls:
-            self._actions.append(Program(self._calls).run)
+            self._actions.append(self._run_program(Program(self._calls)))
             self._calls = []
+
+    def _run_program(self, program: Program) -> Callable[..., object]:
+        return program.run
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -129,7 +140,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch le
         return result
 
     def _lend(self, like: Tensor) -> Tensor:
-        tensor = self._pool.like(like)
+        return self._keep(self._pool.like(like))
+
+    def _keep(self, tensor: Tensor) -> Tensor:
         self._lent.add(tensor.untyped_storage().data_ptr())
         return tensor
 

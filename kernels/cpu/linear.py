@@ -55,7 +55,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     name = "float32" if x.dtype == torch.float32 else _bfloat16()
     is_few = _fits(x, weight, name, sys.maxsize if in_float32 and IS_X86 else MAX_ROWS_FEW)
     if _is_many(x, weight) or (not is_few and many_rows.fits(weight) and len(x) <= MAX_ROWS):
-        return many_rows.linear(x, weight, None, bias)
+        return many_rows.linear(x, weight, None, bias, least_rows=_from_rows(weight))
     if is_few:  # any number of rows in float32 of a weight that `many_rows` does not take: for the same bits
         return few_rows.linear(name, x, weight, None, bias)
     if x.dtype != torch.float32 and _widens_bfloat16() and len(x) > FEW_ROWS["float32"]:
@@ -74,7 +74,7 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
         most = linear_int8(x, weight[:whole], scales[:whole], biases[0])
         return torch.cat([most, _widened(x, weight[whole:], scales[whole:], biases[1], torch.float32)], dim=1)
     if _is_many(x, weight):
-        return many_rows.linear(x, weight, scales, bias)
+        return many_rows.linear(x, weight, scales, bias, least_rows=_from_rows(weight))
     if in_digits and _fits(x, weight, "int8 dot", FEW_ROWS[products(torch.int8)[0]]):
         return few_rows.linear("int8 dot", x, weight, scales, bias)
     if x.dtype == torch.float32 and _fits(x, weight, "int8", FEW_ROWS["float32"]):
@@ -107,7 +107,16 @@ def _is_many(x: Tensor, weight: Tensor) -> bool:
     """Whether `many_rows` is the fastest for so many rows."""
     if not many_rows.fits(weight):
         return False
-    return FEW_ROWS[products(weight.dtype)[0]] < len(x) <= MAX_ROWS
+    return _least_many(weight) <= len(x) <= MAX_ROWS
+
+
+def _least_many(weight: Tensor) -> int:
+    return FEW_ROWS[products(weight.dtype)[0]] + 1
+
+
+def _from_rows(weight: Tensor) -> int | None:
+    """From how many rows on it is always `many_rows`, on a CPU where it is."""
+    return _least_many(weight) if sys.maxsize == MAX_ROWS else None
 
 
 @cache

@@ -35,7 +35,7 @@ from .call import Arguments, RowFunction
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import fetch_add, pointer, take_item
 from .matrix_tiles import configuration
-from .recording import CompiledCall
+from .recording import CompiledCall, Rows
 from .rows import load_row
 from .sources import digest_of
 from .threads import run_call
@@ -89,11 +89,19 @@ _TURN_TYPE = _TURN.dtype
 ) = range(15)
 
 
-def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, product: str | None = None) -> Tensor:
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    product: str | None = None,
+    least_rows: int | None = None,
+) -> Tensor:
     """(x @ weight.T) * scales + bias, in the dtype of x, where the weight `fits`.
 
     x [num_rows, in_features] and weight [out_features, in_features]: both float32 or both bfloat16 and no scales, or x
     float32 or bfloat16 and the weight int8. `product`: one of the `products` of the weight's type, the first if None.
+    least_rows: from how many on it is this kernel, whoever else has some for fewer; None if that is not all.
     """
     x, product = x.contiguous(), product or products(weight.dtype)[0]
     (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
@@ -104,8 +112,8 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
     x_meta = torch.empty(num_groups * _META_WORDS if kernel.num_digits > 1 else 0, dtype=torch.float32)
     kernel.turn(
-        num_groups, TILE * in_features,
-        x.data_ptr(), x.itemsize, in_features, first, x_meta.data_ptr(), num_rows,
+        num_rows, TILE * in_features,
+        x.data_ptr(), x.itemsize, in_features, first, x_meta.data_ptr(), num_rows, per=TILE, also="num_x",
     )  # fmt: skip
     arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
         first,
@@ -123,7 +131,8 @@ def linear(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None
         num_threads,
     )
     arguments[_COUNTERS] = ctypes.addressof(arguments) + 8 * _NUM_ARGUMENTS
-    run_call(CompiledCall(kernel.multiply, arguments, arguments[_COUNTERS], 1 + num_threads))
+    counters, rows = arguments[_COUNTERS], None if least_rows is None else (Rows(8 * _NUM_ROWS),)
+    run_call(CompiledCall(kernel.multiply, arguments, counters, 1 + num_threads, rows, least_rows or 1))
     return out
 
 

@@ -25,6 +25,7 @@ from .threads import run_parallel, team_size_function
 
 _CALL = np.dtype([("function", np.int64), ("argument", np.int64), ("counters", np.int64), ("num_counters", np.int64)])
 _PROGRAM = np.dtype([("calls", np.int64), ("num_calls", np.int64), ("team_size", np.int64), ("meeting", np.int64)])
+_NUMBER = np.dtype([("address", np.int64), ("times", np.int64), ("per", np.int64), ("most", np.int64)])
 _LINE = 64  # bytes that cores hand to each other as one
 _NUM_SPINS = 2_000  # some tens of microseconds; then whoever else wants this core may have it
 
@@ -47,11 +48,24 @@ class Program:
         )
         for call in calls:
             ctypes.memset(call.counters, 0, 8 * call.num_counters)
+        self._numbers = np.array(
+            [
+                (ctypes.addressof(call.arguments) + number.offset, number.times, number.per, number.most)
+                for call in calls
+                for number in call.rows or ()
+            ],
+            _NUMBER,
+        )
         # Two counters on lines of their own: how often threads have come to the end of a call, and calls that are over.
         self._meeting = np.zeros(3 * _LINE // 8, np.int64)
         first = self._meeting.ctypes.data
         self._num_threads = torch.get_num_threads()  # buffers of the calls are made for as many
         self._arguments = _Arguments(self._calls.ctypes.data, len(calls), team_size_function(), first + -first % _LINE)
+
+    def run_for(self, num_rows: int) -> None:
+        """The calls as they would be made for so many rows, if all are for any number."""
+        _write_rows(self._numbers.ctypes.data, len(self._numbers), num_rows)
+        self.run()
 
     def run(self) -> None:
         """All calls, in order. Python's other threads run meanwhile."""
@@ -63,6 +77,18 @@ def _address(function: ctypes._CFunctionType) -> int:
     address = ctypes.cast(function, ctypes.c_void_p).value
     assert address is not None
     return address
+
+
+@cfunc(types.void(types.int64, types.int64, types.int64), cache=True, error_model="numpy")
+def _rows_writer(address, count, num_rows):
+    """See `recording.Rows`."""
+    for number in carray(pointer(address), (count,), _NUMBER):
+        wanted = (num_rows * number.times + number.per - 1) // number.per
+        carray(pointer(number.address), (1,), np.int64)[0] = min(wanted, number.most)
+
+
+_WRITER = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_write_rows = _WRITER(_rows_writer.address)  # type: ignore[arg-type]
 
 
 @cfunc(types.void(types.int64), cache=True, error_model="numpy")

@@ -5,17 +5,16 @@ An item is some query tokens of a request and one KV head, with the query heads 
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from .attention_call import Shape, layer_arguments, new_plan, plan_type
 from .matrix_tiles import configuration
-from .threads import run_parallel
+from .recording import CompiledCall
+from .threads import run_call
 
 _ROWS = 192  # of an item, about: chunks of keys are turned for as many, and their scores stay in the second-level cache
 _TILES = configuration()  # for those who have matrix tiles
@@ -27,43 +26,41 @@ PLAN = plan_type(
 
 
 class PromptPlan:
-    """The items of a step."""
+    """The items of a step, in a record that stays where it is: another step may be planned in it."""
 
-    def __init__(
-        self,
-        requests: npt.NDArray[np.int64],
-        starts: npt.NDArray[np.int64],
-        query_lens: npt.NDArray[np.int64],
-        seq_lens: npt.NDArray[np.int64],
-        block_table: npt.NDArray[np.int32],
-        shape: Shape,
-        multiple_of: int,
+    def __init__(self, shape: Shape, multiple_of: int) -> None:
+        """Items have a `multiple_of` so many tokens, but for the last one of a request."""
+        self._shape, self._record, self._counter = shape, new_plan(PLAN, shape), np.zeros(1, np.int64)
+        self._size = max(1, _ROWS * shape.num_kv_heads // shape.num_heads // multiple_of) * multiple_of
+        fields = self._record[0]
+        fields["item_tokens"], fields["tiles"] = self._size, _TILES.ctypes.data
+        fields["counter"] = self._counter.ctypes.data
+
+    def read(
+        self, starts: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], block_table: npt.NDArray[np.int32]
     ) -> None:
-        """`requests` [n] are rows of `block_table` [num_reqs, max_blocks]; their query tokens begin at `starts`. Items
-        have a `multiple_of` so many tokens, but for the last one of a request."""
-        size = max(1, _ROWS * shape.num_kv_heads // shape.num_heads // multiple_of) * multiple_of  # tokens of an item
-        num_parts = -(-query_lens // size)
+        """Plan for a step: of its requests [num_reqs], those with several query tokens. `starts` [num_reqs + 1] is
+        where the query tokens of a request begin, and end; `block_table` [num_reqs, max_blocks]."""
+        requests = np.flatnonzero(np.diff(starts) > 1)
+        begins, query_lens = starts[requests].astype(np.int64), np.diff(starts)[requests].astype(np.int64)
+        num_parts = -(-query_lens // self._size)
         owners = np.repeat(np.arange(len(requests)), num_parts)
-        first = (np.arange(len(owners)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * size
-        positions = (seq_lens - query_lens)[owners] + first
-        counts = np.minimum(size, query_lens[owners] - first)
+        first = (np.arange(len(owners)) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)) * self._size
+        positions = (seq_lens[requests] - query_lens)[owners] + first
+        counts = np.minimum(self._size, query_lens[owners] - first)
         order = np.argsort(-(positions + counts), kind="stable")
-        self._counter = np.zeros(1, np.int64)
         self._arrays = {
             "block_table": block_table,
-            "tokens": (starts[owners] + first)[order],
+            "tokens": (begins[owners] + first)[order],
             "positions": positions[order],
             "counts": counts[order],
             "requests": requests[owners][order],
-            "counter": self._counter,
         }
-        self._record = new_plan(PLAN, shape)
         fields = self._record[0]
         for name, array in self._arrays.items():
             fields[name] = array.ctypes.data
         fields["table_stride"] = block_table.strides[0] // block_table.itemsize
-        fields["num_items"] = len(owners) * shape.num_kv_heads
-        fields["item_tokens"], fields["tiles"] = size, _TILES.ctypes.data
+        fields["num_items"] = len(owners) * self._shape.num_kv_heads
 
     def attend(
         self,
@@ -78,4 +75,4 @@ class PromptPlan:
         contiguous, that were planned."""
         self._counter[0] = 0
         arguments = layer_arguments(query, key_cache, value_cache, out, sinks, self._record)
-        run_parallel(worker.ctypes, ctypes.addressof(arguments), torch.get_num_threads())
+        run_call(CompiledCall(worker.ctypes, arguments, self._counter.ctypes.data, 1, ()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,16 @@ class NotCapturableError(Exception):
     """What is being recorded would not be the same for other numbers, or cannot be repeated."""
 
 
+class Rows(NamedTuple):
+    """A number among the arguments of a call that follows from the rows it is given: ceil(rows * times / per), or
+    `most`."""
+
+    offset: int  # where it is, in bytes
+    times: int = 1
+    per: int = 1
+    most: int = sys.maxsize
+
+
 class CompiledCall(NamedTuple):
     """`function(address of the arguments)`, called by every thread at once.
 
@@ -27,10 +38,17 @@ class CompiledCall(NamedTuple):
     arguments: Any  # ctypes structure or array
     counters: int  # address of int64
     num_counters: int
+    rows: tuple[Rows, ...] | None = None  # all that makes it a call for other rows; None: it is for these alone
+    least_rows: int = 1  # with fewer, another function would be called
 
 
 class Recorder(Protocol):
-    """What listens while a forward is recorded. What it is told of is done all the same."""
+    """What listens while a forward is recorded. What it is told of is done all the same.
+
+    The record is of as many rows (tokens) as there are; or of any number up to `most_rows`.
+    """
+
+    most_rows: int | None
 
     def add_call(self, call: CompiledCall) -> None: ...
 
@@ -71,17 +89,18 @@ def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
             listener.add_action(partial(action, *map(borrowed, tensors)))
 
 
-def borrowed(tensor: Tensor) -> Tensor:
-    """The same tensor, not empty, which does not keep its memory."""
-    memory = (ctypes.c_uint8 * span_bytes(tensor)).from_address(tensor.data_ptr())
-    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+def borrowed(tensor: Tensor, num_rows: int | None = None) -> Tensor:
+    """The same tensor, not empty, which does not keep its memory; or as if it had another number of rows."""
+    shape = tensor.shape if num_rows is None else torch.Size((num_rows, *tensor.shape[1:]))
+    memory = (ctypes.c_uint8 * span_bytes(tensor, shape)).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(shape, tensor.stride())
 
 
-def span_bytes(tensor: Tensor) -> int:
-    """From its first element to its last."""
+def span_bytes(tensor: Tensor, shape: torch.Size | None = None) -> int:
+    """From its first element to its last, if it has its own shape or another."""
     if tensor.numel() == 0:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(shape or tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.itemsize
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from quire.engine.config import EngineConfig
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
@@ -11,6 +13,7 @@ from quire.engine.outputs import SchedulerOutput
 from quire.workers.cpu_graphs import CpuGraphBackend
 from quire.workers.launched_step import LaunchedStep
 from quire.workers.parallel import ParallelContext
+from quire.workers.prompt_graph import Record
 from quire.workers.worker import Worker
 
 
@@ -32,12 +35,33 @@ class RepeatedCalls:
         return replay
 
 
+class CountedRecord:
+    def __init__(self, record: Record, replayed: list[int]) -> None:
+        self.least_rows, self._record, self._replayed = record.least_rows, record, replayed
+
+    def replay(self, num_rows: int) -> Tensor:
+        self._replayed.append(num_rows)
+        return self._record.replay(num_rows)
+
+
 class CountedBackend(CpuGraphBackend):
     """Counts how often its graphs are used."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_captured = self.num_replays = 0
+        self.prompts_recorded_with: int | None = None  # tokens
+        self.prompts_replayed: list[int] = []
+
+    def capture_any_rows(
+        self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+    ) -> tuple[Record, Tensor] | None:
+        captured = super().capture_any_rows(run, num_rows, most_rows, inputs)
+        if captured is None:
+            return None
+        record, result = captured
+        self.prompts_recorded_with = num_rows
+        return CountedRecord(record, self.prompts_replayed), result
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
         replay = super().capture(run)

@@ -1,0 +1,152 @@
+"""Steps with prompts of any length, repeated from a record of one, have bit by bit what they have call by call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from core_driver import Answer, Driver
+from inflight_executor import CountedBackend
+from tiny_families import TINY_FAMILIES, VOCAB_SIZE
+
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.model_source import load_model_info
+from quire.engine.outputs import EngineRequest
+from quire.engine.pooling import PoolingParams
+from quire.engine.sampling_params import SamplingParams
+from quire.kernels.cpu.intrinsics import IS_X86
+from quire.workers.local_executor import LocalExecutor
+
+BATCHES = ((40,), (1, 33, 97), (33,), (16, 17), (40, 97), (126,), (4, 5), (25,), (60, 1, 60, 1))
+# Experts are given as many tokens as choose them; heads of 24 are attended to by torch.
+ONE_BY_ONE = ("mixtral", "qwen3-moe", "olmoe", "mistral")
+ANSWER = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, prompt_logprobs=2)
+WIDE = replace(
+    TINY_FAMILIES["llama"], settings={"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192}
+)
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def backend(monkeypatch: pytest.MonkeyPatch) -> CountedBackend:
+    counted = CountedBackend()
+    monkeypatch.setattr("quire.workers.cpu_graphs.CpuGraphBackend", lambda: counted)
+    return counted
+
+
+def prompts_of(lengths: tuple[int, ...]) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [torch.randint(1, VOCAB_SIZE, (length,), generator=generator).tolist() for length in lengths]
+
+
+def driver(path: Path, eager: bool, model: dict | None = None, **sections: dict[str, object]) -> Driver:
+    fields = {"model": str(path), "device": "cpu", "num_threads": 2, "enforce_eager": eager, **(model or {})}
+    config = EngineConfig.model_validate({"model": fields, **sections})
+    return Driver(LocalExecutor(config, load_model_info(ModelConfig(model=str(path)))), 128, **sections)
+
+
+def answers_of(found: Driver) -> list[Answer]:
+    return [answer for lengths in BATCHES for answer in found.greedy(prompts_of(lengths), 3, 4)]
+
+
+@pytest.mark.parametrize("family", TINY_FAMILIES)
+def test_families(tmp_path: Path, backend: CountedBackend, family: str) -> None:
+    """Of sizes that whole vectors hold, as those of real models: the library multiplies others, by their number."""
+    tiny = TINY_FAMILIES[family]
+    wide = {"gpt2": {"n_inner": 96}, "opt": {"ffn_dim": 96}}.get(family, {"intermediate_size": 96})
+    if "intermediate_size" not in tiny.dropped or family == "gpt2":
+        tiny = replace(tiny, settings={**tiny.settings, **wide})
+    tiny.make(tmp_path)
+    cache = {"enable_prefix_caching": False}
+    expected, found = (answers_of(driver(tmp_path, eager, cache=cache)) for eager in (True, False))
+    assert found == expected
+    is_recorded = IS_X86 and family not in ONE_BY_ONE
+    assert backend.prompts_recorded_with == (41 if is_recorded else None)
+    assert backend.prompts_replayed == ([131, 33, 33, 137, 126, 25, 122] if is_recorded else [])
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize(
+    "model", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float32", "bfloat16", "int8"]
+)
+def test_types(tmp_path: Path, backend: CountedBackend, model: dict, num_threads: int) -> None:
+    """Steps as the scheduler makes them: parts of prompts beside decodes, and prefixes that are in the cache."""
+    WIDE.make(tmp_path)
+    model = {**model, "num_threads": num_threads}
+    sections = {"scheduler": {"max_num_batched_tokens": 90}}
+    eager, recorded = (driver(tmp_path, eager, model, **sections) for eager in (True, False))
+    assert answers_of(recorded) == answers_of(eager)
+    assert len(set(backend.prompts_replayed)) >= 5 or not IS_X86
+
+
+def test_more_decodes_than_have_graphs(tmp_path: Path, backend: CountedBackend) -> None:
+    """They are steps of any number of tokens as well."""
+    WIDE.make(tmp_path)
+    prompts = prompts_of(tuple(range(3, 43)))
+    expected, found = (driver(tmp_path, eager).greedy(prompts, 20, 2) for eager in (True, False))
+    assert found == expected
+    assert backend.prompts_replayed.count(40) >= 18 or not IS_X86
+
+
+def test_largest_steps(tmp_path: Path, backend: CountedBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of all tokens there may be, as a graph; those that it has no memory for, call by call."""
+    WIDE.make(tmp_path)
+    monkeypatch.setattr("quire.workers.prompt_graph._MOST_RECORDED", 96)
+    sections = {"scheduler": {"max_num_batched_tokens": 112}}
+    expected, found = (answers_of(driver(tmp_path, eager, **sections)) for eager in (True, False))
+    assert found == expected
+    assert max(backend.prompts_replayed, default=0) <= 97
+    backend.prompts_replayed.clear()
+    sections = {"scheduler": {"max_num_batched_tokens": 96}}
+    assert answers_of(driver(tmp_path, False, **sections)) == expected
+    assert max(backend.prompts_replayed, default=96) == 96
+
+
+@pytest.mark.parametrize(
+    ("model", "sections"),
+    [
+        ({"enforce_eager": True}, {}),
+        ({"quantization": "fp8"}, {}),
+        ({}, {"cache": {"kv_cache_dtype": "fp8_e4m3"}}),
+    ],
+    ids=["enforce_eager", "fp8", "fp8-cache"],
+)
+def test_what_is_not_recorded(tmp_path: Path, backend: CountedBackend, model: dict, sections: dict) -> None:
+    WIDE.make(tmp_path)
+    expected, found = (answers_of(driver(tmp_path, eager, model, **sections)) for eager in (True, False))
+    assert found == expected
+    assert backend.prompts_recorded_with is None
+
+
+def test_what_else_reads_hidden_states(tmp_path: Path, backend: CountedBackend) -> None:
+    """What an embedding or the logprobs of a prompt keep of a step is not overwritten by the next one."""
+    WIDE.make(tmp_path)
+
+    def run(eager: bool) -> list[Answer]:
+        found = driver(tmp_path, eager, scheduler={"max_num_batched_tokens": 48})
+        requests = []
+        for i, prompt in enumerate(prompts_of((90, 100, 80, 47, 110, 70))):
+            pooling = PoolingParams(type=("mean", "cls", "last")[i // 2]) if i % 2 else None
+            params = SamplingParams(temperature=0.0, max_tokens=1) if pooling else ANSWER
+            requests.append(
+                EngineRequest(
+                    request_id=str(i), prompt_token_ids=prompt, sampling_params=params, seed=0, pooling=pooling
+                )
+            )
+        return found.run(requests)
+
+    for expected, answer in zip(run(True), run(False), strict=True):
+        assert answer.token_ids == expected.token_ids
+        assert answer.prompt_logprobs == expected.prompt_logprobs
+        assert (answer.embedding is None) == (expected.embedding is None)
+        assert answer.embedding is None or torch.equal(answer.embedding, expected.embedding)
+    assert backend.prompts_replayed or not IS_X86
