@@ -72,6 +72,7 @@ def test_families(tmp_path: Path, backend: CountedBackend, family: str) -> None:
     is_recorded = IS_X86 and family not in ONE_BY_ONE
     assert backend.prompts_recorded_with == (41 if is_recorded else None)
     assert backend.prompts_replayed == ([131, 33, 33, 137, 126, 25, 122] if is_recorded else [])
+    assert (backend.num_replays > 0) == (family not in ONE_BY_ONE)  # of decode steps
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
