@@ -174,34 +174,38 @@ def _sum_of_squares(row: Any, size: int) -> Any:
     return total
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy")
-def _norm_worker(address: int) -> None:
-    a = carray(pointer(address), (1,), _NORM_TYPE)[0]
-    size, offset, multiplier = a.size, np.float32(a.offset), np.float32(a.multiplier)
-    row, other, weight = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
-    load_row(a.weight, size, a.short, weight)
-    for i in range(size):
-        weight[i] += offset
-    while True:
-        first = fetch_add(address, a.grain)
-        if first >= a.num_rows:
-            return
-        for index in range(first, min(first + a.grain, a.num_rows)):
-            token, head = index // a.heads, index % a.heads
-            load_row(a.x + token * a.x_stride + head * a.head_stride, size, a.short, row)
-            if a.residual != 0:
-                residual = a.residual + token * a.residual_stride
-                load_row(residual, size, a.short, other)
+def _norm_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _NORM_TYPE)[0]
+        size, offset, multiplier = a.size, np.float32(a.offset), np.float32(a.multiplier)
+        row, other, weight = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
+        load_row(a.weight, size, a.short, weight)
+        for i in range(size):
+            weight[i] += offset
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                return
+            for index in range(first, min(first + a.grain, a.num_rows)):
+                token, head = index // a.heads, index % a.heads
+                load_row(a.x + token * a.x_stride + head * a.head_stride, size, a.short, row)
+                if a.residual != 0:
+                    residual = a.residual + token * a.residual_stride
+                    load_row(residual, size, a.short, other)
+                    for i in range(size):
+                        row[i] = other[i] + multiplier * row[i]
+                    store_row(row, size, a.short, residual)
+                    if a.short:
+                        load_row(residual, size, a.short, row)  # what was rounded is what is normalized
+                mean = np.float64(_sum_of_squares(row, size)) / size
+                scale = np.float32(1.0 / np.sqrt(mean + a.eps))
                 for i in range(size):
-                    row[i] = other[i] + multiplier * row[i]
-                store_row(row, size, a.short, residual)
-                if a.short:
-                    load_row(residual, size, a.short, row)  # what was rounded is what is normalized
-            mean = np.float64(_sum_of_squares(row, size)) / size
-            scale = np.float32(1.0 / np.sqrt(mean + a.eps))
-            for i in range(size):
-                row[i] = row[i] * scale * weight[i]
-            store_row(row, size, a.short, a.out + index * size * (2 if a.short else 4))
+                    row[i] = row[i] * scale * weight[i]
+                store_row(row, size, a.short, a.out + index * size * (2 if a.short else 4))
+
+    return worker
 
 
 def _gate_worker(sources: str) -> Any:
@@ -258,46 +262,54 @@ def _turn_heads(
         store_row(row, 2 * num_pairs, short, place)
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy")
-def _rotate_worker(address: int) -> None:
-    a = carray(pointer(address), (1,), _ROTATE_TYPE)[0]
-    row = np.empty(2 * a.num_pairs, np.float32)
-    while True:
-        first = fetch_add(address, a.grain)
-        if first >= a.num_rows:
-            return
-        for token in range(first, min(first + a.grain, a.num_rows)):
-            cos, sin = _angles(a.cos, token, a.num_pairs), _angles(a.sin, token, a.num_pairs)
-            heads = a.heads + token * a.stride
-            _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
+def _rotate_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _ROTATE_TYPE)[0]
+        row = np.empty(2 * a.num_pairs, np.float32)
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                return
+            for token in range(first, min(first + a.grain, a.num_rows)):
+                cos, sin = _angles(a.cos, token, a.num_pairs), _angles(a.sin, token, a.num_pairs)
+                heads = a.heads + token * a.stride
+                _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
+
+    return worker
 
 
-@cfunc(types.void(types.int64), cache=True, error_model="numpy")
-def _write_worker(address: int) -> None:
-    a = carray(pointer(address), (1,), _WRITE_TYPE)[0]
-    num_pairs, head_dim, width = a.num_pairs, a.head_dim, 2 if a.short else 4
-    row = np.empty(head_dim, np.float32)
-    slots = carray(pointer(a.slots), (a.num_rows,), np.int64)
-    while True:
-        first = fetch_add(address, a.grain)
-        if first >= a.num_rows:
-            return
-        for token in range(first, min(first + a.grain, a.num_rows)):
-            cos, sin = _angles(a.cos, token, num_pairs), _angles(a.sin, token, num_pairs)
-            heads = a.heads + token * a.stride
-            _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
-            if slots[token] < 0:
-                continue
-            for head in range(a.num_kv_heads):
-                target = (slots[token] * a.num_kv_heads + head) * head_dim * width
-                load_row(a.key + token * a.key_stride + head * a.key_head_stride, head_dim, a.short, row)
-                _turn(row, cos, sin, num_pairs, a.interleaved)
-                store_row(row, head_dim, a.short, a.key_cache + target)
-                load_row(a.value + token * a.value_stride + head * a.value_head_stride, head_dim, a.short, row)
-                store_row(row, head_dim, a.short, a.value_cache + target)
+def _write_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _WRITE_TYPE)[0]
+        num_pairs, head_dim, width = a.num_pairs, a.head_dim, 2 if a.short else 4
+        row = np.empty(head_dim, np.float32)
+        slots = carray(pointer(a.slots), (a.num_rows,), np.int64)
+        while True:
+            first = fetch_add(address, a.grain)
+            if first >= a.num_rows:
+                return
+            for token in range(first, min(first + a.grain, a.num_rows)):
+                cos, sin = _angles(a.cos, token, num_pairs), _angles(a.sin, token, num_pairs)
+                heads = a.heads + token * a.stride
+                _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
+                if slots[token] < 0:
+                    continue
+                for head in range(a.num_kv_heads):
+                    target = (slots[token] * a.num_kv_heads + head) * head_dim * width
+                    load_row(a.key + token * a.key_stride + head * a.key_head_stride, head_dim, a.short, row)
+                    _turn(row, cos, sin, num_pairs, a.interleaved)
+                    store_row(row, head_dim, a.short, a.key_cache + target)
+                    load_row(a.value + token * a.value_stride + head * a.value_head_stride, head_dim, a.short, row)
+                    store_row(row, head_dim, a.short, a.value_cache + target)
+
+    return worker
 
 
 _SOURCES = digest_of("call", "exponential", "intrinsics", "rows", "vectors")
 # About what an element takes, in nanoseconds.
-_norm, _gate = RowFunction(_norm_worker, _NORM, 0.4), RowFunction(_gate_worker(_SOURCES), _GATE, 0.5)
-_rotate, _write = RowFunction(_rotate_worker, _ROTATE, 0.4), RowFunction(_write_worker, _WRITE, 0.4)
+_norm, _gate = RowFunction(_norm_worker(_SOURCES), _NORM, 0.4), RowFunction(_gate_worker(_SOURCES), _GATE, 0.5)
+_rotate, _write = RowFunction(_rotate_worker(_SOURCES), _ROTATE, 0.4), RowFunction(_write_worker(_SOURCES), _WRITE, 0.4)

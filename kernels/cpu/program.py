@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from numba import carray, cfunc, types
 
 from .intrinsics import ask_address, call_address, fetch_add, give_way, load_acquire, pause, pointer, store_release
 from .recording import CompiledCall
+from .sources import digest_of
 from .threads import run_parallel, team_size_function
 
 _CALL = np.dtype([("function", np.int64), ("argument", np.int64), ("counters", np.int64), ("num_counters", np.int64)])
@@ -70,7 +72,7 @@ class Program:
     def run(self) -> None:
         """All calls, in order. Python's other threads run meanwhile."""
         self._meeting[:] = 0
-        run_parallel(_worker.ctypes, ctypes.addressof(self._arguments), self._num_threads)
+        run_parallel(_walker.ctypes, ctypes.addressof(self._arguments), self._num_threads)
 
 
 def _address(function: ctypes._CFunctionType) -> int:
@@ -79,38 +81,48 @@ def _address(function: ctypes._CFunctionType) -> int:
     return address
 
 
-@cfunc(types.void(types.int64, types.int64, types.int64), cache=True, error_model="numpy")
-def _rows_writer(address, count, num_rows):
-    """See `recording.Rows`."""
-    for number in carray(pointer(address), (count,), _NUMBER):
-        wanted = (num_rows * number.times + number.per - 1) // number.per
-        carray(pointer(number.address), (1,), np.int64)[0] = min(wanted, number.most)
+def _rows_writer(sources: str) -> Any:
+    @cfunc(types.void(types.int64, types.int64, types.int64), cache=True, error_model="numpy")
+    def worker(address, count, num_rows):
+        """See `recording.Rows`."""
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        for number in carray(pointer(address), (count,), _NUMBER):
+            wanted = (num_rows * number.times + number.per - 1) // number.per
+            carray(pointer(number.address), (1,), np.int64)[0] = min(wanted, number.most)
+
+    return worker
 
 
+def _walk(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address):
+        """One thread. Whoever comes last to the end of a call sets its counters back, for the next who uses them."""
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        program = carray(pointer(address), (1,), _PROGRAM)[0]
+        calls = carray(pointer(program.calls), (program.num_calls,), _CALL)
+        num_threads = ask_address(program.team_size) if program.team_size != 0 else 1
+        come, over = program.meeting, program.meeting + _LINE
+        for index in range(program.num_calls):
+            call = calls[index]
+            call_address(call.function, call.argument)
+            if fetch_add(come, 1) == (index + 1) * num_threads - 1:
+                counters = carray(pointer(call.counters), (call.num_counters,), np.int64)
+                for i in range(call.num_counters):
+                    counters[i] = 0
+                store_release(over, index + 1)
+            else:
+                spins = 0
+                while load_acquire(over) <= index:
+                    spins += 1
+                    if spins < _NUM_SPINS:
+                        pause()
+                    else:
+                        give_way()
+
+    return worker
+
+
+_SOURCES = digest_of("intrinsics")
 _WRITER = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
-_write_rows = _WRITER(_rows_writer.address)  # type: ignore[arg-type]
-
-
-@cfunc(types.void(types.int64), cache=True, error_model="numpy")
-def _worker(address):
-    """One thread. Whoever comes last to the end of a call sets its counters back, for the next who uses them."""
-    program = carray(pointer(address), (1,), _PROGRAM)[0]
-    calls = carray(pointer(program.calls), (program.num_calls,), _CALL)
-    num_threads = ask_address(program.team_size) if program.team_size != 0 else 1
-    come, over = program.meeting, program.meeting + _LINE
-    for index in range(program.num_calls):
-        call = calls[index]
-        call_address(call.function, call.argument)
-        if fetch_add(come, 1) == (index + 1) * num_threads - 1:
-            counters = carray(pointer(call.counters), (call.num_counters,), np.int64)
-            for i in range(call.num_counters):
-                counters[i] = 0
-            store_release(over, index + 1)
-        else:
-            spins = 0
-            while load_acquire(over) <= index:
-                spins += 1
-                if spins < _NUM_SPINS:
-                    pause()
-                else:
-                    give_way()
+_write_rows = _WRITER(_rows_writer(_SOURCES).address)
+_walker = _walk(_SOURCES)

@@ -190,3 +190,46 @@ def test_test_files_have_unique_names() -> None:
     never_imported_so = ("conftest.py", "__init__.py", "__main__.py")
     names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name not in never_imported_so)
     assert [name for name, count in names.items() if count > 1] == []
+
+
+CPU_KERNELS = {path.stem: ast.parse(path.read_text()) for path in (ROOT / "kernels" / "cpu").glob("*.py")}
+
+
+def is_compiling(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).split("(")[0] in ("cfunc", "njit", "intrinsic")
+
+
+def makes_code(module: str) -> bool:
+    """Whether compiled functions of others may be made of what stands in this file: functions, or layouts of memory."""
+    return any(
+        (isinstance(node, ast.FunctionDef) and any(map(is_compiling, node.decorator_list)))
+        or (isinstance(node, ast.Call) and ast.unparse(node.func) == "np.dtype")
+        for node in ast.walk(CPU_KERNELS[module])
+    )
+
+
+def made_of(module: str, known: frozenset[str] = frozenset()) -> frozenset[str]:
+    """A module and those of the package that it imports, directly or not."""
+    known |= {module}
+    for node in ast.walk(CPU_KERNELS[module]):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module in CPU_KERNELS.keys() - known:
+            known |= made_of(node.module, known)
+    return known
+
+
+def test_code_kept_on_disk_is_made_anew_when_any_of_its_sources_changes() -> None:
+    """Numba looks at the file of a compiled function alone: whatever else it is made of is in a constant of it."""
+    workers = []
+    for module, tree in CPU_KERNELS.items():
+        found = [
+            node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
+            and any(ast.unparse(each).startswith("cfunc") for each in node.decorator_list)
+        ]  # fmt: skip
+        for worker in found:
+            assert any(isinstance(each, ast.Name) and each.id == "sources" for each in ast.walk(worker)), module
+        if found:
+            texts = {each.value for each in ast.walk(tree) if isinstance(each, ast.Constant)}
+            missing = {each for each in made_of(module) - {module} if makes_code(each)} - texts
+            assert not missing, f"{module} does not name {missing} to digest_of"
+        workers += found
+    assert len(workers) > 15
