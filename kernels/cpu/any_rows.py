@@ -79,6 +79,9 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it u
         self.least_rows = max(self.least_rows, call.least_rows)
         super().add_call(call)
 
+    def add_preparation(self, action: Callable[[], object]) -> None:
+        super().add_preparation(partial(_without_rows, action))
+
     def add_action(self, action: Callable[..., object]) -> None:
         if not isinstance(action, partial):
             raise NotCapturableError(f"{action} may depend on the number of rows")
@@ -89,6 +92,14 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it u
         if result.untyped_storage().data_ptr() not in self._memory_by_rows or len(result) != self._num_rows:
             raise NotCapturableError(f"the result, {tuple(result.shape)}, is not by rows")
         return self.finish()
+
+    def _compiled(self, operator: partial[object]) -> CompiledCall | None:
+        self._check([*operator.args, *operator.keywords.values()])
+        if not all(id(each) in self._by_rows for each in operator.args if isinstance(each, Tensor)):
+            return None
+        return super()._compiled(
+            partial(operator.func, *self._first(operator.args, self._num_rows), **operator.keywords)
+        )
 
     def _act(self, action: partial[object], num_rows: int) -> None:
         keywords = {name: self._first(value, num_rows) for name, value in action.keywords.items()}
@@ -140,3 +151,7 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it u
         whole = borrowed(tensor, self._most_rows)
         self._by_rows[id(whole)] = whole
         return whole
+
+
+def _without_rows(action: Callable[[], object], num_rows: int) -> None:  # noqa: ARG001 (others read it)
+    action()

@@ -136,7 +136,7 @@ def _decode_plan(metadata: AttentionMetadata, shape: Shape) -> decode.DecodePlan
         plan = decode.DecodePlan(shape, most_rows or metadata.num_reqs)
         _read(plan, metadata)
         if listener is not None:  # the lengths are others in every step, and of any rows, all else is
-            listener.add_action(partial(_read, plan, metadata) if most_rows else plan.update)
+            listener.add_preparation(partial(_read, plan, metadata) if most_rows else plan.update)
         metadata.plans[key] = plan if plan.num_decodes or most_rows else None
     found: decode.DecodePlan | None = metadata.plans[key]
     return found
@@ -150,7 +150,7 @@ def _prompt_plan(metadata: AttentionMetadata, shape: Shape, multiple_of: int) ->
         if listener is not None and listener.most_rows:
             plan = PromptPlan(shape, multiple_of)
             _read(plan, metadata)
-            listener.add_action(partial(_read, plan, metadata))
+            listener.add_preparation(partial(_read, plan, metadata))
         elif metadata.max_query_len > 1:
             only_unrecorded("prompts come in many lengths")
             plan = PromptPlan(shape, multiple_of)

@@ -54,6 +54,13 @@ class RowFunction:
             given = self._structure(0, num_rows, num_rows, *arguments)
             self._call(ctypes.addressof(given))
             return
+        run_call(self.call(num_given, row_size, *arguments, times=times, per=per, also=also))
+
+    def call(
+        self, num_given: int, row_size: int, *arguments: float, times: int = 1, per: int = 1, also: str | None = None
+    ) -> CompiledCall:
+        """The same, not called yet."""
+        row_ns, num_rows = row_size * self._element_ns, -(-num_given * times // per)
         num_threads, most = torch.get_num_threads(), max(1, int(_ITEM_NS / row_ns))
         given = self._structure(0, max(1, min(most, -(-num_rows // num_threads))), num_rows, *arguments)
         rows: tuple[Rows, ...] | None = None
@@ -61,7 +68,7 @@ class RowFunction:
             grain = Rows(self._offset("grain"), times, per * num_threads, most)
             rows = (Rows(self._offset("num_rows"), times, per), grain)
             rows += () if also is None else (Rows(self._offset(also)),)
-        run_call(CompiledCall(self._worker.ctypes, given, ctypes.addressof(given), 1, rows))
+        return CompiledCall(self._worker.ctypes, given, ctypes.addressof(given), 1, rows)
 
     def _offset(self, name: str) -> int:
         offset: int = getattr(self._structure, name).offset

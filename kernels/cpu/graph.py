@@ -1,11 +1,12 @@
 """A forward as a graph on CPU: recorded once, then repeated on the same memory without Python between its calls.
 
-    | look up, angles |  norm  linear  rotate  attend  linear  norm ... linear  | add | norm  linear  likeliest | copy
-    | torch operators |             one program of compiled calls               |     |      another program    |
+    | look up, angles |  norm  linear  rotate  attend  linear  norm ... linear  add  norm  linear  likeliest  copy |
+    | torch operators |                           one program of compiled calls                                    |
 
 What a forward asks torch for is seen by a dispatch mode, and what it compiles by `recording`. All memory comes from a
 pool and goes back when the forward drops it, so that what is repeated stays in the caches as the forward itself did. An
-operator that makes a new tensor is called again to write where the first one was.
+operator that makes a new tensor is called again to write where the first one was; amid compiled calls some are such
+calls themselves (`operators`).
 
 A forward is fit for it when it makes the same calls with the same shapes whatever the numbers are, and reads those that
 change from memory that stays where it is. Operators whose shapes depend on numbers, or that give one to Python, are
@@ -28,6 +29,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from . import operators
 from .program import Program
 from .recording import CompiledCall, NotCapturableError, borrowed, recorded_by, recorder, span_bytes
 
@@ -92,6 +94,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._pool = pool
         self._lent: set[int] = set()  # addresses of the pool's memory
+        self._preparations: list[Callable[..., object]] = []
         self._actions: list[Callable[..., object]] = []
         self._calls: list[CompiledCall] = []
 
@@ -104,13 +107,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def add_call(self, call: CompiledCall) -> None:
         self._calls.append(call)
 
+    def add_preparation(self, action: Callable[[], object]) -> None:
+        self._preparations.append(action)
+
     def add_action(self, action: Callable[[], object]) -> None:
         self._end_program()
         self._actions.append(action)
 
     def finish(self) -> list[Callable[..., object]]:
         self._end_program()
-        return self._actions
+        return self._preparations + self._actions
 
     def _end_program(self) -> None:
         if self._calls:
@@ -133,11 +139,22 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             return self._lend(result)
         if func._schema.is_mutable:
             args, kwargs = tree_map_only(Tensor, self._as_recorded, (args, kwargs))
-            self.add_action(partial(func, *args, **kwargs))
+            self._add_operator(partial(func, *args, **kwargs))
         elif not _are_views(_tensors(result), of=_tensors((args, kwargs))):
             result = tree_map_only(Tensor, lambda tensor: self._lend(tensor).copy_(tensor), result)
-            self.add_action(_repeat(func, *tree_map_only(Tensor, self._as_recorded, (args, kwargs, result))))
+            self._add_operator(_repeat(func, *tree_map_only(Tensor, self._as_recorded, (args, kwargs, result))))
         return result
+
+    def _add_operator(self, operator: partial[object]) -> None:
+        """Within a program some are compiled calls; alone, they would take longer than torch."""
+        call = self._compiled(operator) if self._calls else None
+        if call is None:
+            self.add_action(operator)
+        else:
+            self.add_call(call)
+
+    def _compiled(self, operator: partial[object]) -> CompiledCall | None:
+        return operators.compiled(operator)
 
     def _lend(self, like: Tensor) -> Tensor:
         return self._keep(self._pool.like(like))
@@ -158,7 +175,7 @@ def _are_views(tensors: Sequence[Tensor], of: Sequence[Tensor]) -> bool:
     return all(tensor.numel() == 0 or tensor.untyped_storage().data_ptr() in known for tensor in tensors)
 
 
-def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Callable[[], object]:
+def _repeat(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> partial[Any]:
     """Calls `func` again and has what it gives in `result`: written there at once, by operators that can."""
     if func in _COPIES:
         return partial(_ATEN.copy_.default, result, args[0])

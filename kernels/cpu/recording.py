@@ -52,6 +52,10 @@ class Recorder(Protocol):
 
     def add_call(self, call: CompiledCall) -> None: ...
 
+    def add_preparation(self, action: Callable[[], object]) -> None:
+        """Python code that has to run before all that is repeated, of which it reads nothing."""
+        ...
+
     def add_action(self, action: Callable[[], object]) -> None:
         """Python code that has to run at this place whenever the record is repeated."""
         ...
