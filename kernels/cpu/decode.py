@@ -28,7 +28,7 @@ from torch import Tensor
 
 from .attention_call import LAYER, Shape, layer_arguments, new_plan, plan_type
 from .heads import AHEAD, AT_ONCE, CHUNK, divide, merge, score_group, to_weights, weigh_group
-from .intrinsics import fetch_add, pointer, widened
+from .intrinsics import fetch_add, load_acquire, pointer, widened
 from .recording import CompiledCall
 from .sources import digest_of
 from .threads import run_call
@@ -212,8 +212,10 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             if within == block_size:
                 block, within = block + 1, 0
         whole = (length + AT_ONCE - 1) // AT_ONCE * AT_ONCE
-        for i in range(length, whole + AHEAD):  # scored or fetched for nothing
+        for i in range(length, whole):  # scored for nothing
             offsets[i] = offsets[length - 1]
+        for i in range(AHEAD):  # behind the last keys come values
+            offsets[whole + i] = layer.value_cache - layer.key_cache + offsets[min(i, length - 1)]
         for i in range(0, whole, AT_ONCE):
             for kv_head in range(num_kv_heads):
                 head = kv_head * group
@@ -224,6 +226,12 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         for head in range(num_heads):
             total, top = to_weights(scores[head, :length], softcap)
             partial[item, head, head_dim], partial[item, head, head_dim + 1] = total, top
+        follower = min(load_acquire(plan.counters), num_items - 1)
+        blocks, place = table[requests[owners[follower]] * plan.table_stride :], begins[follower]
+        for i in range(AHEAD):  # and behind the last values keys of an item that nobody has
+            slot = blocks[place // block_size] * block_size + place % block_size
+            offsets[length + i] = layer.key_cache - layer.value_cache + slot * token_bytes
+            place = min(place + 1, ends[follower] - 1)
         for kv_head in range(num_kv_heads):
             head = kv_head * group
             weigh_group(

@@ -51,7 +51,9 @@ AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold th
 # Vectors of head_dim in `weigh`, by how many heads it weighs for: fewer, where registers are fewer and shorter.
 _OF_ONE, _OF_TWO, _OF_MORE = (4, 4, 4) if IS_WIDE else (4, 2, 1)
 CHUNK = 256  # positions that are merged at once, at fixed places
-AHEAD = 16  # positions: keys and values of a token are too short for the CPU to see what will be read next
+# Positions: keys and values of a token are too short for the CPU to see what will be read next. They come into the
+# second-level cache; into the first, they would push out what is in use.
+AHEAD = 32
 _LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32
 _QUARTER = ir.VectorType(FLOAT, CLASSES)  # of a vector of LANES
@@ -105,7 +107,7 @@ def score(
 
         def step(d: Any, sums: list[Any]) -> list[Any]:
             for place in fetched:
-                prefetch(b, b.add(place, b.mul(d, INT64(width))))
+                prefetch(b, b.add(place, b.mul(d, INT64(width))), level=2)
             for _ in range(LANES // CLASSES):
                 keys = _keys(b, [b.add(place, b.mul(d, INT64(width))) for place in places], width)
                 queries = [load(b, b.add(row, b.mul(d, INT64(_SIZE))), _QUARTER) for row in query_rows]
@@ -156,7 +158,7 @@ def weigh(
             if ahead.literal_value:
                 behind = b.add(values, load(b, b.add(offset, INT64(8 * ahead.literal_value)), INT64))
                 for line in range(0, vectors * LANES * width, _LINE):
-                    prefetch(b, b.add(behind, INT64(line)))
+                    prefetch(b, b.add(behind, INT64(line)), level=2)
             loaded = [_load(b, b.add(place, INT64(LANES * width * j)), width) for j in range(vectors)]
             added = []
             for head, row in enumerate(weight_rows):
