@@ -16,7 +16,9 @@ IN_PARALLEL := tests/unit tests/kernels tests/models tests/api
 IN_TURN := $(filter-out $(IN_PARALLEL),$(shell sed -n 's/^testpaths = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))
 
 # The lock file is given as a constraint: pip installs what pyproject.toml asks for, in the pinned versions. It would
-# compile every module of every package, for a minute; Python does it for those that are imported.
+# compile every module of every package, for a minute; Python does it for those that are imported, and must be allowed
+# to keep what it compiled: images of containers often forbid that, and then every process compiles torch again.
+unexport PYTHONDONTWRITEBYTECODE
 LOCKED := $(PIP) install --quiet --no-compile --constraint requirements.lock
 
 .DEFAULT_GOAL := help

@@ -41,7 +41,8 @@ class WorkerActor:
     """One rank. The engine calls, in this order: `host_store` (rank 0 only), `load`,
     `initialize_kv_cache`, and `run`, which does not return while all is well.
 
-    torch is imported by the first of them, not by the import of this module, which the engine does as well.
+    torch is imported when an actor is made, not by the import of this module, which the engine does as well: all ranks
+    do it at the same time, where rank 0 would be alone with it while the others wait for its store.
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo, rank: int) -> None:
@@ -49,6 +50,7 @@ class WorkerActor:
         self._info = info
         self._rank = rank
         configure_logging(f"rank {rank}")
+        import quire.workers.worker  # noqa: F401
 
     def host_store(self) -> tuple[str, int]:
         """Open the store in which the ranks meet; returns its address and port."""
