@@ -33,6 +33,11 @@ class _Job(NamedTuple):
     run: Callable[[], list[EngineOutput]]
     future: Future[Any] | None = None
 
+    def refuse(self) -> None:
+        """It will not be done: whoever waits for it, and has not given up, is told."""
+        if self.future is not None and self.future.set_running_or_notify_cancel():
+            self.future.set_exception(EngineEndedError("The engine has ended."))
+
 
 class EngineLoop:
     """Steps a core whenever it has work. `add`, `abort` and `call` may be used from any thread.
@@ -79,14 +84,22 @@ class EngineLoop:
         self._put(_Job(lambda: self._core.abort(request_ids)))
 
     def call(self, function: Callable[[EngineCore], T]) -> Future[T]:
-        """Run `function(core)` between two steps. The future raises what it raises, or that the loop has ended."""
+        """Run `function(core)` between two steps. The future raises what it raises, or that the loop has ended.
+
+        Whoever cancels the future before its turn has come has asked for nothing; afterwards it cannot be cancelled.
+        An error that is not a `QuireError` is also one of the core, and ends the loop.
+        """
         future: Future[T] = Future()
 
         def run() -> list[EngineOutput]:
+            if not future.set_running_or_notify_cancel():
+                return []
             try:
                 future.set_result(function(self._core))
-            except QuireError as error:
+            except BaseException as error:
                 future.set_exception(error)
+                if not isinstance(error, QuireError):
+                    raise
             return []
 
         self._put(_Job(run, future))
@@ -128,8 +141,8 @@ class EngineLoop:
         with self._ending:
             if not self._has_ended:
                 self._inbox.put(job)
-            elif job is not None and job.future is not None:
-                job.future.set_exception(EngineEndedError("The engine has ended."))
+            elif job is not None:
+                job.refuse()
         self._core.wake()  # it may be waiting for a gate
 
     def _end(self) -> None:
@@ -138,8 +151,8 @@ class EngineLoop:
             self._has_ended = True
             while not self._inbox.empty():
                 job = self._inbox.get()
-                if job is not None and job.future is not None:
-                    job.future.set_exception(EngineEndedError("The engine has ended."))
+                if job is not None:
+                    job.refuse()
 
     def _run(self) -> None:
         try:

@@ -22,8 +22,18 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 
+# Characters that end a line in Unicode (and for `str.splitlines`, which common clients read streams with), but neither
+# in an event stream nor in JSON, which may stand in it as they are. Control characters JSON has escaped already.
+_LINE_ENDS = tuple((end.encode(), b"\\u%04x" % ord(end)) for end in "\x85\u2028\u2029")
+
+
 def event(payload: msgspec.Struct) -> bytes:
-    return b"data: %b\n\n" % _encode(payload)
+    """One event: one line to every reader, whatever text the payload has."""
+    data = _encode(payload)
+    if not data.isascii():
+        for end, escaped in _LINE_ENDS:
+            data = data.replace(end, escaped)
+    return b"data: %b\n\n" % data
 
 
 class ClientGoneError(Exception):

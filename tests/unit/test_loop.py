@@ -1,4 +1,4 @@
-"""The end of an engine's thread, and of the process that it runs in, while a step is under way."""
+"""What an engine's thread is asked between steps; its end, and that of its process, while a step is under way."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
 from engine_helpers import make_core, make_request
 
+from quire.engine.core import EngineCore
+from quire.engine.errors import EngineEndedError, QuireError
 from quire.engine.loop import EngineLoop
 
 # The main thread ends while a step is under way, which takes half a second more.
@@ -66,3 +69,60 @@ def test_a_step_that_is_given_up_is_no_failure() -> None:
     loop._thread.join(30)
     assert not loop.is_alive
     assert failures == []
+
+
+def test_a_call_that_is_cancelled_is_not_made() -> None:
+    """Its turn may come, or the loop may end, before whoever asked says so: neither is an error of the loop."""
+    failures: list[BaseException] = []
+    loop = EngineLoop(make_core(), lambda _outputs: None, failures.append)
+    begun, released = threading.Event(), threading.Event()
+
+    def wait(_core: EngineCore) -> str:
+        begun.set()
+        assert released.wait(30)
+        return "done"
+
+    loop.start()
+    waiting = loop.call(wait)
+    assert begun.wait(30)
+    assert not waiting.cancel()  # it is being made
+    calls: list[str] = []
+    cancelled = loop.call(lambda _core: calls.append("cancelled"))
+    assert cancelled.cancel()
+    released.set()
+    assert waiting.result(30) == "done"
+    assert loop.call(lambda _core: "next").result(30) == "next"
+    assert calls == []
+
+    begun.clear()
+    released.clear()
+    last = loop.call(wait)
+    assert begun.wait(30)
+    loop._put(None)
+    kept, given_up = loop.call(lambda _core: calls.append("kept")), loop.call(lambda _core: calls.append("given up"))
+    assert given_up.cancel()
+    released.set()
+    assert last.result(30) == "done"
+    with pytest.raises(EngineEndedError):
+        kept.result(30)
+    loop.stop()
+    assert (calls, failures, loop.is_alive) == ([], [], False)
+    with pytest.raises(EngineEndedError):
+        loop.call(lambda _core: None).result(30)
+
+
+@pytest.mark.parametrize(("error", "ends"), [(QuireError("no"), False), (RuntimeError("broken"), True)])
+def test_a_call_that_fails_tells_whoever_waits(error: Exception, ends: bool) -> None:
+    failures: list[BaseException] = []
+    loop = EngineLoop(make_core(), lambda _outputs: None, failures.append)
+    loop.start()
+
+    def fail(_core: EngineCore) -> None:
+        raise error
+
+    assert loop.call(fail).exception(30) is error
+    if ends:
+        loop._thread.join(30)
+    assert loop.is_alive != ends
+    loop.stop()
+    assert failures == ([error] if ends else [])
