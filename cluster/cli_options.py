@@ -21,7 +21,7 @@ from quire.engine.config import EngineConfig
 ENGINE_OPTIONS: dict[str, tuple[str, ...]] = {
     "model": ("model", "dtype", "max_model_len", "implementation", "load_format", "quantization", "num_threads"),
     "parallel": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel"),
-    "scheduler": ("max_num_seqs", "max_num_batched_tokens"),
+    "scheduler": ("max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens"),
     "cache": ("num_kv_blocks", "block_size", "kv_cache_dtype", "enable_prefix_caching"),
 }
 EngineOverrides = dict[str, dict[str, Any]]

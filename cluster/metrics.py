@@ -66,6 +66,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[SchedulerStats], float]], ...] = (
         "Tokens computed again, after preemption or a failure.",
         lambda s: s.num_recomputed_tokens,
     ),
+    (
+        "spec_decode_num_draft_tokens",
+        "Tokens that were guessed, and computed to be checked.",
+        lambda s: s.num_draft_tokens,
+    ),
+    ("spec_decode_num_accepted_tokens", "Those of them that were right.", lambda s: s.num_accepted_tokens),
     ("engine_steps", "Steps of the engine.", lambda s: s.num_steps),
 )
 

@@ -135,6 +135,13 @@ class SchedulerConfig(Section):
         le=8,
         description="Steps given to the workers before the first is back; 1 on CPU (more gain nothing), 2 on GPU.",
     )
+    num_speculative_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=7,
+        description="Tokens of a request that are guessed, from what stood behind its last ones before, and checked in "
+        "one step; the tokens stay the same. 0: none. 4 on CPU and 0 on GPU when not given; 0 in a pipeline.",
+    )
     policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="fcfs: by arrival. priority: lower number first, then arrival."
     )

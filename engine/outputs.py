@@ -186,6 +186,19 @@ class GrammarMasks(msgspec.Struct, frozen=True, kw_only=True):
     allowed: IntArray  # [m, ceil(vocab_size / 32)]
 
 
+class DraftTokens(msgspec.Struct, frozen=True, kw_only=True):
+    """Guesses at what follows the last known token of some rows, which this step checks."""
+
+    indices: IntArray  # [m] positions in the batch, ascending; each of them samples in this step
+    token_ids: IntArray  # [m, k]; -1 pads at the end
+
+    @property
+    def counts(self) -> IntArray:
+        """[m] the drafts of each, at least 1."""
+        counts: IntArray = (self.token_ids >= 0).sum(axis=1, dtype=np.int32)
+        return counts
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step. The three arrays are in batch order and say which tokens of which rows are computed.
 
@@ -193,6 +206,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     that reaches the row's last known token, the worker samples the next one and appends it to its own copy of the row,
     so that a later step in flight can compute it. `released_rows` are free from this step on (finished or preempted);
     they are applied before `new_rows` of the same step write them again.
+
+    The last tokens of a row with `drafts` are those: they follow its last known token, are counted in
+    `num_scheduled_tokens`, and become tokens of the row as far as the worker samples the same ones. It samples one
+    token after the last known one and one after each draft. Such a row is in no other step before its result is back.
 
     In a pipeline only the last stage samples. There, `last_token_ids` tells every stage the token at the last position
     of each row that samples in this step, and a row waits until what it sampled before is back.
@@ -207,6 +224,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     released_rows: list[int] = []
     grammar: GrammarMasks | None = None
     last_token_ids: IntArray | None = None  # [num_reqs], -1 for rows that do not sample; None without a pipeline
+    drafts: DraftTokens | None = None  # never in a pipeline
 
     @property
     def total_num_scheduled_tokens(self) -> int:
@@ -216,17 +234,20 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
 class BatchLogprobs(msgspec.Struct, frozen=True, kw_only=True):
     """Logprobs of the rows that asked for them; K is the most that any of them asked for."""
 
-    indices: IntArray  # [m] positions in the batch
+    indices: IntArray  # [m] positions in the batch, ascending; once for each token that was sampled there
     token_ids: IntArray  # [m, 1 + K] the sampled token, then the likeliest in order
     logprobs: FloatArray  # [m, 1 + K]
     sampled_ranks: IntArray  # [m] rank of the sampled token, 1 is the likeliest
 
 
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step produced, in batch order. -1 where a row sampled nothing (its prompt is not finished)."""
+    """What one step produced, in batch order. -1 where a row sampled nothing (its prompt is not finished).
+
+    Of a row with drafts, the tokens sampled after its last known token and after those drafts that were right.
+    """
 
     step_id: int
-    sampled_token_ids: IntArray  # [num_reqs, k]; k is 1 without speculation; -1 pads at the end
+    sampled_token_ids: IntArray  # [num_reqs, 1 + most drafts]; -1 pads at the end
     logprobs: BatchLogprobs | None = None
     prompt_logprobs: list[tuple[int, PromptLogprobs]] = []  # (index in the batch, of the tokens that it computed)
     embeddings: list[tuple[int, FloatArray]] = []  # (index in the batch, [dimensions]) of the prompts that it finished
@@ -255,6 +276,8 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     num_resumed_requests: int = 0  # taken up with tokens of their own: from a lost rank, or from another engine
     num_recomputed_tokens: int = 0  # computed again, after preemption or a failure
     num_uncomputed_tokens: int = 0  # known tokens of running requests that no step has computed yet
+    num_draft_tokens: int = 0  # guessed, and computed to be checked
+    num_accepted_tokens: int = 0  # those of them that were right
 
     @property
     def kv_cache_usage(self) -> float:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .grammar.constraint import Constraint
     from .kv_cache_manager import PrefixMiss
     from .outputs import EngineRequest, FinishReason, FloatArray, TokenLogprobs
+    from .speculation import NgramDrafter
 
 
 _MAX_TOKEN_ID = 2**31 - 1  # workers hold them as int32
@@ -48,6 +49,7 @@ class Request:
         "block_hashes",
         "constraint",
         "deadline",
+        "drafter",
         "first_miss",
         "is_prompt_only",
         "ledger",
@@ -113,6 +115,7 @@ class Request:
         self.preempted_by: list[str] = []
         self.constraint: Constraint | None = None  # what holds it to its grammar, once that is compiled
         self.opening: Future[Constraint] | None = None  # the same while it is made
+        self.drafter: NgramDrafter | None = None  # what guesses its next tokens, once it has run
         self.num_failures = 0  # executor failures since its last new token
 
     @property

@@ -44,6 +44,7 @@ from .request import Request, RequestStatus, check_source
 from .request_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from .running_table import RunningTable
 from .scheduler_stats import Counts, stats_of
+from .speculation import Speculation, draft_tokens
 from .step_plan import ScheduledStep, StepPlan
 from .step_share import StepShare, WholeShare
 from .wait_ledger import WaitCause
@@ -62,6 +63,7 @@ class Scheduler:
         max_model_len: int,
         gates: tuple[Gate, ...] = (),
         share: StepShare | None = None,
+        speculation: Speculation | None = None,
     ) -> None:
         self.config = config
         self.kv_cache = kv_cache
@@ -70,6 +72,7 @@ class Scheduler:
         self.waiting = WaitingRoom(config, gates)
         self.requests: dict[str, Request] = {}  # unfinished
         self._share = share or WholeShare()
+        self._speculation = speculation or Speculation(0)
         self._quarantine = Quarantine()
         self._ended: list[EngineOutput] = []  # ends that no step brought
         self._deadlines = Deadlines(self.requests)
@@ -132,6 +135,7 @@ class Scheduler:
         if plan is None:
             plan = self._serve_running(now, self.running.rows())
             self._admit_waiting(plan)
+            self._speculation.add_to(plan, self.running, self._try_grow)
         return self._give_out(plan)
 
     def _serve_alone(self, suspect: Request, now: float) -> StepPlan | None:
@@ -170,19 +174,30 @@ class Scheduler:
         request = self.running.requests[row]
         if request is None:  # it gave way to one before it
             return
-        # What earlier steps filled is final now (an output token is only known here once its step is back), and made
-        # findable before a window leaves it behind.
-        self.kv_cache.commit(request, self._num_final_tokens(row))
-        while (updates := self.kv_cache.grow(row, int(self.running.num_computed[row]), num_blocks)) is None:
+        while not self._try_grow(plan, request, num_blocks * self.kv_cache.block_size):
             victim = self.running.last()
             assert victim is not None
             plan.revoke(victim.row)
             self._preempt(victim, request, plan.now)
             if victim is request:
                 return
+
+    def _try_grow(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
+        """Whether a running request has blocks for its first `num_tokens` tokens, or gets them from what is free."""
+        row, table = request.row, self.running
+        num_blocks = self.kv_cache.num_blocks_for(num_tokens)
+        if num_blocks <= table.num_blocks[row]:
+            return True
+        # What earlier steps filled is final now (an output token is only known here once its step is back), and made
+        # findable before a window leaves it behind.
+        self.kv_cache.commit(request, self._num_final_tokens(row))
+        updates = self.kv_cache.grow(row, int(table.num_computed[row]), num_blocks)
+        if updates is None:
+            return False
         plan.block_updates.extend(updates)
-        self.running.num_blocks[row] = num_blocks
+        table.num_blocks[row] = num_blocks
         self._charge_output(request)
+        return True
 
     def _bill_running(self, plan: StepPlan, is_short: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
         """Note in the ledgers whom the budget begins, or ceases, to keep waiting."""
@@ -250,6 +265,7 @@ class Scheduler:
         if kv_cache.grow(row, num_computed, num_blocks) is None:
             raise EngineError(f"no room for {num_blocks} blocks, although they were counted: {self.stats()}")
         kv_cache.commit(request, num_computed + chunk)
+        self._speculation.enter(request, self.running)
         self.running.is_short[row] = chunk < wants
         request.ledger.bill(WaitCause.TOKEN_BUDGET if chunk < wants else None, now)
         plan.budget -= chunk
@@ -274,7 +290,7 @@ class Scheduler:
         )
 
     def _give_out(self, plan: StepPlan) -> ScheduledStep | None:
-        """Fix the plan, and book its tokens as computed: the next step goes on from there."""
+        """Fix the plan, and book its tokens as computed, but for drafts: the next step goes on from there."""
         rows, grants = plan.batch()
         if not rows.size:
             self.waiting.drain_rate.pause()
@@ -285,6 +301,9 @@ class Scheduler:
         requests = [table.requests[row] for row in rows.tolist()]
         table.num_computed[rows] += grants
         table.num_pending[rows] += samples
+        drafts = draft_tokens(plan, rows)
+        if drafts is not None:
+            grants[drafts.indices] += drafts.counts
         output = SchedulerOutput(
             step_id=self._counts.num_steps,
             rows=rows,
@@ -295,6 +314,7 @@ class Scheduler:
             released_rows=self._released_rows,
             grammar=gather_masks(requests, np.flatnonzero(samples & table.is_constrained[rows])),
             last_token_ids=self._share.last_token_ids(table, rows, samples),
+            drafts=drafts,
         )
         self._counts.num_steps += 1
         self._released_rows = []
@@ -316,6 +336,7 @@ class Scheduler:
             taken[held.objections] = False
         table.num_tokens[rows[taken]] += 1
         table.last_token_ids[rows[taken]] = result.sampled_token_ids[taken, 0]
+        several = step.several_tokens(result, taken)
         logprobs = step.split_logprobs(result.logprobs)
         step.book_prompt_logprobs(result, table.epoch)
         outputs = []
@@ -328,19 +349,24 @@ class Scheduler:
                 self._finish(request, now)
                 outputs.append(request.end_of_prompt(step.embedding_of(index, result), request.report(now)))
                 continue
-            token_id = tokens[index]
-            output_token_ids = request.output_token_ids
+            output_token_ids, token_logprobs = request.output_token_ids, logprobs.get(index)
             first_index = len(output_token_ids)
-            output_token_ids.append(token_id)
+            if index in several:
+                self._speculation.book(request, several[index], table)
+                token_logprobs = token_logprobs and token_logprobs[: len(output_token_ids) - first_index]
+            else:
+                output_token_ids.append(tokens[index])
             if (
-                token_id in request.stop_token_ids
+                output_token_ids[-1] in request.stop_token_ids
                 or request.num_tokens >= request.max_total_tokens
                 or index in held.ends
             ):
-                outputs.append(self._last_output(request, first_index, logprobs.get(index), now))
+                outputs.append(self._last_output(request, first_index, token_logprobs, now))
             else:
-                outputs.append(request.output(first_index, logprobs.get(index)))
-            self._counts.num_generation_tokens += 1
+                outputs.append(request.output(first_index, token_logprobs))
+            if request.drafter is not None:
+                request.drafter.learn(output_token_ids[first_index:])
+            self._counts.num_generation_tokens += len(output_token_ids) - first_index
             if request.prompt_logprobs is not None:
                 outputs[-1] = request.with_prompt_logprobs(outputs[-1])
         return outputs + self._without_token(step, held, now) if held.objections else outputs
@@ -463,4 +489,4 @@ class Scheduler:
     # ---- checks and numbers ---------------------------------------------------------------------------------------
 
     def stats(self) -> SchedulerStats:
-        return stats_of(self._counts, self.kv_cache, self.running, self.waiting)
+        return stats_of(self._counts, self.kv_cache, self.running, self.waiting, self._speculation)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from .kv_cache_manager import KVCacheManager
 from .outputs import SchedulerStats
 from .running_table import RunningTable
+from .speculation import Speculation
 from .waiting_room import WaitingRoom
 
 
@@ -23,7 +24,9 @@ class Counts:
     num_recomputed_tokens: int = 0
 
 
-def stats_of(counts: Counts, kv_cache: KVCacheManager, running: RunningTable, waiting: WaitingRoom) -> SchedulerStats:
+def stats_of(
+    counts: Counts, kv_cache: KVCacheManager, running: RunningTable, waiting: WaitingRoom, speculation: Speculation
+) -> SchedulerStats:
     """As of now."""
     pool, rows = kv_cache.pool, running.rows()
     return SchedulerStats(
@@ -41,6 +44,8 @@ def stats_of(counts: Counts, kv_cache: KVCacheManager, running: RunningTable, wa
         num_deadlines_missed=counts.num_deadlines_missed,
         num_resumed_requests=counts.num_resumed_requests,
         num_recomputed_tokens=counts.num_recomputed_tokens,
+        num_draft_tokens=speculation.num_drafts,
+        num_accepted_tokens=speculation.num_accepted,
         num_evictions=pool.num_evictions,
         prefix_cache_queries=kv_cache.num_queried_tokens,
         prefix_cache_hits=kv_cache.num_hit_tokens,

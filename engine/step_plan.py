@@ -25,7 +25,7 @@ class StepPlan:
     """A step while it is being planned.
 
     `rows` and `grants` are the running requests and the tokens that each gets; a request that gives way gets 0 and is
-    left out. `new_rows` and `new_grants` are those admitted in this step.
+    left out. `new_rows` and `new_grants` are those admitted in this step. `drafts` are computed on top of the grants.
     """
 
     now: float
@@ -35,6 +35,7 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     new_grants: list[int] = field(default_factory=list)
     block_updates: list[BlockUpdate] = field(default_factory=list)
+    drafts: dict[int, list[int]] = field(default_factory=dict)  # by row
     preempted: bool = False
 
     def revoke(self, row: int) -> None:
@@ -61,18 +62,32 @@ class ScheduledStep:
     epochs: IntArray  # [num_reqs] of the rows, when the step was planned
     samples: npt.NDArray[np.bool_]  # [num_reqs] whether the row samples a token
 
+    def several_tokens(self, result: ModelRunnerOutput, taken: npt.NDArray[np.bool_]) -> dict[int, list[int]]:
+        """By position in the batch, what those with drafts have sampled. taken: [num_reqs] whose results count."""
+        drafts = self.output.drafts
+        if drafts is None:
+            return {}
+        indices = drafts.indices[taken[drafts.indices]]
+        sampled = result.sampled_token_ids[indices]
+        return {
+            index: token_ids[:count]
+            for index, token_ids, count in zip(
+                indices.tolist(), sampled.tolist(), np.count_nonzero(sampled >= 0, axis=1).tolist(), strict=True
+            )
+        }
+
     def split_logprobs(self, batch: BatchLogprobs | None) -> dict[int, list[TokenLogprobs]]:
         """Logprobs by position in the batch, each request getting as many as it asked for."""
         if batch is None:
             return {}
-        result = {}
+        result: dict[int, list[TokenLogprobs]] = {}
         columns = (batch.indices, batch.token_ids, batch.logprobs, batch.sampled_ranks)
         for index, token_ids, values, rank in zip(*(column.tolist() for column in columns), strict=True):
             request = self.requests[index]
             wanted = 1 + ((request.source.sampling_params.logprobs if request is not None else 0) or 0)
             pairs = zip(token_ids[1:wanted], values[1:wanted], strict=True)
             top = [(token_id, value) for token_id, value in pairs if token_id >= 0]
-            result[index] = [TokenLogprobs(token_ids[0], values[0], rank, top)]
+            result.setdefault(index, []).append(TokenLogprobs(token_ids[0], values[0], rank, top))
         return result
 
     def book_prompt_logprobs(self, result: ModelRunnerOutput, epochs_now: IntArray) -> None:

@@ -63,7 +63,8 @@ class WholeShare:
     """Without a pipeline: everything, at once."""
 
     def known(self, table: RunningTable, rows: IntArray) -> IntArray:
-        return table.num_tokens[rows] + np.where(table.is_constrained[rows], 0, table.num_pending[rows])
+        is_settled_first = table.is_constrained[rows] | table.is_speculative[rows]
+        return table.num_tokens[rows] + np.where(is_settled_first, 0, table.num_pending[rows])
 
     def limit(self, wants: IntArray, num_running: int, num_waiting_tokens: int, budget: int) -> Share:  # noqa: ARG002
         return Share(wants, budget)

@@ -24,8 +24,6 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from quire.engine.outputs import SchedulerOutput
-
 logger = logging.getLogger(__name__)
 
 _LARGEST = 512  # beyond it, a step takes longer to compute than to launch
@@ -115,10 +113,9 @@ class DecodeGraphs:
         count = len(self._replays)
         logger.info("captured graphs of %d sizes in %.1f s", count, time.monotonic() - started)
 
-    def size_for(self, step: SchedulerOutput) -> int | None:
-        """The size whose graph computes this step; None where none does."""
-        num_reqs = len(step.rows)
-        if not self._sizes or step.total_num_scheduled_tokens > num_reqs or num_reqs > self._sizes[-1]:
+    def size_for(self, num_reqs: int, num_tokens: int) -> int | None:
+        """The size whose graph computes so many tokens of so many requests; None where none does."""
+        if not self._sizes or num_tokens > num_reqs or num_reqs > self._sizes[-1]:
             return None
         return self._sizes[bisect_left(self._sizes, num_reqs)]
 

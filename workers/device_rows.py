@@ -34,7 +34,8 @@ class DeviceRows:
         self.block_tables.view(-1).index_copy_(0, entries, block_ids)
 
     def write_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
-        """Rows [m] int64, each at most once, have sampled `token_ids` [m] int64."""
+        """Rows [m] int64 have sampled `token_ids` [m] int64. A row that is there more than once had drafts, and is not
+        read before it has sampled again."""
         self.last_token_ids.index_copy_(0, rows, token_ids)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from quire.engine.outputs import GrammarMasks, IntArray, SchedulerOutput
 
+from .drafts import Entries
 from .input_buffers import HostInputs
 from .request_table import RequestTable
 from .sampler import TokenMasks
@@ -21,27 +22,33 @@ class InputBatch:
     tokens                t t t t t t t      t           t t t t        - - -
     query_start_loc       0                  7           8         12   12 12 ...
     logits rows                       6      7           -              (request 2 has more of its prompt to come)
+
+    With drafts, "request" is an entry (`drafts`) here and in the inputs.
     """
 
+    entries: Entries
     max_blocks: int  # of any request of the batch
-    sampling_indices: IntArray  # [num_sampling] the requests, in batch order, that sample in this step
+    sampling: IntArray  # [num_sampling] the entries, in batch order, that sample in this step
     sampling_rows: IntArray  # [num_sampling] their rows
+    sampling_positions: IntArray  # [num_sampling] of the tokens to be sampled
     reads_references: bool  # some token is still to be read from where the device keeps it
     is_greedy: bool  # no row draws its token
     masks: TokenMasks | None = None  # of those that have a grammar; its indices count the requests that sample
 
 
-def gather_inputs(step: SchedulerOutput, table: RequestTable, target: HostInputs, *, samples: bool) -> InputBatch:
+def gather_inputs(
+    step: SchedulerOutput, entries: Entries, table: RequestTable, target: HostInputs, *, samples: bool
+) -> InputBatch:
     """Write the batch of a step, whose changes are already in `table`, to `target`, with padding up to its end.
 
-    `samples`: on this rank, which has logits.
+    `entries` are the step's; `samples`: on this rank, which has logits.
 
     Raises `ValueError` when the step computes tokens that the table does not know.
     """
-    rows, num_scheduled, start = step.rows, step.num_scheduled_tokens, step.num_computed_tokens
+    rows, num_scheduled, start = entries.rows, entries.num_scheduled, entries.start
     num_reqs, num_tokens = len(rows), step.total_num_scheduled_tokens
     seq_lens = start + num_scheduled
-    known = table.num_tokens[rows]
+    known = table.num_tokens[rows] + entries.depths
     if (seq_lens > known).any():
         raise ValueError(f"step {step.step_id}: rows {rows} are computed up to {seq_lens} but have {known} tokens")
 
@@ -63,21 +70,23 @@ def gather_inputs(step: SchedulerOutput, table: RequestTable, target: HostInputs
     target.slot_mapping[:, :num_tokens] += offset
     target.slot_mapping[:, num_tokens:] = -1
 
-    sampling_indices = np.flatnonzero((seq_lens == known) & ~table.pooling.is_pooled(rows)).astype(np.int32)
-    sampling_rows = rows[sampling_indices]
+    sampling = np.flatnonzero((seq_lens == known) & ~table.pooling.is_pooled(rows)).astype(np.int32)
+    sampling_rows, sampling_positions = rows[sampling], known[sampling]
     _write_padded(target.sampling_rows, sampling_rows, 0)
-    _write_padded(target.logits_indices, query_start_loc[1:][sampling_indices] - 1, 0)
-    draws = table.sampling.draws(sampling_rows, table.num_tokens[sampling_rows]) if samples else None
+    _write_padded(target.logits_indices, query_start_loc[1:][sampling] - 1, 0)
+    draws = table.sampling.draws(sampling_rows, sampling_positions) if samples else None
     if draws is not None:
         for name, values in draws._asdict().items():
             getattr(target, name)[: len(values)] = values
     return InputBatch(
+        entries=entries,
         max_blocks=-(-int(seq_lens.max()) // table.block_size),
-        sampling_indices=sampling_indices,
+        sampling=sampling,
         sampling_rows=sampling_rows,
+        sampling_positions=sampling_positions,
         reads_references=bool((token_ids < 0).any()),
         is_greedy=draws is None,
-        masks=None if step.grammar is None else _masks(step.grammar, sampling_indices),
+        masks=None if step.grammar is None else _masks(step.grammar, entries.indices[sampling]),
     )
 
 

@@ -23,12 +23,14 @@ from torch import Tensor
 
 from quire.engine.kv_cache_spec import KVCacheConfig
 from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
+from quire.engine.speculation import MAX_STEP_DRAFTS
 from quire.kernels.ops import AttentionMetadata
 from quire.kernels.sampling import likeliest_tokens
 
 from .attention_metadata import build_attention_metadata
 from .decode_graphs import Decoded, DecodeGraphs, GraphBackend, graph_sizes
 from .device_rows import BlockChanges, DeviceRows
+from .drafts import Entries
 from .input_batch import InputBatch, gather_inputs, write_idle
 from .input_buffers import BatchShape, DeviceInputs, HostInputs, InputBuffers
 from .launched_step import HostCopies, LaunchedStep
@@ -58,10 +60,11 @@ class _Unsettled:
     """A step whose tokens the request table has as references."""
 
     launched: LaunchedStep
-    indices: IntArray  # [num_sampling] in the batch
-    rows: IntArray  # [num_sampling]
-    generation: IntArray  # [num_sampling] of the rows
-    positions: IntArray  # [num_sampling] where the tokens stand
+    indices: IntArray  # [n] of the requests that sample, in the batch
+    rows: IntArray  # [n]
+    generation: IntArray  # [n] of the rows
+    positions: IntArray  # [n] where their first tokens stand
+    has_drafts: bool  # how many tokens there are is still unknown
 
 
 class ModelRunner:
@@ -84,8 +87,10 @@ class ModelRunner:
             num_seqs, limits.max_model_len, config.block_size, self._num_groups, model.vocab_size
         )
         self._rows = DeviceRows(self._table, device)
+        # A draft is one more request to whoever computes it.
+        self._most_entries = min(num_seqs + MAX_STEP_DRAFTS, limits.max_num_batched_tokens)
         self._buffers = InputBuffers(
-            num_seqs, limits.max_num_batched_tokens, self._num_groups, limits.max_inflight_steps, device
+            self._most_entries, limits.max_num_batched_tokens, self._num_groups, limits.max_inflight_steps, device
         )
         self._graphs: DecodeGraphs | None = None
         self._graphs_give_tokens = False
@@ -107,7 +112,7 @@ class ModelRunner:
         The former go on to the likeliest tokens: what has to be called for these one by one takes longer than they do.
         """
         self._graphs_give_tokens = self._model.gives_logits
-        sizes = list(range(1, min(most, self._most_decodes) + 1))
+        sizes = list(range(1, min(most, self._most_entries) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
 
@@ -123,14 +128,17 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step. Every rank of the last stage has the same result; the others sample nothing."""
-        while self._unsettled and self._unsettled[0].launched.is_known:
+        # Of a row with drafts the engine knows the result by now, though perhaps from another rank.
+        is_open = any(each.has_drafts for each in self._unsettled)
+        while self._unsettled and (is_open or self._unsettled[0].launched.is_known):
             self._settle()
-        table = self._table
+        table, entries = self._table, Entries.of(step)
         table.update(step)
-        size = self._graph_size(step)
-        shape = BatchShape(len(step.rows), step.total_num_scheduled_tokens) if size is None else BatchShape(size, size)
+        size = self._graph_size(step, len(entries.rows))
+        num_tokens = step.total_num_scheduled_tokens
+        shape = BatchShape(len(entries.rows), num_tokens) if size is None else BatchShape(size, size)
         target = self._buffers.begin(shape)
-        batch = gather_inputs(step, table, target, samples=self._model.gives_logits)
+        batch = gather_inputs(step, entries, table, target, samples=self._model.gives_logits)
         changes = BlockChanges(table, target)
         inputs = self._buffers.upload(shape)
         changes.apply(self._rows, inputs)
@@ -141,12 +149,14 @@ class ModelRunner:
             given = self._model_inputs(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
             decoded = Decoded(self._compute_step(step, *given))
         if not self._model.gives_logits:
-            nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=_no_tokens(step))
+            nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=entries.accept(*_NO_TOKENS))
             return LaunchedStep(HostCopies(self._device), lambda: nothing)
         return self._finish(step, batch, inputs, decoded)
 
-    def _graph_size(self, step: SchedulerOutput) -> int | None:
-        return None if self._graphs is None or self._keeps_hidden(step) else self._graphs.size_for(step)
+    def _graph_size(self, step: SchedulerOutput, num_entries: int) -> int | None:
+        if self._graphs is None or self._keeps_hidden(step):
+            return None
+        return self._graphs.size_for(num_entries, step.total_num_scheduled_tokens)
 
     def _keeps_hidden(self, step: SchedulerOutput) -> bool:
         """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
@@ -192,7 +202,7 @@ class ModelRunner:
     def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> LaunchedStep:
         """Sample, and start to copy what the step is asked for to the host."""
         table, copies = self._table, HostCopies(self._device)
-        sampled = self._sample(step, batch, inputs, decoded, copies)
+        sampled = self._sample(batch, inputs, decoded, copies)
         prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, decoded.hidden, copies)
         embeddings = table.pooling.compute(step, self._model, decoded.hidden, copies)
 
@@ -207,25 +217,26 @@ class ModelRunner:
             )
 
         launched = LaunchedStep(copies, read)
-        if len(batch.sampling_rows):
-            rows = batch.sampling_rows
+        if len(batch.sampling):
+            indices = batch.entries.indices[batch.sampling[batch.entries.depths[batch.sampling] == 0]]
+            rows = step.rows[indices]
             positions = table.append_references(rows)
             self._unsettled.append(
-                _Unsettled(launched, batch.sampling_indices, rows, table.generation[rows], positions)
+                _Unsettled(launched, indices, rows, table.generation[rows], positions, step.drafts is not None)
             )
         return launched
 
     def _sample(
-        self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded, copies: HostCopies
+        self, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded, copies: HostCopies
     ) -> Callable[[], tuple[IntArray, BatchLogprobs | None]]:
         """Sample for the rows that reach their last known token. The tokens stay on the device for the next step.
 
-        Returns what gives, when `copies` are there, the tokens of all requests of the batch, [num_reqs, 1], and the
-        logprobs that some of them want.
+        Returns what gives, when `copies` are there, the tokens of all requests of the batch, as in `ModelRunnerOutput`,
+        and the logprobs that some of them want.
         """
-        num_sampling = len(batch.sampling_rows)
+        num_sampling, entries = len(batch.sampling), batch.entries
         if num_sampling == 0:
-            return lambda: (_no_tokens(step), None)
+            return lambda: (entries.accept(*_NO_TOKENS), None)
         if num_sampling < len(decoded.hidden):
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
         sampled = self._choose(batch, inputs, decoded)
@@ -234,9 +245,8 @@ class ModelRunner:
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
 
         def read() -> tuple[IntArray, BatchLogprobs | None]:
-            all_token_ids = _no_tokens(step)
-            all_token_ids[batch.sampling_indices, 0] = token_ids.numpy()
-            return all_token_ids, None if scores is None else _in_batch_order(scores, batch)
+            accepted = entries.accept(batch.sampling, token_ids.numpy())
+            return accepted, None if scores is None else _in_batch_order(scores, batch, accepted)
 
         return read
 
@@ -249,26 +259,29 @@ class ModelRunner:
         if table.sampling.reads_tokens(rows):
             while self._unsettled:  # the forward is under way: the device does not wait with us
                 self._settle()
-        parameters = table.sampling.gather(rows, table.num_tokens[rows], table.token_ids, batch.masks)
+        parameters = table.sampling.gather(rows, batch.sampling_positions, table.token_ids, batch.masks)
         return sample(logits, None if batch.is_greedy else inputs.draws(len(rows)), parameters)
 
     def _settle(self) -> None:
         """Write down what the oldest step has sampled; waits for it where nobody has."""
         step = self._unsettled.popleft()
-        token_ids = step.launched.result().sampled_token_ids[step.indices, 0]
+        token_ids = step.launched.result().sampled_token_ids[step.indices]
         self._table.settle(step.rows, step.generation, step.positions, token_ids)
 
 
-def _no_tokens(step: SchedulerOutput) -> IntArray:
-    return np.full((len(step.rows), 1), -1, np.int32)
+_NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.int32)
 
 
-def _in_batch_order(sampled: SampledScores, batch: InputBatch) -> BatchLogprobs:
-    """The sampler counts the rows that sample; outputs count all requests of the batch."""
-    scores = sampled.scores
+def _in_batch_order(sampled: SampledScores, batch: InputBatch, accepted: IntArray) -> BatchLogprobs:
+    """The sampler counts the entries that sample; outputs count all requests of the batch, and leave out tokens that
+    are not in `accepted`, behind a draft that was wrong.
+    """
+    entries, scores = batch.sampling[sampled.indices], sampled.scores
+    indices = batch.entries.indices[entries]
+    counts = accepted[indices, batch.entries.depths[entries]] >= 0
     return BatchLogprobs(
-        indices=batch.sampling_indices[sampled.indices],
-        token_ids=scores.token_ids.numpy(),
-        logprobs=scores.logprobs.numpy(),
-        sampled_ranks=scores.ranks.numpy(),
+        indices=indices[counts],
+        token_ids=scores.token_ids.numpy()[counts],
+        logprobs=scores.logprobs.numpy()[counts],
+        sampled_ranks=scores.ranks.numpy()[counts],
     )

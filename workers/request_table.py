@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quire.engine.outputs import IntArray, NewRow, SchedulerOutput
+from quire.engine.outputs import DraftTokens, IntArray, NewRow, SchedulerOutput
 
 from .pooling import PoolingRows
 from .prompt_logprobs import PromptLogprobRows
@@ -45,6 +45,8 @@ class RequestTable:
             self._write_row(new)
         for update in step.block_updates:
             self._write_blocks(update.group, update.row, update.offset, update.block_ids)
+        if step.drafts is not None:
+            self._write_drafts(step.rows[step.drafts.indices], step.drafts)
         if step.last_token_ids is not None:
             self._tell(step, step.last_token_ids)
 
@@ -67,9 +69,25 @@ class RequestTable:
         return np.where(fits, lengths, np.int32(-1))
 
     def settle(self, rows: IntArray, generation: IntArray, positions: IntArray, token_ids: IntArray) -> None:
-        """The tokens of `append_references` are known, [len(rows)] all. Rows of another generation are left alone."""
+        """The tokens of `append_references` are known, and those after them where drafts were right.
+
+        [len(rows)] all, token_ids [len(rows), k] with -1 behind the last. Rows of another generation are left alone.
+        """
         own = (self.generation[rows] == generation) & (positions >= 0)
-        self.token_ids[rows[own], positions[own]] = token_ids[own]
+        self.token_ids[rows[own], positions[own]] = token_ids[own, 0]
+        if token_ids.shape[1] == 1:
+            return
+        counts = np.count_nonzero(token_ids >= 0, axis=1)
+        for index in np.flatnonzero(own & (counts > 1)).tolist():
+            row, first, count = rows[index], positions[index], counts[index]
+            self.token_ids[row, first : first + count] = token_ids[index, :count]
+            self.num_tokens[row] = first + count
+
+    def _write_drafts(self, rows: IntArray, drafts: DraftTokens) -> None:
+        """Behind the last known token, and not counted as known: what is sampled comes over them."""
+        for row, token_ids, count in zip(rows.tolist(), drafts.token_ids, drafts.counts.tolist(), strict=True):
+            first = self.num_tokens[row]
+            self.token_ids[row, first : first + count] = token_ids[:count]
 
     def _tell(self, step: SchedulerOutput, last_token_ids: IntArray) -> None:
         """Write down what the engine knows of the rows that sample. Of most of it this is the first word here."""

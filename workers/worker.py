@@ -17,6 +17,7 @@ from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import GrammarMasks, ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.engine.speculation import MAX_STEP_DRAFTS
 from quire.kernels import fp8
 
 from .decode_graphs import CudaGraphBackend
@@ -205,7 +206,12 @@ class Worker:
             graph_bytes,
             free_bytes(self.device),
         )
-        return peak + graph_bytes
+        return peak + graph_bytes + self._draft_bytes()
+
+    def _draft_bytes(self) -> int:
+        """What drafts add to the largest step, which has none: logits, and three copies where they are drawn."""
+        has_drafts = bool(self._config.scheduler.num_speculative_tokens)
+        return MAX_STEP_DRAFTS * self._info.vocab_size * 4 * 4 if has_drafts else 0
 
     def _measure_graphs(self) -> int:
         """What all graphs take together: their pool, and what the driver keeps of each."""

@@ -53,6 +53,7 @@ class LLM:
         max_num_seqs: int = 128,
         long_prefill_token_threshold: int = 0,
         max_inflight_steps: int | None = None,
+        num_speculative_tokens: int | None = None,
         kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto",
         enable_prefix_caching: bool = True,
         num_threads: int | None = None,
@@ -89,6 +90,7 @@ class LLM:
                 max_num_seqs=max_num_seqs,
                 long_prefill_token_threshold=long_prefill_token_threshold,
                 max_inflight_steps=max_inflight_steps,
+                num_speculative_tokens=num_speculative_tokens,
                 max_queued_requests=None,  # the caller waits for all of them anyway
             ),
         )

@@ -43,7 +43,9 @@ def make_core(
     config = EngineConfig(
         cache=CacheConfig(block_size=executor.kv_cache_specs()[0].block_size, enable_prefix_caching=caching),
         parallel=ParallelConfig(pipeline_parallel_size=executor.num_stages),
-        scheduler=SchedulerConfig(**{"max_num_batched_tokens": 64, "max_num_seqs": 8, **scheduler}),  # type: ignore[arg-type]
+        scheduler=SchedulerConfig(
+            **{"max_num_batched_tokens": 64, "max_num_seqs": 8, "num_speculative_tokens": 0, **scheduler}
+        ),  # type: ignore[arg-type]
     )
     return EngineCore(config, executor, max_model_len, gates, clock)
 
@@ -66,6 +68,8 @@ class Collector:
             assert output.request_id not in self.ends, f"{output.request_id} got output after its end"
             assert output.first_index == len(tokens), f"{output.request_id}: gap or repeat"
             tokens.extend(output.new_token_ids)
+            if output.logprobs is not None:
+                assert [each.token_id for each in output.logprobs] == output.new_token_ids
             self.last[output.request_id] = output
             if output.prompt_logprobs is not None:
                 assert output.request_id not in self.prompt_logprobs, f"{output.request_id}: its prompt came twice"

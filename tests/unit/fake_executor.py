@@ -31,11 +31,16 @@ EMPTY = (-1, -1)
 
 
 def next_state(state: int, token_id: int) -> int:
-    return hash((state, token_id)) & 0xFFFFFFFF  # ints hash alike in every process
+    """Its last six bits are the token."""
+    return hash((state, token_id)) & 0xFFFFFFC0 | token_id  # ints hash alike in every process
 
 
 def pick(state: int, row: NewRow) -> int:
-    return hash((state, row.seed, row.choice_index)) % VOCABULARY
+    """Any token; with some seeds, mostly one that follows from the last, so that an answer repeats itself."""
+    choice = hash((state, row.seed, row.choice_index))
+    if row.seed % 5 > 2 and choice % 8:
+        return (state & 63) ^ 1
+    return choice % VOCABULARY
 
 
 def expected_tokens(prompt: list[int], count: int, seed: int = 0, choice_index: int = 0) -> list[int]:
@@ -170,12 +175,15 @@ class FakeExecutor:
             assert len(table) == update.offset
             table.extend(update.block_ids)
         self._tell(step)
-        sampled = np.full((len(step.rows), 1), -1, dtype=np.int32)
+        drafts = self._drafts(step)
+        sampled = np.full((len(step.rows), 1 + max(map(len, drafts.values()), default=0)), -1, dtype=np.int32)
         batch = list(
             zip(step.rows.tolist(), step.num_computed_tokens.tolist(), step.num_scheduled_tokens.tolist(), strict=True)
         )
         # Position by position over the whole batch: as in a model's layers, whoever attends to a position finds it
         # written, also when another request of the same step writes it.
+        for index, token_ids in drafts.items():
+            self._tokens[batch[index][0]] += token_ids
         for position, row in sorted((start + i, row) for row, start, count in batch for i in range(count)):
             self._compute(row, position)
         for row, start, _ in batch:
@@ -184,9 +192,8 @@ class FakeExecutor:
             tokens = self._tokens[row]
             assert start + count <= len(tokens), "scheduled beyond the last token"
             if start + count == len(tokens) and self._rows[row].pooling is None:
-                sampled[index, 0] = pick(self._read(row, 0, start + count - 1), self._rows[row])
-                if self.num_stages == 1:
-                    tokens.append(int(sampled[index, 0]))
+                new = self._sample(row, start + count - 1 - len(drafts.get(index, ())), drafts.get(index, []))
+                sampled[index, : len(new)] = new
         return ModelRunnerOutput(
             step_id=step.step_id,
             sampled_token_ids=sampled,
@@ -194,6 +201,34 @@ class FakeExecutor:
             prompt_logprobs=[each for i, span in enumerate(batch) for each in self._prompt_logprobs(i, *span)],
             embeddings=[each for i, span in enumerate(batch) for each in self._embedding(i, *span)],
         )
+
+    def _drafts(self, step: SchedulerOutput) -> dict[int, list[int]]:
+        """By index in the batch."""
+        if step.drafts is None:
+            return {}
+        assert self.num_stages == 1
+        indices = step.drafts.indices.tolist()
+        assert indices == sorted(set(indices))
+        drafts = [[token_id for token_id in token_ids if token_id >= 0] for token_ids in step.drafts.token_ids.tolist()]
+        assert all(drafts)
+        assert step.drafts.counts.tolist() == list(map(len, drafts))
+        for index, each in zip(indices, drafts, strict=True):
+            assert len(self._tokens[step.rows[index]]) + len(each) == (
+                step.num_computed_tokens[index] + step.num_scheduled_tokens[index]
+            ), "drafts follow the last known token"
+        return dict(zip(indices, drafts, strict=True))
+
+    def _sample(self, row: int, position: int, drafts: list[int]) -> list[int]:
+        """The tokens after `position` and after the drafts that are right; the row has them then, and no draft."""
+        tokens, new = self._tokens[row], []
+        for draft in [*drafts, None]:
+            new.append(pick(self._read(row, 0, position + len(new)), self._rows[row]))
+            if new[-1] != draft:
+                break
+        del tokens[position + 1 :]
+        if self.num_stages == 1:
+            tokens += new
+        return new
 
     def _tell(self, step: SchedulerOutput) -> None:
         """Take in what the step says of sampled tokens: one at most per row is news."""
@@ -233,11 +268,12 @@ class FakeExecutor:
         wanted = {i: count for i, count in asked.items() if count is not None}
         if not wanted:
             return None
-        indices, most = np.array(list(wanted), np.int32), max(wanted.values())
+        chosen = [(i, token_id) for i in wanted for token_id in sampled[i].tolist() if token_id >= 0]
+        indices, most = np.array([i for i, _ in chosen], np.int32), max(wanted.values())
         top = np.tile(np.arange(most, dtype=np.int32), (len(indices), 1))
         return BatchLogprobs(
             indices=indices,
-            token_ids=np.hstack([sampled[indices], top]),
+            token_ids=np.hstack([np.array([[token_id] for _, token_id in chosen], np.int32), top]),
             logprobs=np.hstack([np.full((len(indices), 1), -0.5, np.float32), -1.0 - top.astype(np.float32)]),
             sampled_ranks=np.ones(len(indices), np.int32),
         )

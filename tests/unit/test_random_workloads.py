@@ -39,6 +39,8 @@ def test_the_workloads_reach_what_they_are_for() -> None:
             "stop",
             "scored",
             "embedded",
+            "drafted",
+            "accepted",
         ),
         0,
     )
@@ -47,6 +49,8 @@ def test_the_workloads_reach_what_they_are_for() -> None:
         stats = played.core.stats()
         totals["preemptions"] += stats.num_preemptions
         totals["hits"] += stats.prefix_cache_hits
+        totals["drafted"] += stats.num_draft_tokens
+        totals["accepted"] += stats.num_accepted_tokens
         totals["restarts"] += played.executor.num_restarts
         totals["windows"] += len(played.script.executor["windows"]) > 1
         totals["pipelines"] += played.executor.num_stages > 1

@@ -82,6 +82,7 @@ def draw(seed: int) -> Script:
         "max_inflight_steps": rng.choice([1, 1, 2, 3]),
         "long_prefill_token_threshold": rng.choice([0, 0, 2, 7]),
         "policy": rng.choice(["fcfs", "priority"]),
+        "num_speculative_tokens": rng.choice([None, 0, 1, 3, 7]),
     }
     prefixes = [_tokens(rng, rng.randint(0, 30)) for _ in range(3)]
     ops: list[Op] = []
@@ -97,6 +98,7 @@ def draw(seed: int) -> Script:
         ops.append(("step", rng.choice([0.0, 0.5, 2.0])))
     if rng.random() < 0.3:
         executor["num_stages"] = rng.choice([2, 3])
+        engine["num_speculative_tokens"] = rng.choice([None, 0])
     return Script(executor, engine, rng.choice([None, None, 1, 3]), tuple(ops))
 
 
@@ -106,7 +108,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 def _draw_request(rng: random.Random, request_id: str, prefixes: list[list[int]], model_len: int) -> EngineRequest:
     prompt = (rng.choice(prefixes) + _tokens(rng, rng.randint(1, 12)))[: model_len - 1]
-    max_tokens = rng.randint(1, 15)
+    max_tokens = rng.randint(1, rng.choice([15, 15, 40]))
     seed = rng.randrange(5)
     known = expected_tokens(prompt, min(max_tokens, model_len - len(prompt)), seed)
     tenant, weight = rng.choice([("", 1.0), ("", 1.0), ("a", 1.0), ("b", 3.0)])
@@ -130,6 +132,7 @@ def _draw_request(rng: random.Random, request_id: str, prefixes: list[list[int]]
         tenant=tenant,
         tenant_weight=weight,
         prompt_logprobs=0 if kind == "scored" else None,
+        logprobs=rng.choice([None, None, 0, 2]),
     )
 
 

@@ -1,0 +1,180 @@
+"""Speculative decoding: tokens are guessed, and a step checks several guesses in the time of one token.
+
+    known        ... t5 t6 t7            a step computes t7 and, behind it, the drafts
+    drafts                    a  b  c    what follows where "t5 t6 t7" stood before
+    sampled                   a  b  x y  one token behind t7, a, b and c each
+    new tokens                a  b  x    those behind right guesses; x is what c should have been
+
+A step that decodes reads all weights for one token of each request, and takes hardly longer with some more. Drafts are
+looked up in the request's own tokens (prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding):
+what quotes its prompt, or repeats itself, comes several tokens at a time. As sampling is a function of logits,
+parameters, seed and position (DESIGN 4.3), a token that was guessed is the one that would have come, drawn or greedy.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+
+from .outputs import DraftTokens, IntArray
+from .request import Request
+from .running_table import RunningTable
+from .step_plan import StepPlan
+
+DEFAULT_NUM_TOKENS = 4  # drafts of a request in one step, where nobody says otherwise
+_LARGEST_MATCH, _SMALLEST_MATCH = 3, 2  # tokens that have to stand before
+_WINDOW = 8192  # tokens that are searched, from the end
+_MAX_TRIES = 16  # what a search finds may begin amid a token
+_BYTES = 4  # of a token
+
+_MAX_TRUST = 16
+# Tokens in a step up to which one more is nearly free: CPUs read weights for so many about as fast as for one. Beyond,
+# products take as long as they have rows, and a draft what a token is worth (RESULTS.md: what steps of 1 to 32 take).
+_NUM_CHEAP = 8
+MAX_STEP_DRAFTS = _NUM_CHEAP - 1  # of all requests; workers have room for so many
+
+
+class NgramDrafter:
+    """Guesses how a request goes on: as it did after its last tokens when they stood there before.
+
+    `trust` is how many of its guesses in a row were right, as far as it goes; those that no step checked count as well.
+    Owned by the request's scheduler.
+    """
+
+    __slots__ = ("_drafts", "_tokens", "trust")
+
+    def __init__(self, token_ids: list[int]) -> None:
+        self._tokens = bytearray(array("i", token_ids[-_WINDOW:]).tobytes())
+        self._drafts: list[int] = []
+        self.trust = 0
+
+    def draft(self, count: int) -> list[int]:
+        """Guesses for the next `count` tokens, or none."""
+        start = self._find()
+        if start < 0:
+            self._drafts = []
+        else:
+            drafts = array("i", bytes(self._tokens[start : start + count * _BYTES])).tolist()
+            while len(drafts) < count:  # it goes on with what it has just guessed
+                drafts += drafts[: count - len(drafts)]
+            self._drafts = drafts
+        return self._drafts
+
+    def learn(self, token_ids: list[int]) -> None:
+        """The tokens that really came, since the last call."""
+        for index, token_id in enumerate(token_ids):
+            if index >= len(self._drafts):
+                self.trust = max(self.trust - 1, 0)
+            elif self._drafts[index] == token_id:
+                self.trust = min(self.trust + 1, _MAX_TRUST)
+            else:
+                self.trust = 0
+                break
+        self._drafts = []
+        self._tokens += array("i", token_ids).tobytes()
+        if len(self._tokens) > 2 * _WINDOW * _BYTES:
+            del self._tokens[: -_WINDOW * _BYTES]
+
+    def _find(self) -> int:
+        """Where, in bytes, the tokens begin that followed the last ones the last time that they stood there; or -1."""
+        end = len(self._tokens)
+        for num_tokens in range(_LARGEST_MATCH, _SMALLEST_MATCH - 1, -1):
+            size = num_tokens * _BYTES
+            if size >= end:
+                continue
+            pattern = self._tokens[end - size :]
+            stop = end - _BYTES
+            for _ in range(_MAX_TRIES):
+                found = self._tokens.rfind(pattern, 0, stop)
+                if found < 0:
+                    break
+                if found % _BYTES == 0:
+                    return found + size
+                stop = found + size - 1
+        return -1
+
+
+class Speculation:
+    """Which requests of a step compute drafts, and how many. `num_tokens` 0: none ever. Owned by the scheduler."""
+
+    def __init__(self, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self.num_drafts = 0  # draft tokens given out
+        self.num_accepted = 0  # those that were right
+
+    def enter(self, request: Request, table: RunningTable) -> None:
+        """A request has taken a row. It gets no drafts where something follows each of its tokens that would have to
+        be taken back: counts for its penalties, the state of its grammar.
+        """
+        params = request.source.sampling_params
+        if not self._num_tokens or request.is_prompt_only or request.constraint is not None or params.has_penalties:
+            return
+        if request.drafter is None:
+            request.drafter = NgramDrafter(request.all_token_ids)
+        table.is_speculative[request.row] = True
+
+    def add_to(self, plan: StepPlan, table: RunningTable, try_grow: Callable[[StepPlan, Request, int], bool]) -> None:
+        """Give drafts to the requests that compute just their last token, while budget and blocks last.
+
+        Nobody has to wait, or to give way, for a draft: it takes what is left when the step is planned otherwise.
+        `try_grow(plan, request, num_tokens)`: whether the request has blocks for so many tokens, or has got them.
+        """
+        if not self._num_tokens:
+            return
+        rows = plan.rows
+        ready = (plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])
+        num_entries = int(np.count_nonzero(plan.grants)) + len(plan.new_rows)
+        room = plan.budget
+        for row in rows[ready].tolist():
+            request = table.requests[row]
+            if request is None or request.drafter is None:
+                continue
+            drafts = request.drafter.draft(self._num_tokens)
+            count = min(_reach(request.drafter.trust, num_entries), room, request.num_tokens_left - 1)
+            drafts = drafts[: max(count, 0)]
+            if not drafts or not try_grow(plan, request, request.num_tokens + len(drafts)):
+                continue
+            plan.drafts[row] = drafts
+            room -= len(drafts)
+            num_entries += len(drafts)
+        given = sum(map(len, plan.drafts.values()))
+        plan.budget -= given
+        self.num_drafts += given
+
+    def book(self, request: Request, sampled: list[int], table: RunningTable) -> list[int]:
+        """What a step sampled after a request's last token and its drafts. Its new tokens are appended to it, up to
+        the one that ends it, and the rows' counters follow. Returns them."""
+        row, output_token_ids = request.row, request.output_token_ids
+        first = len(output_token_ids)
+        for token_id in sampled:
+            output_token_ids.append(token_id)
+            if request.finish_reason() is not None:
+                break
+        new = output_token_ids[first:]
+        table.num_tokens[row] += len(new) - 1  # the first one is booked like everybody's
+        table.num_computed[row] += len(new) - 1
+        table.last_token_ids[row] = new[-1]
+        self.num_accepted += len(new) - 1
+        return new
+
+
+def draft_tokens(plan: StepPlan, rows: IntArray) -> DraftTokens | None:
+    """Those of a plan for the workers; `rows` are those of its batch."""
+    if not plan.drafts:
+        return None
+    indices = np.flatnonzero(np.isin(rows, list(plan.drafts))).astype(np.int32)
+    drafts = [plan.drafts[row] for row in rows[indices].tolist()]
+    most = max(map(len, drafts))
+    return DraftTokens(
+        indices=indices,
+        token_ids=np.array([each + [-1] * (most - len(each)) for each in drafts], np.int32),
+    )
+
+
+def _reach(trust: int, num_entries: int) -> int:
+    """How many drafts are worth computing in a step that computes `num_entries` tokens: one more than were right the
+    last time, as long as they are nearly free.
+    """
+    return min(trust + 1, max(_NUM_CHEAP - num_entries, 0))
