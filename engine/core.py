@@ -23,7 +23,7 @@ from .kv_cache_manager import KVCacheManager
 from .kv_cache_spec import KVCacheConfig, KVCacheSpec, block_bytes, group_layers
 from .outputs import EngineOutput, EngineRequest, RequestReport, SchedulerStats
 from .scheduler import Scheduler
-from .speculation import DEFAULT_NUM_TOKENS, Speculation
+from .speculation import Speculation, num_speculative_tokens
 from .step_plan import ScheduledStep
 from .step_share import PipelineShare
 
@@ -187,23 +187,6 @@ def plan_kv_cache(config: EngineConfig, specs: list[KVCacheSpec], available_byte
             f"{bytes_per_block[tightest]:,} bytes are needed. Raise cache.memory_bytes or lower cache.block_size."
         )
     return KVCacheConfig(num_blocks, config.cache.block_size, group_layers(specs, num_stages))
-
-
-def num_speculative_tokens(config: EngineConfig, preferred_inflight_steps: int) -> int:
-    """Drafts of a request in one step. By default where a step is planned when the one before is known: elsewhere a
-    request with drafts would have to wait for that.
-
-    Raises `ConfigError` if the user asks for drafts that cannot be.
-    """
-    wanted = config.scheduler.num_speculative_tokens
-    if config.parallel.pipeline_parallel_size > 1:
-        if wanted:
-            raise ConfigError("scheduler.num_speculative_tokens: must be 0 (or not given) in a pipeline.")
-        return 0
-    if wanted is not None:
-        return wanted
-    num_inflight_steps = config.scheduler.max_inflight_steps or preferred_inflight_steps
-    return DEFAULT_NUM_TOKENS if num_inflight_steps == 1 else 0
 
 
 def fit_model_len(config: EngineConfig, kv_cache: KVCacheManager, max_model_len: int) -> int:

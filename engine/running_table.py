@@ -20,9 +20,8 @@ class RunningTable:
     `num_tokens` counts the known tokens of a row (prompt and output), `num_pending` those that steps in flight will
     sample, `num_computed` those whose keys and values are in the cache or will be, by the steps given out so far.
     `is_constrained` rows sample under a mask that follows from their last token: they are not computed again before
-    that token is known here, and nor are `is_speculative` rows, to which one step may bring several tokens.
-    `last_token_ids` are the last known ones. `is_short` says that the last step gave the row
-    less than it could use.
+    that token is known here. Nor are `is_speculative` rows, to which one step may bring several tokens.
+    `last_token_ids` are the last known ones. `is_short` says that the last step gave the row less than it could use.
     `epoch` changes whenever a row is released, so that the result of a step that was in flight then is recognised.
     """
 

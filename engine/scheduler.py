@@ -12,7 +12,7 @@ and its blocks, and waits at the front of its class. What it had cached often st
 Cost of a step (schedule + update; every request decoding, context about 500, block size 16, prefix caching on; CPU time
 of one thread by `quire bench scheduler`, 2 cores of an AMD EPYC): 111 us for 64 running requests, 334 us for 256, 1,168
 us for 1024; the same with 100,000 waiting. In steady decode only array operations run over all rows; Python walks over
-the rows that reach a block boundary, and over the new tokens.
+the rows that reach a block boundary, over the new tokens, and in small steps over drafts (`speculation`).
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Scheduler:
         if plan is None:
             plan = self._serve_running(now, self.running.rows())
             self._admit_waiting(plan)
-            self._speculation.add_to(plan, self.running, self._try_grow)
+            self._speculation.add_to(plan, self.running, self.kv_cache.block_size)
         return self._give_out(plan)
 
     def _serve_alone(self, suspect: Request, now: float) -> StepPlan | None:
@@ -174,30 +174,19 @@ class Scheduler:
         request = self.running.requests[row]
         if request is None:  # it gave way to one before it
             return
-        while not self._try_grow(plan, request, num_blocks * self.kv_cache.block_size):
+        # What earlier steps filled is final now (an output token is only known here once its step is back), and made
+        # findable before a window leaves it behind.
+        self.kv_cache.commit(request, self._num_final_tokens(row))
+        while (updates := self.kv_cache.grow(row, int(self.running.num_computed[row]), num_blocks)) is None:
             victim = self.running.last()
             assert victim is not None
             plan.revoke(victim.row)
             self._preempt(victim, request, plan.now)
             if victim is request:
                 return
-
-    def _try_grow(self, plan: StepPlan, request: Request, num_tokens: int) -> bool:
-        """Whether a running request has blocks for its first `num_tokens` tokens, or gets them from what is free."""
-        row, table = request.row, self.running
-        num_blocks = self.kv_cache.num_blocks_for(num_tokens)
-        if num_blocks <= table.num_blocks[row]:
-            return True
-        # What earlier steps filled is final now (an output token is only known here once its step is back), and made
-        # findable before a window leaves it behind.
-        self.kv_cache.commit(request, self._num_final_tokens(row))
-        updates = self.kv_cache.grow(row, int(table.num_computed[row]), num_blocks)
-        if updates is None:
-            return False
         plan.block_updates.extend(updates)
-        table.num_blocks[row] = num_blocks
+        self.running.num_blocks[row] = num_blocks
         self._charge_output(request)
-        return True
 
     def _bill_running(self, plan: StepPlan, is_short: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
         """Note in the ledgers whom the budget begins, or ceases, to keep waiting."""

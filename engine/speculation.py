@@ -14,10 +14,11 @@ parameters, seed and position (DESIGN 4.3), a token that was guessed is the one 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 
 import numpy as np
 
+from .config import EngineConfig
+from .errors import ConfigError
 from .outputs import DraftTokens, IntArray
 from .request import Request
 from .running_table import RunningTable
@@ -36,10 +37,27 @@ _NUM_CHEAP = 8
 MAX_STEP_DRAFTS = _NUM_CHEAP - 1  # of all requests; workers have room for so many
 
 
+def num_speculative_tokens(config: EngineConfig, preferred_inflight_steps: int) -> int:
+    """Drafts of a request in one step. By default where a step is planned when the one before is known: elsewhere a
+    request with drafts would have to wait for that.
+
+    Raises `ConfigError` if the user asks for drafts that cannot be.
+    """
+    wanted = config.scheduler.num_speculative_tokens
+    if config.parallel.pipeline_parallel_size > 1:
+        if wanted:
+            raise ConfigError("scheduler.num_speculative_tokens: must be 0 (or not given) in a pipeline.")
+        return 0
+    if wanted is not None:
+        return wanted
+    num_inflight_steps = config.scheduler.max_inflight_steps or preferred_inflight_steps
+    return DEFAULT_NUM_TOKENS if num_inflight_steps == 1 else 0
+
+
 class NgramDrafter:
     """Guesses how a request goes on: as it did after its last tokens when they stood there before.
 
-    `trust` is how many of its guesses in a row were right, as far as it goes; those that no step checked count as well.
+    `trust` is how many of its guesses in a row were right, those that no step checked as well; without one it falls.
     Owned by the request's scheduler.
     """
 
@@ -64,14 +82,13 @@ class NgramDrafter:
 
     def learn(self, token_ids: list[int]) -> None:
         """The tokens that really came, since the last call."""
-        for index, token_id in enumerate(token_ids):
-            if index >= len(self._drafts):
-                self.trust = max(self.trust - 1, 0)
-            elif self._drafts[index] == token_id:
-                self.trust = min(self.trust + 1, _MAX_TRUST)
-            else:
+        if not self._drafts:
+            self.trust = max(self.trust - 1, 0)
+        for draft, token_id in zip(self._drafts, token_ids, strict=False):
+            if draft != token_id:
                 self.trust = 0
                 break
+            self.trust = min(self.trust + 1, _MAX_TRUST)
         self._drafts = []
         self._tokens += array("i", token_ids).tobytes()
         if len(self._tokens) > 2 * _WINDOW * _BYTES:
@@ -115,30 +132,29 @@ class Speculation:
             request.drafter = NgramDrafter(request.all_token_ids)
         table.is_speculative[request.row] = True
 
-    def add_to(self, plan: StepPlan, table: RunningTable, try_grow: Callable[[StepPlan, Request, int], bool]) -> None:
-        """Give drafts to the requests that compute just their last token, while budget and blocks last.
+    def add_to(self, plan: StepPlan, table: RunningTable, block_size: int) -> None:
+        """Give drafts to the requests that compute just their last token, as long as the step stays small.
 
-        Nobody has to wait, or to give way, for a draft: it takes what is left when the step is planned otherwise.
-        `try_grow(plan, request, num_tokens)`: whether the request has blocks for so many tokens, or has got them.
+        Nobody has to wait, or to give way, for a draft: it takes what is left of the budget when the step is planned
+        otherwise, and of the blocks that its request has.
         """
-        if not self._num_tokens:
+        num_tokens = int(plan.grants.sum()) + sum(plan.new_grants)
+        room = min(plan.budget, _NUM_CHEAP - num_tokens)
+        if not self._num_tokens or room <= 0:
             return
         rows = plan.rows
         ready = (plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])
-        num_entries = int(np.count_nonzero(plan.grants)) + len(plan.new_rows)
-        room = plan.budget
         for row in rows[ready].tolist():
             request = table.requests[row]
             if request is None or request.drafter is None:
                 continue
             drafts = request.drafter.draft(self._num_tokens)
-            count = min(_reach(request.drafter.trust, num_entries), room, request.num_tokens_left - 1)
-            drafts = drafts[: max(count, 0)]
-            if not drafts or not try_grow(plan, request, request.num_tokens + len(drafts)):
-                continue
-            plan.drafts[row] = drafts
-            room -= len(drafts)
-            num_entries += len(drafts)
+            room_in_blocks = int(table.num_blocks[row]) * block_size - request.num_tokens
+            # One more than were right the last time.
+            count = min(request.drafter.trust + 1, room, room_in_blocks, request.num_tokens_left - 1)
+            if drafts and count > 0:
+                plan.drafts[row] = drafts[:count]
+                room -= len(plan.drafts[row])
         given = sum(map(len, plan.drafts.values()))
         plan.budget -= given
         self.num_drafts += given
@@ -171,10 +187,3 @@ def draft_tokens(plan: StepPlan, rows: IntArray) -> DraftTokens | None:
         indices=indices,
         token_ids=np.array([each + [-1] * (most - len(each)) for each in drafts], np.int32),
     )
-
-
-def _reach(trust: int, num_entries: int) -> int:
-    """How many drafts are worth computing in a step that computes `num_entries` tokens: one more than were right the
-    last time, as long as they are nearly free.
-    """
-    return min(trust + 1, max(_NUM_CHEAP - num_entries, 0))

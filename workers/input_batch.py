@@ -33,7 +33,7 @@ class InputBatch:
     sampling_positions: IntArray  # [num_sampling] of the tokens to be sampled
     reads_references: bool  # some token is still to be read from where the device keeps it
     is_greedy: bool  # no row draws its token
-    masks: TokenMasks | None = None  # of those that have a grammar; its indices count the requests that sample
+    masks: TokenMasks | None = None  # of those that have a grammar; its indices count the entries that sample
 
 
 def gather_inputs(

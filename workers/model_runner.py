@@ -128,7 +128,8 @@ class ModelRunner:
     @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step. Every rank of the last stage has the same result; the others sample nothing."""
-        # Of a row with drafts the engine knows the result by now, though perhaps from another rank.
+        # How many tokens a row with drafts has got: the engine knows it before the row is in a step again, though
+        # perhaps from another rank.
         is_open = any(each.has_drafts for each in self._unsettled)
         while self._unsettled and (is_open or self._unsettled[0].launched.is_known):
             self._settle()

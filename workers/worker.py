@@ -17,7 +17,7 @@ from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import GrammarMasks, ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.speculation import MAX_STEP_DRAFTS
+from quire.engine.speculation import MAX_STEP_DRAFTS, num_speculative_tokens
 from quire.kernels import fp8
 
 from .decode_graphs import CudaGraphBackend
@@ -210,7 +210,7 @@ class Worker:
 
     def _draft_bytes(self) -> int:
         """What drafts add to the largest step, which has none: logits, and three copies where they are drawn."""
-        has_drafts = bool(self._config.scheduler.num_speculative_tokens)
+        has_drafts = num_speculative_tokens(self._config, self.preferred_inflight_steps) > 0
         return MAX_STEP_DRAFTS * self._info.vocab_size * 4 * 4 if has_drafts else 0
 
     def _measure_graphs(self) -> int:

@@ -103,6 +103,7 @@ def main() -> None:
             quantization="int8" if args.precision == "int8" else None,
             max_model_len=1024,
             max_num_batched_tokens=max(num_tokens, 2048),
+            num_speculative_tokens=0,
         )
         for seed in range(5):
             numbers = random.Random(seed)

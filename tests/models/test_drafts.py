@@ -115,7 +115,7 @@ def test_preempted(executor: LocalExecutor, expected: list[Answer]) -> None:
 
 
 def test_steps_in_flight(directory: Path, expected: list[Answer]) -> None:
-    limits: dict[str, object] = {"max_num_seqs": 5, "max_inflight_steps": 2, "num_speculative_tokens": 4}
+    limits: dict[str, object] = {"max_num_seqs": 2, "max_inflight_steps": 2, "num_speculative_tokens": 4}
     executor = InflightExecutor(config(scheduler=limits), load_model_info(ModelConfig(model=str(directory))))
     driver = Driver(executor, MAX_LEN, scheduler=limits)
     check(driver.run(requests()), expected)

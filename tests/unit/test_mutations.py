@@ -70,7 +70,7 @@ FAULTS = [
     ("what is under way does not count", "step_share.py", "self._num_tokens_under_way += num_tokens", "pass"),
     ("what is back still counts", "step_share.py", "self._num_tokens_under_way -= num_tokens", "pass"),
     ("what was lost is still under way", "scheduler.py", "        self._share.reset()\n", ""),
-    ("the window is left before it is cached", "scheduler.py", "self.kv_cache.commit(request, self._num_final_tokens(row))\n        updates", "updates"),
+    ("the window is left before it is cached", "scheduler.py", "self.kv_cache.commit(request, self._num_final_tokens(row))\n        while", "while"),
     ("embeddings skip what is cached", "request.py", "            return 0\n        if self.prompt_logprobs", "            return self.num_tokens - 1\n        if self.prompt_logprobs"),
     ("prompt logprobs skip what is cached", "request.py", "return self.prompt_logprobs.next_position - 1", "return self.num_tokens - 1"),
     ("prompt logprobs of a lost row are kept", "step_plan.py", "if epochs_now[self.output.rows[index]] == self.epochs[index]:", "if request is not None and request.prompt_logprobs is not None:"),
@@ -78,11 +78,11 @@ FAULTS = [
     ("prompt logprobs come again after a resume", "request.py", " and not source.resume_token_ids", ""),
     ("tokens follow the end of an answer", "speculation.py", "            if request.finish_reason() is not None:\n                break\n", ""),
     ("drafts reach beyond the last token", "speculation.py", "request.num_tokens_left - 1)", "request.num_tokens_left)"),
-    ("drafts have no blocks", "speculation.py", " or not try_grow(plan, request, request.num_tokens + len(drafts))", ""),
+    ("drafts have no blocks", "speculation.py", "room_in_blocks = int(table.num_blocks[row]) * block_size - request.num_tokens", "room_in_blocks = MAX_STEP_DRAFTS"),
     ("right drafts are computed again", "speculation.py", "        table.num_computed[row] += len(new) - 1\n", ""),
     ("drafts amid a prompt", "speculation.py", "(plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])", "plan.grants > 0"),
     ("a row goes on while its drafts are checked", "step_share.py", "table.is_constrained[rows] | table.is_speculative[rows]", "table.is_constrained[rows]"),
-    ("drafts take more than the budget", "speculation.py", "room = plan.budget", "room = MAX_STEP_DRAFTS"),
+    ("drafts take more than the budget", "speculation.py", "min(plan.budget, _NUM_CHEAP - num_tokens)", "_NUM_CHEAP - num_tokens"),
     ("the last token of an embedded prompt is not computed", "request.py", "self.max_total_tokens = len(self.prompt_token_ids) + 1", "self.max_total_tokens = len(self.prompt_token_ids)"),
 ]  # fmt: skip
 

@@ -127,7 +127,7 @@ class SamplingRows:
 
         Args:
             rows: [n] the rows that sample in this step.
-            positions: [n] how many tokens each row knows by now, which is the position of the one to sample.
+            positions: [n] of the tokens to sample. A row with drafts is there once for each of them.
         """
         temperature = self._temperature[rows]
         if not temperature.any():
