@@ -38,20 +38,23 @@ MAX_STEP_DRAFTS = _NUM_CHEAP - 1  # of all requests; workers have room for so ma
 
 
 def num_speculative_tokens(config: EngineConfig, preferred_inflight_steps: int) -> int:
-    """Drafts of a request in one step. By default where a step is planned when the one before is known: elsewhere a
-    request with drafts would have to wait for that.
+    """Drafts of a request in one step.
+
+    By default in float32 on CPU: there a row's bits do not depend on the rows beside it, a few more are nearly free, and
+    a step is planned when the one before is known; elsewhere a request that may get drafts would have to wait for that.
 
     Raises `ConfigError` if the user asks for drafts that cannot be.
     """
-    wanted = config.scheduler.num_speculative_tokens
+    wanted, model = config.scheduler.num_speculative_tokens, config.model
     if config.parallel.pipeline_parallel_size > 1:
         if wanted:
             raise ConfigError("scheduler.num_speculative_tokens: must be 0 (or not given) in a pipeline.")
         return 0
     if wanted is not None:
         return wanted
-    num_inflight_steps = config.scheduler.max_inflight_steps or preferred_inflight_steps
-    return DEFAULT_NUM_TOKENS if num_inflight_steps == 1 else 0
+    is_on_cpu = preferred_inflight_steps == 1
+    is_float32 = model.dtype in ("auto", "float32") and model.quantization is None
+    return DEFAULT_NUM_TOKENS if is_on_cpu and is_float32 and config.scheduler.max_inflight_steps in (None, 1) else 0
 
 
 class NgramDrafter:

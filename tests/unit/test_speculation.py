@@ -159,7 +159,11 @@ def test_who_gets_drafts() -> None:
 
     assert num_speculative_tokens(config(), 1) == 4
     assert num_speculative_tokens(config(), 2) == 0
-    assert num_speculative_tokens(config(scheduler={"max_inflight_steps": 1}), 2) == 4
+    assert num_speculative_tokens(config(scheduler={"max_inflight_steps": 2}), 1) == 0
+    assert num_speculative_tokens(config(model={"dtype": "float32"}), 1) == 4
+    assert num_speculative_tokens(config(model={"dtype": "bfloat16"}), 1) == 0
+    assert num_speculative_tokens(config(model={"quantization": "int8"}), 1) == 0
+    assert num_speculative_tokens(config(model={"dtype": "bfloat16"}, scheduler={"num_speculative_tokens": 3}), 1) == 3
     assert num_speculative_tokens(config(scheduler={"num_speculative_tokens": 7}), 2) == 7
     assert num_speculative_tokens(config(scheduler={"num_speculative_tokens": 0}), 1) == 0
     pipeline = {"pipeline_parallel_size": 2}
