@@ -33,14 +33,17 @@ def test_an_interrupt_leaves_the_engine_usable(llm: LLM) -> None:
     def answers() -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts, short, use_tqdm=False)]
 
+    def interrupted_after(delay_s: float) -> None:
+        """Starts the timer itself: on a busy machine it may have run down before the first line of `generate`."""
+        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+        llm.generate(prompts, long, use_tqdm=False)
+
     wanted = answers()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for delay_s in (0.001, 0.01, 0.05, 0.1, 0.15, 0.2, 0.3):
-            timer = threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGINT))
-            timer.start()
             with pytest.raises(KeyboardInterrupt):
-                llm.generate(prompts, long, use_tqdm=False)
+                interrupted_after(delay_s)
             assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
             assert llm.stats().num_used_blocks == 0
             assert answers() == wanted
