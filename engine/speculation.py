@@ -162,9 +162,10 @@ class Speculation:
         plan.budget -= given
         self.num_drafts += given
 
-    def book(self, request: Request, sampled: list[int], table: RunningTable) -> list[int]:
-        """What a step sampled after a request's last token and its drafts. Its new tokens are appended to it, up to
-        the one that ends it, and the rows' counters follow. Returns them."""
+    def book(self, request: Request, sampled: list[int], table: RunningTable) -> None:
+        """What a step sampled after a request's last token and the drafts that were right is appended to it, up to the
+        token that ends it, and the counters of its row follow.
+        """
         row, output_token_ids = request.row, request.output_token_ids
         first = len(output_token_ids)
         for token_id in sampled:
@@ -176,7 +177,6 @@ class Speculation:
         table.num_computed[row] += len(new) - 1
         table.last_token_ids[row] = new[-1]
         self.num_accepted += len(new) - 1
-        return new
 
 
 def draft_tokens(plan: StepPlan, rows: IntArray) -> DraftTokens | None:
