@@ -39,8 +39,8 @@ from .recording import CompiledCall, Rows
 from .rows import load_row
 from .sources import digest_of
 from .threads import run_call
-from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES
-from .turned_tiles import begin, end, finish, multiply, products, turn_tile, turn_wider_tile
+from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, span_bytes, words_by_class
+from .turned_tiles import begin, end, finish, multiply, products, turn_tile
 from .vectors import LANES
 
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
@@ -163,8 +163,10 @@ def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
     sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
     in_digits = weight == torch.int8 and itemsize == 1
     num_digits = NUM_DIGITS if in_digits else 1
-    turn = _turn_digits_worker(sources) if in_digits else _turn_worker(itemsize // x.itemsize, sources)
-    multiply = _multiply_worker(product, num_digits, weight.itemsize if weight.itemsize < itemsize else 0, sources)
+    run = 0 if product != "float32" else 2 if weight == torch.bfloat16 else 1
+    turn = _turn_digits_worker(sources) if in_digits else _turn_worker(run, x.itemsize < itemsize, sources)
+    widened = weight.itemsize if weight.itemsize < itemsize else 0
+    multiply = _multiply_worker(product, run, num_digits, widened, sources)
     return _Kernel(RowFunction(turn, _TURN, _TURN_NS[in_digits]), multiply.ctypes, num_digits, itemsize)
 
 
@@ -172,8 +174,9 @@ _TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes
 
 
 @cache
-def _turn_worker(wider: int, sources: str) -> Any:
-    """`wider` is 2 where x is bfloat16 and becomes float32, else 1."""
+def _turn_worker(run: int, becomes_wider: bool, sources: str) -> Any:
+    """`becomes_wider`: x is bfloat16 and becomes float32."""
+    span_size, num_classes, wider = span_bytes(run), len(words_by_class(run)), 2 if becomes_wider else 1
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -187,11 +190,13 @@ def _turn_worker(wider: int, sources: str) -> Any:
             for group in range(first, min(first + a.grain, a.num_rows)):
                 x, turned = a.x + group * TILE * row_bytes, a.turned + group * TILE * row_bytes * wider
                 last_row = min(TILE, a.num_x - group * TILE) - 1
-                for k in range(0, row_bytes, STEP_BYTES // wider):
-                    if wider == 1:
-                        turn_tile(x + k, row_bytes, last_row, turned + k * TILE)
-                    else:
-                        turn_wider_tile(x + k, row_bytes, last_row, turned + k * TILE * wider)
+                for first_k in range(0, row_bytes * wider, span_size):
+                    span = min(row_bytes * wider - first_k, span_size)
+                    class_bytes = span * TILE // num_classes
+                    for k in range(0, span, STEP_BYTES):
+                        source = x + (first_k + k) // wider
+                        target = turned + first_k * TILE + k * TILE // num_classes
+                        turn_tile(run, becomes_wider, source, row_bytes, last_row, target, class_bytes)
 
     return worker
 
@@ -227,7 +232,7 @@ def _turn_digits_worker(sources: str) -> Any:
                 for digit in range(NUM_DIGITS):
                     turned = a.turned + (group * NUM_DIGITS + digit) * TILE * size
                     for k in range(0, size, STEP_BYTES):
-                        turn_tile(digits + digit * size + k, digit_row, num_x - 1, turned + k * TILE)
+                        turn_tile(0, False, digits + digit * size + k, digit_row, num_x - 1, turned + k * TILE, 0)
         memory[0] = 0  # it lives until here: Numba does not see who has its address
 
     return worker
@@ -249,10 +254,9 @@ def _widen(size: int, weight: int, scales: int, rows: Any) -> None:
 
 
 @cache
-def _multiply_worker(product: str, num_digits: int, widened: int, sources: str) -> Any:
+def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sources: str) -> Any:
     """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
-    run = 2 if widened == 2 else 1
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:

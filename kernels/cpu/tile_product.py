@@ -6,6 +6,8 @@
 A class takes its products one after the other. Four lanes of a vector are a sum in `few_rows`, and one lane is in
 `many_rows`, which give the same bits so. Where the weight is bfloat16, a word of 32 bits holds two numbers, and a class
 has both: a a b b c c d d a a ...
+
+A B has its words in that order, so that a class reads forwards: [words of 512 numbers, class, word, row of x].
 """
 
 from __future__ import annotations
@@ -20,12 +22,23 @@ CLASSES = 4  # of products that are summed side by side: a vector has a quarter 
 IN_A_ROW = 128  # products of a class, before it is added to the total: rounding errors stay small
 
 
+def words_by_class(run: int) -> list[list[int]]:
+    """The words of a step that a class takes, `run` of them in a row; 0 if all are one class."""
+    words = range(STEP_BYTES // 4)
+    return [[word for word in words if word // run % CLASSES == i] for i in range(CLASSES)] if run else [list(words)]
+
+
+def span_bytes(run: int) -> int:
+    """Of a row: what all classes take before they are added to the total."""
+    return 4 * IN_A_ROW * len(words_by_class(run))
+
+
 class Operands(NamedTuple):
     """Of 16 or 32 rows of A times one or two B, which lie behind each other. LLVM values, int64."""
 
     a: Any  # address of the first row
     a_row: Any  # bytes from one row to the next
-    b: Any  # address of the first B: for each step, the words that it takes of 16 rows of x, [word, row of x]
+    b: Any  # address of the first B: the words of 16 rows of x, [span, class, word, row of x]
     b_once: Any  # not 0: do not keep B in the first cache, for A has a better use for it
     row_bytes: Any  # that are multiplied, in steps of STEP_BYTES; a B has TILE times as many
     fetch: Any  # address of what is fetched into the caches on the way

@@ -11,7 +11,6 @@ matrix tiles (`matrix_tiles`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -24,7 +23,7 @@ from . import matrix_tiles, vector_tiles
 from .digits import join_digits
 from .features import cpu_features, dots_are_fast
 from .intrinsics import IS_X86
-from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands
+from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands, words_by_class
 from .tiles import FORMATS
 from .vectors import (
     FLOAT,
@@ -105,8 +104,8 @@ def multiply(
 ) -> Any:
     """`num_a` x `num_b` tiles of sums at `sums`, [A, B, row of A, row of x]. See `Operands`.
 
-    These numbers, 1 or 2, the name of the product and `run` are constants. Products of float32 take so many numbers one
-    after the other for a class (see `tile_product`).
+    These numbers, 1 or 2, the name of the product and `run` are constants. Products in vectors take their words class
+    by class (see `words_by_class`).
     """
     name, m, n = product.literal_value, num_a.literal_value, num_b.literal_value
 
@@ -121,37 +120,41 @@ def multiply(
     return types.void(product, run, num_a, num_b, *[types.int64] * 8), generate
 
 
-@intrinsic
-def turn_tile(typing_context: Any, source: Any, row_bytes: Any, last_row: Any, target: Any) -> Any:
-    """16 rows of 16 words of 32 bits become columns: target[j][i] = source[min(i, last_row)][j]."""
+@intrinsic(prefer_literal=True)
+def turn_tile(
+    typing_context: Any,
+    run: Any,
+    is_bfloat16: Any,
+    source: Any,
+    row_bytes: Any,
+    last_row: Any,
+    target: Any,
+    class_bytes: Any,
+) -> Any:
+    """16 rows of 16 words of 32 bits become columns: those of a class (see `words_by_class`) lie behind each other, and
+    those of the next one `class_bytes` behind its first. Column j has source[min(i, last_row)][j] in row i.
+
+    `run` and `is_bfloat16` are constants; bfloat16 become float32.
+    """
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _turn_tile(b, lambda place: load(b, place, INTS), *arguments)
+        source, row_bytes, last_row, target, class_bytes = arguments[2:]
+        rows = []
+        for i in range(TILE):
+            row = b.select(b.icmp_signed("<", INT64(i), last_row), INT64(i), last_row)
+            place = b.add(source, b.mul(row, row_bytes))
+            if is_bfloat16.literal_value:
+                rows.append(from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES))))
+            else:
+                rows.append(load(b, place, INTS))
+        columns = turn_words(b, rows)
+        for i, words in enumerate(words_by_class(run.literal_value)):
+            first = b.add(target, b.mul(class_bytes, INT64(i)))
+            for place_of_word, word in enumerate(words):
+                store(b, columns[word], b.add(first, INT64(STEP_BYTES * place_of_word)))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
-
-
-@intrinsic
-def turn_wider_tile(typing_context: Any, source: Any, row_bytes: Any, last_row: Any, target: Any) -> Any:
-    """Likewise, 16 rows of 16 bfloat16, which become float32."""
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _turn_tile(b, lambda place: from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES))), *arguments)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), generate
-
-
-def _turn_tile(
-    b: ir.IRBuilder, read: Callable[[Any], Any], source: Any, row_bytes: Any, last_row: Any, target: Any
-) -> None:
-    rows = []
-    for i in range(TILE):
-        row = b.select(b.icmp_signed("<", INT64(i), last_row), INT64(i), last_row)
-        rows.append(read(b.add(source, b.mul(row, row_bytes))))
-    for i, row in enumerate(turn_words(b, rows)):
-        store(b, row, b.add(target, INT64(i * STEP_BYTES)))
+    return types.void(run, is_bfloat16, *[types.int64] * 5), generate
 
 
 @intrinsic(prefer_literal=True)

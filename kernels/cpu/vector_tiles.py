@@ -2,24 +2,21 @@
 """The product of tiles in vectors whose lanes are rows of x, in the formats of `tiles` whose words have 32 bits.
 
 A word of the weight is broadcast and multiplied with the vectors of x that wait for it. A sum is a lane: nothing is
-added across lanes. It takes its words in the order of `tile_product`: class by class, while what they are multiplied
-with is in the first cache. Where `few_rows` adds in an order of its own, all words are one class.
+added across lanes. It takes its words in the order of `tile_product`: class by class, while the rows of the weight are
+in the first cache. Where `few_rows` adds in an order of its own, all words are one class.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
 from numba.core.cgutils import alloca_once
 
 from .features import IS_WIDE
-from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES, TILE, TILE_BYTES, Operands
+from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands, span_bytes, words_by_class
 from .tiles import Format
 from .vectors import FLOATS, INT64, INTS, LANES, at_most, broadcast, load, loop_over, prefetch, splat, store
-
-_WORDS = STEP_BYTES // 4  # of a step
 
 
 def multiply(b: ir.IRBuilder, form: Format, run: int, num_a: int, num_b: int, operands: Operands) -> None:
@@ -27,29 +24,40 @@ def multiply(b: ir.IRBuilder, form: Format, run: int, num_a: int, num_b: int, op
 
     What is to be fetched is divided among the parts.
     """
-    # Else 16 registers of 8 lanes, or 32 of 4.
-    rows, width = (16 // num_b, num_b) if IS_WIDE else (4, 1)
-    parts_of_b = num_a * TILE // rows
-    lines = b.sdiv(operands.fetch_lines, INT64(parts_of_b * num_b // width))
-    lines = b.select(b.icmp_signed(">", lines, INT64(0)), lines, INT64(1))
-    for first_b in range(0, num_b, width):
+    # Else 16 registers of 8 lanes: those of six rows keep two multipliers busy that need four cycles each.
+    rows, width = (16 // num_b, num_b) if IS_WIDE else (6, 1)
+    whole, rest = divmod(TILE, rows)
+    num_parts = num_a * (whole + (rest > 0)) * (num_b // width)
+    lines = b.sdiv(b.add(operands.fetch_lines, INT64(num_parts - 1)), INT64(num_parts))
 
-        def part(row: Any, _state: list[Any], first_b: int = first_b) -> list[Any]:
-            before = b.mul(b.add(b.sdiv(row, INT64(rows)), INT64(first_b // width * parts_of_b)), lines)
-            left = b.sub(operands.fetch_lines, before)
-            of_part = operands._replace(
-                a=b.add(operands.a, b.mul(operands.a_row, row)),
-                b=b.add(operands.b, b.mul(operands.row_bytes, INT64(TILE * first_b))),
-                fetch=b.add(operands.fetch, b.mul(operands.row_bytes, before)),
-                fetch_lines=b.select(b.icmp_signed("<", left, lines), left, lines),
-            )
-            tile, row_of_tile = b.sdiv(row, INT64(TILE)), b.srem(row, INT64(TILE))
-            first = b.add(b.mul(tile, INT64(num_b)), INT64(first_b))
-            place = b.add(b.mul(first, INT64(TILE_BYTES)), b.mul(row_of_tile, INT64(STEP_BYTES)))
-            _multiply_part(b, form, run, rows, width, of_part._replace(sums=b.add(operands.sums, place)))
-            return []
+    def part(tile: Any, first_b: int, first_row: Any, num_rows: int, number: Any) -> None:
+        before = b.mul(b.add(b.mul(tile, INT64(num_parts // num_a)), number), lines)
+        left = b.sub(operands.fetch_lines, before)
+        row = b.add(b.mul(tile, INT64(TILE)), first_row)
+        place = b.add(b.mul(tile, INT64(num_b * TILE_BYTES)), b.mul(first_row, INT64(STEP_BYTES)))
+        of_part = operands._replace(
+            a=b.add(operands.a, b.mul(operands.a_row, row)),
+            b=b.add(operands.b, b.mul(operands.row_bytes, INT64(TILE * first_b))),
+            fetch=b.add(operands.fetch, b.mul(operands.row_bytes, before)),
+            fetch_lines=b.select(b.icmp_signed("<", left, lines), left, lines),
+            sums=b.add(operands.sums, b.add(place, INT64(TILE_BYTES * first_b))),
+        )
+        _multiply_part(b, form, run, num_rows, width, of_part)
 
-        loop_over(b, INT64(num_a * TILE), rows, [], part)
+    def of_tile(tile: Any, _state: list[Any]) -> list[Any]:
+        for first_b in range(0, num_b, width):
+            before = first_b // width * (whole + (rest > 0))  # parts
+
+            def of_rows(i: Any, _state: list[Any], first_b: int = first_b, before: int = before) -> list[Any]:
+                part(tile, first_b, b.mul(i, INT64(rows)), rows, b.add(i, INT64(before)))
+                return []
+
+            loop_over(b, INT64(whole), 1, [], of_rows)
+            if rest:
+                part(tile, first_b, INT64(TILE - rest), rest, INT64(before + whole))
+        return []
+
+    loop_over(b, INT64(num_a), 1, [], of_tile)
 
 
 def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b: int, operands: Operands) -> None:
@@ -69,11 +77,15 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
         memory = b.ptrtoint(alloca_once(b, ir.ArrayType(form.weight_vector, num_rows)), INT64)
         prepared = [b.add(memory, INT64(STEP_BYTES * i)) for i in range(num_rows)]
 
-    def of_class(first_k: Any, size: Any, words: Sequence[int], fetched: tuple[Any, Any]) -> None:
-        """The products of some words of each step, added to the sums."""
+    classes = words_by_class(run)
+    b_step = TILE * STEP_BYTES // len(classes)  # of a class
+
+    def of_class(i: int, first_k: Any, size: Any, fetched: tuple[Any, Any]) -> None:
+        """Its products, added to the sums."""
         start = b.add(operands.a, first_k)
-        rows = [b.add(start, b.mul(operands.a_row, INT64(i))) for i in range(num_rows)]
+        rows = [b.add(start, b.mul(operands.a_row, INT64(row))) for row in range(num_rows)]
         column = b.add(operands.b, b.mul(first_k, INT64(TILE)))
+        column = b.add(column, b.mul(size, INT64(i * b_step // STEP_BYTES)))
         turned = [b.add(column, b.mul(operands.row_bytes, INT64(TILE * j))) for j in range(num_b)]
         fetch_bytes = b.mul(b.sub(fetched[1], fetched[0]), INT64(STEP_BYTES))
         first_line = b.add(operands.fetch, b.mul(first_k, operands.fetch_lines))
@@ -83,7 +95,7 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
             lines = b.add(first_line, b.mul(k, operands.fetch_lines))
 
             def fetch_line(offset: Any, _state: list[Any]) -> list[Any]:
-                prefetch(b, b.add(lines, offset))
+                prefetch(b, b.add(lines, offset), level=2)
                 return []
 
             with b.if_then(b.icmp_signed(">", fetch_bytes, INT64(0))):
@@ -93,8 +105,8 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
                 for row, place in zip(starts, prepared, strict=True):
                     store(b, form.prepare(b, load(b, row, form.weight_vector)), place)
                 starts = prepared
-            for word in words:
-                place = b.add(b.mul(k, INT64(TILE)), INT64(STEP_BYTES * word))
+            for place_of_word, word in enumerate(classes[i]):
+                place = b.add(b.mul(k, INT64(b_step // STEP_BYTES)), INT64(STEP_BYTES * place_of_word))
                 vectors = [load(b, b.add(start, place), form.x_vector) for start in turned]
                 totals, sums = iter(sums), []
                 for row in starts:
@@ -106,16 +118,12 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
         for total, place in zip(loop_over(b, size, STEP_BYTES, [zeros] * len(places), step), places, strict=True):
             store(b, add(load(b, place, sum_type), total), place)
 
-    number = CLASSES if form.rows > 1 else 1
-    classes = [[word for word in range(_WORDS) if word // run % number == i] for i in range(number)]
-    chunk_bytes = 4 * IN_A_ROW * len(classes)
-
-    def chunk(first_k: Any, _state: list[Any]) -> list[Any]:
-        size, line = at_most(b, b.sub(operands.row_bytes, first_k), chunk_bytes), INT64(0)
-        for i, words in enumerate(classes, 1):
-            behind = b.sdiv(b.mul(operands.fetch_lines, INT64(i)), INT64(len(classes)))
-            of_class(first_k, size, words, (line, behind))
+    def span(first_k: Any, _state: list[Any]) -> list[Any]:
+        size, line = at_most(b, b.sub(operands.row_bytes, first_k), span_bytes(run)), INT64(0)
+        for i in range(len(classes)):
+            behind = b.sdiv(b.mul(operands.fetch_lines, INT64(i + 1)), INT64(len(classes)))
+            of_class(i, first_k, size, (line, behind))
             line = behind
         return []
 
-    loop_over(b, operands.row_bytes, chunk_bytes, [], chunk)
+    loop_over(b, operands.row_bytes, span_bytes(run), [], span)
