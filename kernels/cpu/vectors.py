@@ -7,6 +7,8 @@ from typing import Any
 
 from llvmlite import ir
 
+from .features import IS_WIDE
+
 LANES = 16  # of float32 and int32 in a vector
 FLOAT, INT8, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, INTS = ir.VectorType(FLOAT, LANES), ir.VectorType(INT32, LANES)
@@ -102,8 +104,17 @@ def repeat_quarter(b: ir.IRBuilder, quarter: Any) -> Any:
 
 def add_quarters(b: ir.IRBuilder, totals: Any, sums: Any) -> Any:
     """To each of four lanes, those of a quarter of a vector of 16, one after the other."""
-    for lane in range(LANES // 4):
-        totals = b.fadd(totals, take(b, sums, range(lane, LANES, LANES // 4)))
+    quarter = LANES // 4
+    if IS_WIDE:
+        lanes = [take(b, sums, range(lane, LANES, quarter)) for lane in range(quarter)]
+    else:  # turned in halves of its registers, which LLVM does not find
+        first, second, third, fourth = (take(b, sums, range(i, i + quarter)) for i in range(0, LANES, quarter))
+        lanes = []
+        for places in ((0, 4, 1, 5), (2, 6, 3, 7)):
+            left, right = take(b, first, places, second), take(b, third, places, fourth)
+            lanes += [take(b, left, half, right) for half in ((0, 1, 4, 5), (2, 3, 6, 7))]
+    for lane in lanes:
+        totals = b.fadd(totals, lane)
     return totals
 
 
