@@ -184,6 +184,36 @@ def test_each_request_gets_the_logprobs_that_it_asked_for() -> None:
             assert logprobs[0].top == [(token_id, -1.0 - token_id) for token_id in range(count)]
 
 
+def test_prompt_logprobs_of_a_row_that_was_given_up_come_from_the_next() -> None:
+    """A prompt gives way while its step is under way, and is computed again before that step is back."""
+    executor, prompt = FakeExecutor(num_blocks=8), list(range(11))
+    core = make_core(executor, max_model_len=24, caching=False)
+    scheduler, collector, under_way = core.scheduler, Collector(), []
+    for request in (make_request("a", [1, 2, 3, 4], 20), make_request("b", prompt, 3, prompt_logprobs=0)):
+        collector.start(request)
+        core.add_request(request)
+
+    def schedule() -> None:
+        step = scheduler.schedule(0.0)
+        assert step is not None
+        under_way.append((step, executor.execute(step.output)))
+
+    schedule()
+    while scheduler.requests["b"].row >= 0:
+        schedule()
+    ended = scheduler.abort("a", 0.0)
+    assert ended is not None
+    collector.take([ended])
+    schedule()
+    assert scheduler.requests["b"].row >= 0
+    for step, pending in under_way:
+        collector.take(scheduler.update(step, pending.result(), 0.0))
+    while core.has_work:
+        collector.take(core.step())
+    assert collector.tokens["b"] == expected_tokens(prompt, 3)
+    assert collector.prompt_logprobs["b"].token_ids[:, 0].tolist() == prompt[1:]
+
+
 def test_the_context_length_ends_a_request() -> None:
     collector = run(make_core(max_model_len=10), [make_request("r", [1, 2, 3], 100)])
     assert len(collector.tokens["r"]) == 7

@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import sys
 import threading
+import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -90,11 +92,24 @@ FAULTS = [
 _FORKING = threading.Lock()  # filelock, which transformers brings, refuses a fork while another thread forks
 
 
-def run_suite(root: str, output: str) -> None:
-    """In a forked process: the engine's tests against the engine in `root`. Exits with pytest's status."""
+def run_suite(root: str, output: str, first: str) -> None:
+    """In a forked process, which ends with 0 if the engine's tests pass against the engine in `root`, else with 1.
+
+    first: the file of tests to begin with.
+    """
+    status = 1
     with open(output, "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
+        sys.stdout = sys.stderr = log  # instead of what pytest captures
+        try:
+            status = int(not passes(root, first))
+        except BaseException:
+            traceback.print_exc()
+    os._exit(status)  # how a process that was forked by a thread would end by itself says nothing
+
+
+def passes(root: str, first: str) -> bool:
     helpers = {path.stem for path in UNIT.glob("*.py")}
     for name in [name for name in sys.modules if name.startswith("quire.engine") or name in helpers]:
         del sys.modules[name]
@@ -107,10 +122,11 @@ def run_suite(root: str, output: str) -> None:
     quire.engine.__path__.append(str(ENGINE))  # what `root` does not hold
     resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))  # a fault may make it run for ever
     play_workloads(range(20))  # they notice most faults, and at once
-    status = pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *(str(UNIT / name) for name in TESTS)])
-    if status == 0:
-        play_workloads(range(20, 60))
-    sys.exit(int(status))
+    files = [str(UNIT / name) for name in sorted(TESTS, key=lambda name: name != first)]
+    if pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files]) != 0:
+        return False
+    play_workloads(range(20, 60))
+    return True
 
 
 def play_workloads(seeds: range) -> None:
@@ -120,9 +136,11 @@ def play_workloads(seeds: range) -> None:
         play(draw(seed))
 
 
-def suite_passes(root: Path) -> tuple[bool, str]:
+def suite_passes(root: Path, file: str) -> tuple[bool, str]:
+    """Whether it does where `file` is another one, and what it printed."""
     output = root / "output.txt"
-    process = multiprocessing.get_context("fork").Process(target=run_suite, args=(str(root), str(output)))
+    arguments = (str(root), str(output), f"test_{file}")
+    process = multiprocessing.get_context("fork").Process(target=run_suite, args=arguments)
     with _FORKING:
         process.start()
     process.join()
@@ -137,10 +155,7 @@ def copy_engine(root: Path, file: str) -> Path:
     return root / "engine" / file
 
 
-def test_the_copy_without_a_fault_passes(tmp_path: Path) -> None:
-    copy_engine(tmp_path, "scheduler.py")
-    passes, output = suite_passes(tmp_path)
-    assert passes, output[-3000:]
+NO_FAULT = ("no fault", "scheduler.py", "class Scheduler:", "class Scheduler:")
 
 
 @pytest.fixture(scope="module")
@@ -154,15 +169,22 @@ def noticed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, s
         source = path.read_text()
         assert source.count(old) == 1, f"{what}: {file} does not hold this line once any more, adapt the fault"
         path.write_text(source.replace(old, new))
-        passes, output = suite_passes(root)
+        passes, output = suite_passes(root, file)
         return not passes, output
 
     tmp_path_factory.getbasetemp()  # two threads cannot make it at the same time
+    faults = [NO_FAULT, *FAULTS]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        return dict(zip((fault[0] for fault in FAULTS), pool.map(try_fault, FAULTS), strict=True))
+        return dict(zip((fault[0] for fault in faults), pool.map(try_fault, faults), strict=True))
+
+
+def test_the_copy_without_a_fault_passes(noticed: dict[str, tuple[bool, str]]) -> None:
+    found, output = noticed[NO_FAULT[0]]
+    assert not found, output[-3000:]
 
 
 @pytest.mark.parametrize("what", [fault[0] for fault in FAULTS])
 def test_the_suite_notices(what: str, noticed: dict[str, tuple[bool, str]]) -> None:
     found, output = noticed[what]
     assert found, f"the fault went unnoticed: {output[-500:]}"
+    assert re.search(r"Error\b|FAILED", output), f"ended without saying what is wrong: {output[-500:]}"

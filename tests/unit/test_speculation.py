@@ -111,6 +111,30 @@ def test_an_answer_ends_where_it_would_end_without(max_inflight_steps: int, end:
         assert answers[0][0] == expected
 
 
+def test_nothing_follows_the_token_that_ends_an_answer_amid_right_drafts() -> None:
+    num_behind = 0  # right drafts that nobody wants
+    for length in range(20, 60):
+        known = PROMPT + expected_tokens(PROMPT, length, REPETITIVE)
+        expected = expected_tokens(known, 6, REPETITIVE)
+        for stop in set(expected):
+            executor = FakeExecutor(num_blocks=64)
+            core = make_core(executor, num_speculative_tokens=7)
+            collector = run(core, [make_request("a", known, 60, REPETITIVE, stop_token_ids=(stop,))])
+            assert collector.tokens["a"] == expected[: expected.index(stop) + 1]
+            assert collector.ends["a"].finish_reason == "stop"
+            (of_rank,) = executor._tokens.values()
+            num_behind += len(of_rank) - len(known) - len(collector.tokens["a"])
+    assert num_behind > 0
+
+
+@pytest.mark.parametrize("max_tokens", range(40, 60))
+def test_no_draft_stands_where_the_answer_has_ended(max_tokens: int) -> None:
+    executor = FakeExecutor(num_blocks=64)
+    run(make_core(executor, num_speculative_tokens=7), [make_request("a", PROMPT, max_tokens, REPETITIVE)])
+    ends = [int(step.num_computed_tokens[0] + step.num_scheduled_tokens[0]) for step in executor.steps]
+    assert ends[-1] == max(ends) == len(PROMPT) + max_tokens - 1  # from its last but one comes its last
+
+
 def test_a_draft_takes_no_block() -> None:
     """Blocks are asked for as without drafts: when the last known token needs one."""
     executor = FakeExecutor(num_blocks=64)
