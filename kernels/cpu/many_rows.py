@@ -163,11 +163,18 @@ def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
     sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
     in_digits = weight == torch.int8 and itemsize == 1
     num_digits = NUM_DIGITS if in_digits else 1
-    run = 0 if product != "float32" else 2 if weight == torch.bfloat16 else 1
+    run = _run(product, weight)
     turn = _turn_digits_worker(sources) if in_digits else _turn_worker(run, x.itemsize < itemsize, sources)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
     multiply = _multiply_worker(product, run, num_digits, widened, sources)
     return _Kernel(RowFunction(turn, _TURN, _TURN_NS[in_digits]), multiply.ctypes, num_digits, itemsize)
+
+
+def _run(product: str, weight: torch.dtype) -> int:
+    """See `words_by_class`: only sums of float32 have classes, and a word of a bfloat16 weight held two numbers."""
+    if product != "float32":
+        return 0
+    return 2 if weight == torch.bfloat16 else 1
 
 
 _TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes

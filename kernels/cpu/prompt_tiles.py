@@ -256,7 +256,7 @@ def _begin_item(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any) -> No
         source = layer.query + 2 * ((item.token + first) * layer.token_stride + head * layer.head_stride)
         last, target = min(TILE, item.num_tokens - first) - 1, memory.queries + tile * sizes.queries
         for k in range(0, sizes.head, STEP_BYTES):
-            turn_tile(source + k, 2 * layer.token_stride, last, target + k * TILE)
+            turn_tile(0, False, source + k, 2 * layer.token_stride, last, target + k * TILE, 0)
     num_tiles = item.num_spans * group
     carray(pointer(memory.sums), (num_tiles * plan.head_dim * LANES,), np.float32)[:] = np.float32(0.0)
     states = carray(pointer(memory.states), (num_tiles, 3, LANES), np.float32)
@@ -292,7 +292,7 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
                 if i + TILE > low:
                     keys = layer.key_cache + _place(plan, item, sizes, chunk + i)
                     queries, scores = memory.queries + tile * sizes.queries, memory.scores + i * sizes.row
-                    multiply(PRODUCT, 1, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
+                    multiply(PRODUCT, 0, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
             _weigh_values(plan, sizes, memory, tile, _Keys(start, stop, own))
 
 
@@ -310,7 +310,7 @@ def _weigh_values(plan: Any, sizes: Any, memory: Any, tile: int, keys: Any) -> N
     _soften(memory.scores + start * sizes.row, num_keys, np.float32(plan.scale), state, memory.weights)
     for d in range(0, plan.head_dim, _PAIRS):
         values = memory.values + d * _VALUES_ROW + 2 * start
-        multiply(PRODUCT, 1, 2, 1, values, _VALUES_ROW, memory.weights, 0, 2 * num_keys, 0, 0, memory.added)
+        multiply(PRODUCT, 0, 2, 1, values, _VALUES_ROW, memory.weights, 0, 2 * num_keys, 0, 0, memory.added)
         _add(sums + d * sizes.row, state + 2 * sizes.row, memory.added, _PAIRS)
 
 

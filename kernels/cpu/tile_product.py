@@ -7,7 +7,8 @@ A class takes its products one after the other. Four lanes of a vector are a sum
 `many_rows`, which give the same bits so. Where the weight is bfloat16, a word of 32 bits holds two numbers, and a class
 has both: a a b b c c d d a a ...
 
-A B has its words in that order, so that a class reads forwards: [words of 512 numbers, class, word, row of x].
+A B has its words in that order, so that a class reads forwards: [span, class, word, row of x], where a span is what
+all classes take before they are added to the total. Products that add in an order of their own have one class.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ IN_A_ROW = 128  # products of a class, before it is added to the total: rounding
 
 
 def words_by_class(run: int) -> list[list[int]]:
-    """The words of a step that a class takes, `run` of them in a row; 0 if all are one class."""
+    """The words of a step that each class takes, `run` of them in a row; 0 if all are one class."""
     words = range(STEP_BYTES // 4)
     return [[word for word in words if word // run % CLASSES == i] for i in range(CLASSES)] if run else [list(words)]
 
 
 def span_bytes(run: int) -> int:
-    """Of a row: what all classes take before they are added to the total."""
+    """Of a row, in a whole span."""
     return 4 * IN_A_ROW * len(words_by_class(run))
 
 

@@ -35,10 +35,8 @@ from .vectors import (
     broadcast,
     from_bfloat16,
     load,
-    splat,
     store,
     take,
-    to_bfloat16,
     to_bfloat16_pairs,
     turn_words,
 )
@@ -104,10 +102,12 @@ def multiply(
 ) -> Any:
     """`num_a` x `num_b` tiles of sums at `sums`, [A, B, row of A, row of x]. See `Operands`.
 
-    These numbers, 1 or 2, the name of the product and `run` are constants. Products in vectors take their words class
-    by class (see `words_by_class`).
+    These numbers, 1 or 2, the name of the product and `run` are constants. `run` is how the words of B are ordered (see
+    `words_by_class`): 0 for what adds in an order of its own, which dots and matrix tiles do.
     """
     name, m, n = product.literal_value, num_a.literal_value, num_b.literal_value
+    if (run.literal_value > 0) != (name in FORMATS and FORMATS[name].rows > 1):
+        raise ValueError(f"{name} does not take its words in runs of {run.literal_value}")
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         operands = Operands(*arguments[4:])
@@ -196,7 +196,7 @@ def finish(
         with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
             with half:
                 pairs = zip(columns[::2], columns[1::2], strict=True)
-                words = turn_words(b, [_rounded(b, *pair) for pair in pairs])
+                words = turn_words(b, [to_bfloat16_pairs(b, *pair) for pair in pairs])
                 rows = [take(b, vector, range(i, i + LANES // 2)) for vector in words for i in (0, LANES // 2)]
                 _store_rows(b, rows, num_rows, out, out_row)
             with full:
@@ -204,13 +204,6 @@ def finish(
         return context.get_dummy_value()
 
     return types.void(product, num_digits, *[types.int64] * 8), generate
-
-
-def _rounded(b: ir.IRBuilder, low: Any, high: Any) -> Any:
-    if "avx512bf16" in cpu_features():
-        return to_bfloat16_pairs(b, low, high)
-    lower, upper = (b.zext(to_bfloat16(b, vector), INTS) for vector in (low, high))
-    return b.or_(lower, b.shl(upper, splat(INTS, 16)))
 
 
 def _number(b: ir.IRBuilder, numbers: Any, i: int) -> Any:

@@ -24,21 +24,23 @@ def multiply(b: ir.IRBuilder, form: Format, run: int, num_a: int, num_b: int, op
 
     What is to be fetched is divided among the parts.
     """
-    # Else 16 registers of 8 lanes: those of six rows keep two multipliers busy that need four cycles each.
+    # Else 16 registers of 8 lanes, or 32 of 4: six rows share each load of x and leave room for it, and for a weight.
     rows, width = (16 // num_b, num_b) if IS_WIDE else (6, 1)
     whole, rest = divmod(TILE, rows)
-    num_parts = num_a * (whole + (rest > 0)) * (num_b // width)
+    parts_of_b = whole + (rest > 0)
+    parts_of_tile = parts_of_b * (num_b // width)
+    num_parts = num_a * parts_of_tile
     lines = b.sdiv(b.add(operands.fetch_lines, INT64(num_parts - 1)), INT64(num_parts))
 
-    def part(tile: Any, first_b: int, first_row: Any, num_rows: int, number: Any) -> None:
-        before = b.mul(b.add(b.mul(tile, INT64(num_parts // num_a)), number), lines)
-        left = b.sub(operands.fetch_lines, before)
+    def part(tile: Any, first_b: int, first_row: Any, num_rows: int, place_in_tile: Any) -> None:
+        lines_before = b.mul(b.add(b.mul(tile, INT64(parts_of_tile)), place_in_tile), lines)
+        left = b.sub(operands.fetch_lines, lines_before)
         row = b.add(b.mul(tile, INT64(TILE)), first_row)
         place = b.add(b.mul(tile, INT64(num_b * TILE_BYTES)), b.mul(first_row, INT64(STEP_BYTES)))
         of_part = operands._replace(
             a=b.add(operands.a, b.mul(operands.a_row, row)),
             b=b.add(operands.b, b.mul(operands.row_bytes, INT64(TILE * first_b))),
-            fetch=b.add(operands.fetch, b.mul(operands.row_bytes, before)),
+            fetch=b.add(operands.fetch, b.mul(operands.row_bytes, lines_before)),
             fetch_lines=b.select(b.icmp_signed("<", left, lines), left, lines),
             sums=b.add(operands.sums, b.add(place, INT64(TILE_BYTES * first_b))),
         )
@@ -46,15 +48,15 @@ def multiply(b: ir.IRBuilder, form: Format, run: int, num_a: int, num_b: int, op
 
     def of_tile(tile: Any, _state: list[Any]) -> list[Any]:
         for first_b in range(0, num_b, width):
-            before = first_b // width * (whole + (rest > 0))  # parts
+            first = first_b // width * parts_of_b
 
-            def of_rows(i: Any, _state: list[Any], first_b: int = first_b, before: int = before) -> list[Any]:
-                part(tile, first_b, b.mul(i, INT64(rows)), rows, b.add(i, INT64(before)))
+            def of_rows(i: Any, _state: list[Any], first_b: int = first_b, first: int = first) -> list[Any]:
+                part(tile, first_b, b.mul(i, INT64(rows)), rows, b.add(i, INT64(first)))
                 return []
 
             loop_over(b, INT64(whole), 1, [], of_rows)
             if rest:
-                part(tile, first_b, INT64(TILE - rest), rest, INT64(before + whole))
+                part(tile, first_b, INT64(TILE - rest), rest, INT64(first + whole))
         return []
 
     loop_over(b, INT64(num_a), 1, [], of_tile)

@@ -7,7 +7,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from .features import IS_WIDE
+from .features import IS_WIDE, cpu_features
 
 LANES = 16  # of float32 and int32 in a vector
 FLOAT, INT8, INT16, INT32, INT64 = ir.FloatType(), ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -107,7 +107,7 @@ def add_quarters(b: ir.IRBuilder, totals: Any, sums: Any) -> Any:
     quarter = LANES // 4
     if IS_WIDE:
         lanes = [take(b, sums, range(lane, LANES, quarter)) for lane in range(quarter)]
-    else:  # turned in halves of its registers, which LLVM does not find
+    else:  # a 4 x 4 transpose in registers of four lanes, which LLVM does not find
         first, second, third, fourth = (take(b, sums, range(i, i + quarter)) for i in range(0, LANES, quarter))
         lanes = []
         for places in ((0, 4, 1, 5), (2, 6, 3, 7)):
@@ -144,8 +144,11 @@ def to_bfloat16(b: ir.IRBuilder, values: Any) -> Any:
 def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any) -> Any:
     """The vector of words that have a lane of `low` in their lower half and one of `high` in their upper half.
 
-    By an instruction of avx512bf16, which takes numbers below the smallest normal one for zero.
+    By an instruction of avx512bf16 where the CPU has it, which takes numbers below the smallest normal one for zero.
     """
+    if "avx512bf16" not in cpu_features():
+        lower, upper = (b.zext(to_bfloat16(b, vector), INTS) for vector in (low, high))
+        return b.or_(lower, b.shl(upper, splat(INTS, 16)))
     together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
     both = b.bitcast(together, ir.VectorType(INT16, LANES * 2))
     return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)]), INTS)

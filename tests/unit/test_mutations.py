@@ -4,16 +4,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import resource
 import shutil
+import signal
 import sys
 import threading
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -88,17 +89,18 @@ FAULTS = [
     ("the last token of an embedded prompt is not computed", "request.py", "self.max_total_tokens = len(self.prompt_token_ids) + 1", "self.max_total_tokens = len(self.prompt_token_ids)"),
 ]  # fmt: skip
 
+NO_FAULT = ("no fault", "scheduler.py", "class Scheduler:", "class Scheduler:")
 
 _FORKING = threading.Lock()  # filelock, which transformers brings, refuses a fork while another thread forks
 
 
-def run_suite(root: str, output: str, first: str) -> None:
+def run_suite(root: str, output: str, first: str) -> NoReturn:
     """In a forked process, which ends with 0 if the engine's tests pass against the engine in `root`, else with 1.
 
     first: the file of tests to begin with.
     """
     status = 1
-    with open(output, "w") as log:
+    with open(output, "w", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
         sys.stdout = sys.stderr = log  # instead of what pytest captures
@@ -120,13 +122,18 @@ def passes(root: str, first: str) -> bool:
     import quire.engine
 
     quire.engine.__path__.append(str(ENGINE))  # what `root` does not hold
-    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S))  # a fault may make it run for ever
+    signal.signal(signal.SIGXCPU, _give_up)  # a fault may make it run for ever
+    resource.setrlimit(resource.RLIMIT_CPU, (MAX_CPU_S, MAX_CPU_S + 10))
     play_workloads(range(20))  # they notice most faults, and at once
     files = [str(UNIT / name) for name in sorted(TESTS, key=lambda name: name != first)]
     if pytest.main(["-x", "-q", "--tb=line", "-p", "no:cacheprovider", *files]) != 0:
         return False
     play_workloads(range(20, 60))
     return True
+
+
+def _give_up(*_: object) -> None:
+    raise TimeoutError(f"not done after {MAX_CPU_S} s")
 
 
 def play_workloads(seeds: range) -> None:
@@ -137,14 +144,14 @@ def play_workloads(seeds: range) -> None:
 
 
 def suite_passes(root: Path, file: str) -> tuple[bool, str]:
-    """Whether it does where `file` is another one, and what it printed."""
+    """Whether it does, and what it printed. file: the one that `root` has a copy of."""
     output = root / "output.txt"
-    arguments = (str(root), str(output), f"test_{file}")
-    process = multiprocessing.get_context("fork").Process(target=run_suite, args=arguments)
     with _FORKING:
-        process.start()
-    process.join()
-    return process.exitcode == 0, output.read_text()
+        child = os.fork()
+    if child == 0:
+        run_suite(str(root), str(output), f"test_{file}")
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0, output.read_text()
 
 
 def copy_engine(root: Path, file: str) -> Path:
@@ -153,9 +160,6 @@ def copy_engine(root: Path, file: str) -> Path:
     for name in ("__init__.py", file):
         shutil.copy(ENGINE / name, root / "engine" / name)
     return root / "engine" / file
-
-
-NO_FAULT = ("no fault", "scheduler.py", "class Scheduler:", "class Scheduler:")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +172,9 @@ def noticed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bool, s
         path = copy_engine(root, file)
         source = path.read_text()
         assert source.count(old) == 1, f"{what}: {file} does not hold this line once any more, adapt the fault"
-        path.write_text(source.replace(old, new))
+        faulty = source.replace(old, new)
+        compile(faulty, str(path), "exec")
+        path.write_text(faulty)
         passes, output = suite_passes(root, file)
         return not passes, output
 

@@ -1,4 +1,4 @@
-"""The CPU kernels where there are fewer instructions and registers than here: a child process plays such a CPU."""
+"""The CPU kernels where there are fewer instructions and registers than here, or more: a child process plays it."""
 
 from __future__ import annotations
 
@@ -106,3 +106,18 @@ def test_a_cpu_with_half_the_registers(caches: Path) -> None:
         f"{here / 'test_paged_attention.py'}::test_prompts_match_the_reference_and_are_the_same_alone",
     ]
     end_well(play(HASWELL, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches))
+
+
+@pytest.mark.skipif(IS_WIDE, reason="this CPU has such registers")
+def test_a_cpu_with_wider_registers_and_dot_products(tmp_path: Path) -> None:
+    """What is different there is tested here but for the instructions themselves: see the plugin."""
+    here = Path(__file__).parent
+    tests = [
+        f"{here / 'test_linear.py'}::test_rows_do_not_depend_on_their_batch",
+        f"{here / 'test_paged_attention.py'}::test_prompts_in_bfloat16",
+        f"{here / 'test_paged_attention.py'}::test_a_chunk_that_some_lanes_do_not_see",
+        f"{here / 'test_paged_attention.py'}::test_bits_of_bfloat16_however_its_prompt_is_cut",
+    ]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(here)}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "wider_cpu", "-p", "no:cacheprovider", *tests]
+    end_well(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
