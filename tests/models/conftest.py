@@ -39,8 +39,7 @@ def prompts(tokenizer: Any) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def smollm2_executor(smollm2: ModelInfo) -> Iterator[LocalExecutor]:
-    # One thread, as these tests run beside others: two that wait for each other take longer where both cores are busy.
-    executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), smollm2)
+    executor = LocalExecutor(EngineConfig(), smollm2)
     yield executor
     executor.shutdown()
 
