@@ -44,14 +44,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False, multiplier: float = 1.0
-) -> Tensor:
-    """residual += multiplier * x, in place and in its own dtype, then `rms_norm(residual, weight, eps)`.
+) -> tuple[Tensor, Tensor]:
+    """total = residual + multiplier * x, in their dtype, and `rms_norm(total, weight, eps)`.
 
     Args:
         x: [num_rows, size], the last dimension contiguous.
-        residual: the shape and dtype of `x`, likewise; shares no memory with it. Modified, and nothing else is.
+        residual: the shape and dtype of `x`, likewise; shares no memory with it. Nobody may need it any more: a backend
+            may store the total there, and changes nothing else.
         weight, unit_offset: as of `rms_norm`.
-    Returns a new tensor [num_rows, size], contiguous.
+    Returns the norm, a new tensor [num_rows, size], contiguous; and the total, in memory of its own or that of
+    `residual`.
     """
     _check_norm(residual, weight)
     if x.dim() != 2 or x.shape != residual.shape or x.dtype != residual.dtype or x.stride(1) != 1:
@@ -98,15 +100,17 @@ def rotate_and_write_kv(
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
-) -> None:
-    """Rotate the queries in place, and store the rotated keys and the values in the cache.
+) -> Tensor:
+    """Rotate the queries, and store the rotated keys and the values in the cache.
 
     The same as `rotate(query)` and `write_kv` of the rotated keys.
 
     Args:
-        query: [num_tokens, num_heads, head_dim], the last dimension contiguous. Modified.
+        query: [num_tokens, num_heads, head_dim], the last dimension contiguous. Nobody may need it any more: a backend
+            may rotate it where it stands.
         key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale: as of `ops.write_kv`. The caches are
             modified, the others are not.
+    Returns the rotated queries, in memory of their own or that of `query`.
     """
     check_cache(key_cache, value_cache)
     check_rows("query", query, key_cache)
@@ -121,7 +125,7 @@ def rotate_and_write_kv(
     _check_rotation(rotation, query)
     if key_cache.dtype == fp8.DTYPE:
         key_cache, value_cache = key_cache.view(fp8.BYTES), value_cache.view(fp8.BYTES)
-    backend_for(query.device).rotate_and_write_kv(
+    return backend_for(query.device).rotate_and_write_kv(
         query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale
     )
 

@@ -7,9 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
-_FIELDS = ("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan")
+from .claims import new_claims
+from .recording import CompiledCall
+
+_FIELDS = (
+    *("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan"),
+    *("claims", "num_threads", "number", "scratch"),  # of the call, as the plan understands them
+)
 LAYER = np.dtype([(name, np.int64) for name in _FIELDS])  # what differs from layer to layer. Strides are in elements
 
 
@@ -53,11 +60,22 @@ class _Layer(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
 
 
-def layer_arguments(
-    query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None, plan: npt.NDArray[Any]
-) -> ctypes.Structure:
-    """A record of LAYER. Whoever makes it keeps alive what it has the addresses of."""
-    return _Layer(
+def layer_call(
+    worker: Any,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    out: Tensor,
+    sinks: Tensor | None,
+    plan: npt.NDArray[Any],
+    number: int = 0,
+    scratch: int = 0,
+) -> CompiledCall:
+    """A call of a compiled function with a record of LAYER. Whoever makes it keeps alive what that has the addresses
+    of."""
+    num_threads = torch.get_num_threads()
+    claims = new_claims(num_threads)
+    arguments = _Layer(
         query.data_ptr(),
         key_cache.data_ptr(),
         value_cache.data_ptr(),
@@ -66,4 +84,9 @@ def layer_arguments(
         query.stride(0),
         query.stride(1),
         plan.ctypes.data,
+        ctypes.addressof(claims),
+        num_threads,
+        number,
+        scratch,
     )
+    return CompiledCall(worker.ctypes, arguments, claims, (), is_idempotent=True)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-call"
+# mypy: disable-error-code="attr-defined, call-arg, no-untyped-call, untyped-decorator"
 """Calls of compiled functions that divide rows among threads, with as little ado as possible.
 
 A decode step makes more than a hundred of them, most of which have a few microseconds of work: no more than a torch
@@ -13,22 +13,28 @@ from typing import Any
 
 import numpy as np
 import torch
+from numba import carray, njit
 
+from .claims import enter, new_claims, take_item
+from .intrinsics import pointer
 from .recording import CompiledCall, Rows, recorder
 from .threads import run_call
 
 _SMALL_NS = 15_000  # less than this much work wakes no other thread
 _ITEM_NS = 20_000  # what a thread takes at once
+_EVERYONES = ("claims", "num_threads", "grain", "num_rows")
+_EVERYONES_TYPE = np.dtype([(name, np.int64) for name in _EVERYONES])
 
 
 class Arguments:
     """The arguments of a compiled function, in memory: int64, then the `floats`, float64.
 
-    The first three are everyone's: how many rows have been taken, how many are taken at once, and how many there are.
+    The first four are everyone's: what threads have claimed, how many there are, how many rows are an item, and how
+    many there are.
     """
 
     def __init__(self, *names: str, floats: tuple[str, ...] = ()) -> None:
-        everything = ("taken", "grain", "num_rows", *names, *floats)
+        everything = (*_EVERYONES, *names, *floats)
         fields = [(name, ctypes.c_double if name in floats else ctypes.c_int64) for name in everything]
         self.structure = type("Arguments", (ctypes.Structure,), {"_fields_": fields})
         self.dtype: np.dtype[Any] = np.dtype([(n, np.float64 if n in floats else np.int64) for n in everything])
@@ -37,11 +43,12 @@ class Arguments:
 class RowFunction:
     """A compiled `function(address of its arguments)`, which takes `grain` rows at a time until none are left."""
 
-    def __init__(self, worker: Any, arguments: Arguments, element_ns: float) -> None:
-        """`element_ns` is about what one element of a row takes, in nanoseconds."""
+    def __init__(self, worker: Any, arguments: Arguments, element_ns: float, *, is_idempotent: bool = False) -> None:
+        """`element_ns` is about what one element of a row takes, in nanoseconds. See `recording.CompiledCall`."""
         self._worker = worker
         self._structure = arguments.structure
         self._element_ns = element_ns
+        self._is_idempotent = is_idempotent
         self._call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(worker.address)
 
     def __call__(
@@ -51,7 +58,7 @@ class RowFunction:
         follows `num_rows`; the one named by `also` is `num_given`."""
         row_ns, num_rows = row_size * self._element_ns, -(-num_given * times // per)
         if num_rows * row_ns < _SMALL_NS and recorder() is None:
-            given = self._structure(0, num_rows, num_rows, *arguments)
+            given = self._structure(0, 1, max(1, num_rows), num_rows, *arguments)
             self._call(ctypes.addressof(given))
             return
         run_call(self.call(num_given, row_size, *arguments, times=times, per=per, also=also))
@@ -62,14 +69,31 @@ class RowFunction:
         """The same, not called yet."""
         row_ns, num_rows = row_size * self._element_ns, -(-num_given * times // per)
         num_threads, most = torch.get_num_threads(), max(1, int(_ITEM_NS / row_ns))
-        given = self._structure(0, max(1, min(most, -(-num_rows // num_threads))), num_rows, *arguments)
+        claims, item_rows = new_claims(num_threads), max(1, min(most, -(-num_rows // num_threads)))
+        given = self._structure(ctypes.addressof(claims), num_threads, item_rows, num_rows, *arguments)
         rows: tuple[Rows, ...] | None = None
         if recorder() is not None:
             grain = Rows(self._offset("grain"), times, per * num_threads, most)
             rows = (Rows(self._offset("num_rows"), times, per), grain)
             rows += () if also is None else (Rows(self._offset(also)),)
-        return CompiledCall(self._worker.ctypes, given, ctypes.addressof(given), 1, rows)
+        return CompiledCall(self._worker.ctypes, given, claims, rows, is_idempotent=self._is_idempotent)
 
     def _offset(self, name: str) -> int:
         offset: int = getattr(self._structure, name).offset
         return offset
+
+
+@njit(error_model="numpy")
+def enter_rows(address: int) -> int:
+    """The number of the calling thread in a call with the arguments at `address`."""
+    return enter(carray(pointer(address), (1,), _EVERYONES_TYPE)[0].claims)
+
+
+@njit(error_model="numpy")
+def take_rows(address: int, thread: int, item: int, lap: int) -> tuple[int, int, int, int]:
+    """Item and lap as of `claims.take_item`, for a thread that is done with `item`; the first row of the new one, and
+    the end of its rows."""
+    a = carray(pointer(address), (1,), _EVERYONES_TYPE)[0]
+    item, lap = take_item(a.claims, a.num_threads, (a.num_rows + a.grain - 1) // a.grain, thread, item, lap)
+    first = item * a.grain
+    return item, lap, first, min(first + a.grain, a.num_rows)

@@ -7,8 +7,9 @@ The context of a request is cut into chunks at fixed positions, so that one long
     positions   0 .. 255      256 .. 511    512 .. seq_len - 1
     items       (r, 0)        (r, 1)        (r, 2)                each: sum of weights, highest score, weighted values
 
-Threads take items from a shared counter. Whoever finishes the last item of a request merges its items, in order. The
-result depends on neither the number of threads nor the rest of the batch, and has the same bits as that of `prompts`.
+Whoever finishes an item and sees that all of its request are finished merges them, in order; two may, to the same
+bits. The result depends on neither the number of threads nor the rest of the batch, and has the same bits as that of
+`prompts`.
 
 Why not torch: it has no paged attention, so keys and values are gathered into dense copies first, request by request.
 The price: importing Numba takes 0.4 s, and the first call on a machine compiles for some seconds (kept on disk
@@ -26,10 +27,10 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from .attention_call import LAYER, Shape, layer_arguments, new_plan, plan_type
+from .attention_call import LAYER, Shape, layer_call, new_plan, plan_type
+from .claims import RUN, enter, take_item
 from .heads import AHEAD, AT_ONCE, CHUNK, divide, merge, score_group, to_weights, weigh_group
-from .intrinsics import fetch_add, load_acquire, pointer, widened
-from .recording import CompiledCall
+from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
 from .sources import digest_of
 from .threads import run_call
 from .vectors import LANES
@@ -42,8 +43,12 @@ _PLAN = plan_type(
     # What follows from it: the rows of the decodes in the query and in the block table; by item, whose it is and of
     # which positions; by decode, its first item
     *("tokens", "requests", "owners", "begins", "ends", "first_item", "num_decodes", "num_items"),
-    *("partial", "counters"),
+    # For calls in turn, so that one may begin while a thread still computes an item of one before: what the items gave,
+    # and the last call of whom each was finished
+    *("partial", "finished", "room"),
 )
+_NUM_TURNS = 4
+_MANY_CALLS = 1 << 32  # of one plan
 
 
 def fits(cache: Tensor) -> bool:
@@ -60,14 +65,12 @@ class DecodePlan:
 
     def __init__(self, shape: Shape, most_reqs: int) -> None:
         self._shape, self._record = shape, new_plan(_PLAN, shape)
-        # The next item, and the items of each decode that are finished.
-        self._counters = np.zeros(1 + most_reqs, np.int64)
         self._of_decodes, self._first_item = np.empty((2, most_reqs), np.int64), np.empty(most_reqs + 1, np.int64)
         self._capacity = 0  # items for which there is memory
         fields = self._record[0]
         fields["tokens"], fields["requests"] = self._of_decodes.ctypes.data, self._of_decodes[1:].ctypes.data
-        fields["first_item"], fields["counters"] = self._first_item.ctypes.data, self._counters.ctypes.data
-        self._address = self._record.ctypes.data
+        fields["first_item"] = self._first_item.ctypes.data
+        self._address, self._num_calls = self._record.ctypes.data, 0
 
     def read(
         self, starts: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], block_table: npt.NDArray[np.int32]
@@ -102,19 +105,23 @@ class DecodePlan:
     def _make_room(self, num_items: int) -> None:
         self._capacity = num_items
         by_item = np.empty((3, num_items), np.int64)
-        partial = np.empty(num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
-        self._items = by_item, partial  # likewise
+        partial = np.empty(_NUM_TURNS * num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
+        finished = np.zeros(_NUM_TURNS * num_items, np.int64)
+        self._items = by_item, partial, finished  # likewise
         fields = self._record[0]
         for name, values in zip(("owners", "begins", "ends"), by_item, strict=True):
             fields[name] = values.ctypes.data
-        fields["partial"] = partial.ctypes.data
+        fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
     def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
         """Attend in one layer, whose caches `fits`. Writes the rows of `out`, contiguous, that were planned."""
-        self._counters[:] = 0
-        arguments = layer_arguments(query, key_cache, value_cache, out, sinks, self._record)
+        self._num_calls += 1
+        turn = self._num_calls % _NUM_TURNS
         worker = _float32_worker if query.dtype == torch.float32 else _bfloat16_worker
-        run_call(CompiledCall(worker.ctypes, arguments, self._counters.ctypes.data, len(self._counters), ()))
+        call = layer_call(
+            worker, query, key_cache, value_cache, out, sinks, self._record, number=self._num_calls, scratch=turn
+        )
+        run_call(call._replace(scratch=self._address + turn))
 
 
 def _planner(sources: str) -> Any:
@@ -184,7 +191,11 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     begins = carray(pointer(plan.begins), (num_items,), np.int64)
     ends = carray(pointer(plan.ends), (num_items,), np.int64)
     first_item = carray(pointer(plan.first_item), (plan.num_decodes + 1,), np.int64)
-    partial = carray(pointer(plan.partial), (num_items, num_heads, head_dim + 2), np.float32)
+    first_place = layer.scratch * plan.room
+    partial_place = plan.partial + first_place * num_heads * (head_dim + 2) * 4
+    partial = carray(pointer(partial_place), (num_items, num_heads, head_dim + 2), np.float32)
+    finished = plan.finished + 8 * first_place
+    call = load_acquire(layer.claims) // RUN * _MANY_CALLS + layer.number
     sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
     scale, softcap = np.float32(plan.scale), np.float32(plan.softcap)
 
@@ -194,9 +205,10 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     offsets = np.empty(CHUNK + AHEAD, np.int64)  # of tokens in the caches, in bytes
     q_start, acc_start = q.ctypes.data, acc.ctypes.data
     scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
+    thread, item, lap = enter(layer.claims), -1, 0
     while True:
-        item = fetch_add(plan.counters, 1)
-        if item >= num_items:
+        item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
+        if item < 0:
             return
         owner = owners[item]
         for head in range(num_heads):
@@ -226,9 +238,9 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         for head in range(num_heads):
             total, top = to_weights(scores[head, :length], softcap)
             partial[item, head, head_dim], partial[item, head, head_dim + 1] = total, top
-        follower = min(load_acquire(plan.counters), num_items - 1)
+        follower = min(item + 1, num_items - 1)
         blocks, place = table[requests[owners[follower]] * plan.table_stride :], begins[follower]
-        for i in range(AHEAD):  # and behind the last values keys of an item that nobody has
+        for i in range(AHEAD):  # and behind the last values keys of the next item
             slot = blocks[place // block_size] * block_size + place % block_size
             offsets[length + i] = layer.key_cache - layer.value_cache + slot * token_bytes
             place = min(place + 1, ends[follower] - 1)
@@ -243,7 +255,11 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             for d in range(head_dim):
                 partial[item, head, d] = acc[head, d]
         first, last = first_item[owner], first_item[owner + 1]
-        if fetch_add(plan.counters + 8 * (1 + owner), 1) == last - first - 1:
+        exchange(finished + 8 * item, call)
+        num_finished = 0
+        for other in range(first, last):
+            num_finished += load_in_order(finished + 8 * other) == call
+        if num_finished == last - first:
             _merge_items(partial, first, last, sinks, layer.sinks != 0, out[tokens[owner]])
 
 
@@ -268,7 +284,7 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
 
 
 _SOURCES = digest_of(
-    *("attention_call", "decode", "exponential", "features", "heads", "intrinsics", "tile_product", "vectors")
+    *("attention_call", "claims", "decode", "exponential", "features", "heads", "intrinsics", "tile_product", "vectors")
 )
 _plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
 _float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)

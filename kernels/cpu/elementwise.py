@@ -23,9 +23,9 @@ from .. import fp8
 from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
 from . import cache
-from .call import Arguments, RowFunction
+from .call import Arguments, RowFunction, enter_rows, take_rows
 from .exponential import gate
-from .intrinsics import fetch_add, pointer
+from .intrinsics import pointer
 from .rows import load_row, store_row
 from .sources import digest_of
 
@@ -36,7 +36,7 @@ _COMPILED = (torch.float32, torch.bfloat16)
 _SILU_SCALE, _GELU_SCALE, _GELU_CUBE = 1.0, 2.0 * (2.0 / np.pi) ** 0.5, 0.044715
 
 _NORM = Arguments(
-    "heads", "x", "x_stride", "head_stride", "residual", "residual_stride", "weight", "out", "size", "short",
+    "heads", "x", "x_stride", "head_stride", "residual", "residual_stride", "weight", "out", "sum", "size", "short",
     floats=("eps", "offset", "multiplier"),
 )  # fmt: skip
 _GATE = Arguments("gate_up", "stride", "out", "size", "short", floats=("scale", "cube"))
@@ -44,7 +44,7 @@ _ROTATE = Arguments("heads", "num_heads", "stride", "head_stride", "cos", "sin",
 _WRITE = Arguments(
     "heads", "num_heads", "stride", "head_stride", "cos", "sin", "num_pairs", "interleaved", "short",
     "key", "num_kv_heads", "key_stride", "key_head_stride", "value", "value_stride", "value_head_stride",
-    "key_cache", "value_cache", "slots", "head_dim",
+    "key_cache", "value_cache", "slots", "head_dim", "rotated",
 )  # fmt: skip
 
 
@@ -61,24 +61,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     head_stride = 0 if heads == 1 else x.stride(1) * width
     _norm(
         x.shape[0], size,
-        heads, x.data_ptr(), x.stride(0) * width, head_stride, 0, 0, weight.data_ptr(), out.data_ptr(), size,
+        heads, x.data_ptr(), x.stride(0) * width, head_stride, 0, 0, weight.data_ptr(), out.data_ptr(), 0, size,
         width == 2, eps, offset, 0.0, times=heads,
     )  # fmt: skip
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float) -> Tensor:
-    """See `elementwise.add_rms_norm`."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float
+) -> tuple[Tensor, Tensor]:
+    """See `elementwise.add_rms_norm`. The sum is a new tensor, so that it may be computed more than once."""
     if x.dtype not in _COMPILED:
         return reference.add_rms_norm(x, residual, weight, eps, offset, multiplier)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    out, total = (torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(2))
     (num_rows, size), width = x.shape, x.itemsize
     _norm(
         num_rows, size,
         1, x.data_ptr(), x.stride(0) * width, 0, residual.data_ptr(), residual.stride(0) * width, weight.data_ptr(),
-        out.data_ptr(), size, width == 2, eps, offset, multiplier,
+        out.data_ptr(), total.data_ptr(), size, width == 2, eps, offset, multiplier,
     )  # fmt: skip
-    return out
+    return out, total
 
 
 def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
@@ -123,14 +125,15 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
-) -> None:
-    """See `elementwise.rotate_and_write_kv`."""
+) -> Tensor:
+    """See `elementwise.rotate_and_write_kv`. Queries become a new tensor, as of `add_rms_norm`."""
     if query.dtype not in _COMPILED or key_cache.dtype == fp8.BYTES:
         key = key.clone(memory_format=torch.contiguous_format)
         rotate(query, rotation)
         rotate(key, rotation)
         cache.write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
-        return
+        return query
+    rotated = torch.empty_like(query, memory_format=torch.contiguous_format)
     cos, sin, interleaved = rotation
     (num_tokens, num_heads, head_dim), num_kv_heads, width = query.shape, key.shape[1], query.itemsize
     _write(
@@ -139,8 +142,9 @@ def rotate_and_write_kv(
         cos.data_ptr(), sin.data_ptr(), cos.shape[1], interleaved, width == 2,
         key.data_ptr(), num_kv_heads, key.stride(0) * width, key.stride(1) * width,
         value.data_ptr(), value.stride(0) * width, value.stride(1) * width,
-        key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim,
+        key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim, rotated.data_ptr(),
     )  # fmt: skip
+    return rotated
 
 
 def write_kv(
@@ -162,7 +166,7 @@ def write_kv(
         0, 0, 0, 0, 0, 0, 0, False, width == 2,
         key.data_ptr(), num_kv_heads, key.stride(0) * width, key.stride(1) * width,
         value.data_ptr(), value.stride(0) * width, value.stride(1) * width,
-        key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim,
+        key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim, 0,
     )  # fmt: skip
 
 
@@ -184,21 +188,22 @@ def _norm_worker(sources: str) -> Any:
         load_row(a.weight, size, a.short, weight)
         for i in range(size):
             weight[i] += offset
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for index in range(first, min(first + a.grain, a.num_rows)):
+            for index in range(first, stop):
                 token, head = index // a.heads, index % a.heads
                 load_row(a.x + token * a.x_stride + head * a.head_stride, size, a.short, row)
                 if a.residual != 0:
-                    residual = a.residual + token * a.residual_stride
-                    load_row(residual, size, a.short, other)
+                    load_row(a.residual + token * a.residual_stride, size, a.short, other)
                     for i in range(size):
                         row[i] = other[i] + multiplier * row[i]
-                    store_row(row, size, a.short, residual)
+                    total = a.sum + token * size * (2 if a.short else 4)
+                    store_row(row, size, a.short, total)
                     if a.short:
-                        load_row(residual, size, a.short, row)  # what was rounded is what is normalized
+                        load_row(total, size, a.short, row)  # what was rounded is what is normalized
                 mean = np.float64(_sum_of_squares(row, size)) / size
                 scale = np.float32(1.0 / np.sqrt(mean + a.eps))
                 for i in range(size):
@@ -216,11 +221,12 @@ def _gate_worker(sources: str) -> Any:
         a = carray(pointer(address), (1,), _GATE_TYPE)[0]
         size, scale, cube, width = a.size, np.float32(a.scale), np.float32(a.cube), 2 if a.short else 4
         short, single = np.empty(0, np.uint16), np.empty(0, np.float32)
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for index in range(first, min(first + a.grain, a.num_rows)):
+            for index in range(first, stop):
                 gates, out = a.gate_up + index * a.stride, a.out + index * size * width
                 if a.short:
                     gate(short, gates, gates + size * width, out, size, scale, cube)
@@ -251,15 +257,22 @@ def _angles(address: int, token: int, num_pairs: int) -> Any:
 
 @njit(error_model="numpy", cache=True)
 def _turn_heads(
-    heads: int, num_heads: int, head_stride: int, cos: Any, sin: Any, interleaved: int, short: int, row: Any
+    heads: int,
+    num_heads: int,
+    head_stride: int,
+    cos: Any,
+    sin: Any,
+    interleaved: int,
+    short: int,
+    row: Any,
+    out: int,
+    out_stride: int,
 ) -> None:
-    """Rotate the heads of one token where they stand; `row` is scratch."""
-    num_pairs = len(cos)
+    """Rotate the heads of one token, as many channels of each as `row` has, which is scratch."""
     for head in range(num_heads):
-        place = heads + head * head_stride
-        load_row(place, 2 * num_pairs, short, row)
-        _turn(row, cos, sin, num_pairs, interleaved)
-        store_row(row, 2 * num_pairs, short, place)
+        load_row(heads + head * head_stride, len(row), short, row)
+        _turn(row, cos, sin, len(cos), interleaved)
+        store_row(row, len(row), short, out + head * out_stride)
 
 
 def _rotate_worker(sources: str) -> Any:
@@ -268,14 +281,17 @@ def _rotate_worker(sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _ROTATE_TYPE)[0]
         row = np.empty(2 * a.num_pairs, np.float32)
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for token in range(first, min(first + a.grain, a.num_rows)):
+            for token in range(first, stop):
                 cos, sin = _angles(a.cos, token, a.num_pairs), _angles(a.sin, token, a.num_pairs)
                 heads = a.heads + token * a.stride
-                _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
+                _turn_heads(
+                    heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row, heads, a.head_stride
+                )
 
     return worker
 
@@ -288,18 +304,20 @@ def _write_worker(sources: str) -> Any:
         num_pairs, head_dim, width = a.num_pairs, a.head_dim, 2 if a.short else 4
         row = np.empty(head_dim, np.float32)
         slots = carray(pointer(a.slots), (a.num_rows,), np.int64)
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for token in range(first, min(first + a.grain, a.num_rows)):
+            for token in range(first, stop):
                 cos, sin = _angles(a.cos, token, num_pairs), _angles(a.sin, token, num_pairs)
                 heads = a.heads + token * a.stride
-                _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row)
+                out, head_bytes = a.rotated + token * a.num_heads * head_dim * width, head_dim * width
+                _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row, out, head_bytes)
                 if slots[token] < 0:
                     continue
                 for head in range(a.num_kv_heads):
-                    target = (slots[token] * a.num_kv_heads + head) * head_dim * width
+                    target = (slots[token] * a.num_kv_heads + head) * head_bytes
                     load_row(a.key + token * a.key_stride + head * a.key_head_stride, head_dim, a.short, row)
                     _turn(row, cos, sin, num_pairs, a.interleaved)
                     store_row(row, head_dim, a.short, a.key_cache + target)
@@ -309,7 +327,9 @@ def _write_worker(sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("call", "exponential", "intrinsics", "rows", "vectors")
+_SOURCES = digest_of("call", "claims", "exponential", "intrinsics", "rows", "vectors")
 # About what an element takes, in nanoseconds.
-_norm, _gate = RowFunction(_norm_worker(_SOURCES), _NORM, 0.4), RowFunction(_gate_worker(_SOURCES), _GATE, 0.5)
-_rotate, _write = RowFunction(_rotate_worker(_SOURCES), _ROTATE, 0.4), RowFunction(_write_worker(_SOURCES), _WRITE, 0.4)
+_norm = RowFunction(_norm_worker(_SOURCES), _NORM, 0.4, is_idempotent=True)
+_gate = RowFunction(_gate_worker(_SOURCES), _GATE, 0.5, is_idempotent=True)
+_rotate = RowFunction(_rotate_worker(_SOURCES), _ROTATE, 0.4)
+_write = RowFunction(_write_worker(_SOURCES), _WRITE, 0.4, is_idempotent=True)

@@ -19,8 +19,8 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
+from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, quantize_row
-from .intrinsics import fetch_add, take_item
 from .recording import CompiledCall
 from .sources import digest_of
 from .threads import run_call
@@ -31,10 +31,9 @@ CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
 
-_SOURCES = ("digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
+_SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
-# Places in the arguments of a worker: addresses and sizes. Behind them, the counters: threads that have come, and for
-# each thread, blocks that were taken of its part.
+# Places in the arguments of a worker: addresses and sizes.
 (
     _X,
     _WEIGHT,
@@ -47,7 +46,7 @@ _SOURCES = ("digits", "features", "intrinsics", "tile_product", "tiles", "vector
     _IN_FEATURES,
     _ELEMENT_BYTES,
     _NUM_THREADS,
-    _COUNTERS,
+    _CLAIMS,
     _NUM_ARGUMENTS,
 ) = range(13)
 
@@ -68,7 +67,8 @@ def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Te
     out = x.new_empty(num_rows, out_features)
     prepared = num_threads * num_rows * _prepared_row(form, in_features) if form.parts > 1 else 0
     memory = torch.empty(prepared, dtype=torch.int8)
-    arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
+    claims = new_claims(num_threads)
+    arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
         x.data_ptr(),
         weight.data_ptr(),
         0 if scales is None else scales.data_ptr(),
@@ -80,9 +80,9 @@ def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Te
         in_features,
         x.element_size(),
         num_threads,
+        ctypes.addressof(claims),
     )
-    arguments[_COUNTERS] = ctypes.addressof(arguments) + 8 * _NUM_ARGUMENTS
-    run_call(CompiledCall(_entry(name), arguments, arguments[_COUNTERS], 1 + num_threads))
+    run_call(CompiledCall(_entry(name), arguments, claims, is_idempotent=True))
     return out
 
 
@@ -160,8 +160,8 @@ def _compiled(
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(address, (_NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, in_features = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES]
-        size, num_threads, counters = a[_ELEMENT_BYTES], a[_NUM_THREADS], a[_COUNTERS]
-        thread = fetch_add(counters, 1)
+        size, num_threads, claims = a[_ELEMENT_BYTES], a[_NUM_THREADS], a[_CLAIMS]
+        thread = enter(claims)
         first_x, weight_row = a[_X], in_features * weight_bytes
         x_row = in_features * x_bytes * parts + meta_bytes
         if parts > 1:
@@ -177,9 +177,9 @@ def _compiled(
         # How often a block is multiplied with rows of x.
         num_groups = _num_tiles(min(chunk_rows, num_rows), most, eight)
         fetch_shift = 0 if num_groups == 1 else 1 if num_groups < 4 else 2  # a tile fetches a half, or a quarter
-        item, turn = 0, 0
+        item, lap = -1, 0
         while True:
-            item, turn = take_item(counters + 8, thread, turn, num_threads, num_blocks * num_chunks)
+            item, lap = take_item(claims, num_threads, num_blocks * num_chunks, thread, item, lap)
             if item < 0:
                 return
             chunk, block = item // num_blocks, item % num_blocks

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -36,6 +36,7 @@ from .recording import CompiledCall, NotCapturableError, borrowed, recorded_by, 
 _ALIGNMENT = 64  # bytes
 _SMALLEST = 4096  # bytes of a block
 _ONCE = Fraction(1)
+LAG = 27  # calls that a thread may stay behind the others: three layers of most models, some milliseconds
 _ATEN = torch.ops.aten
 _ALLOCATIONS = {
     _ATEN.empty.memory_format,
@@ -49,27 +50,48 @@ _UNFIT = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Pool:
-    """Memory of what lives within a forward. Graphs that never run at the same time share one."""
+    """Memory of what lives within a forward. Graphs that never run at the same time share one.
+
+    What a call has used rests for the next `rest` calls, before others get it.
+    """
 
     def __init__(self) -> None:
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)  # by bytes
+        self._resting: deque[tuple[int, int, np.ndarray]] = deque()  # until which call, and bytes
+        self._num_calls = 0
+        self.rest = 0
+
+    def count_call(self) -> None:
+        self._num_calls += 1
+
+    def wake(self) -> None:
+        """Nobody computes any more: all that nobody has is free."""
+        while self._resting:
+            _, size, block = self._resting.popleft()
+            self._free[size].append(block)
 
     def like(self, tensor: Tensor, times: Fraction = _ONCE) -> Tensor:
         """An uninitialized tensor of the same dtype, shape and strides, in memory that has room for `times` as much.
         The memory is free again when nobody has it."""
         num_bytes = math.ceil(span_bytes(tensor) * times / _ALIGNMENT) * _ALIGNMENT
         size = max(_SMALLEST, 1 << (num_bytes - 1).bit_length()) if num_bytes else _SMALLEST
+        while self._resting and self._resting[0][0] <= self._num_calls:
+            _, rested, block = self._resting.popleft()
+            self._free[rested].append(block)
         free = self._free[size]
         block = free.pop() if free else np.empty(size + _ALIGNMENT, np.uint8)
         begin = -block.ctypes.data % _ALIGNMENT
         lent = block[begin : begin + num_bytes]
-        weakref.finalize(lent, free.append, block)
+        weakref.finalize(lent, self._give_back, size, block)
         return torch.from_numpy(lent).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _give_back(self, size: int, block: np.ndarray) -> None:
+        self._resting.append((self._num_calls + self.rest, size, block))
 
 
 def capture(run: Callable[[], None], pool: Pool) -> Callable[[], None]:
     """Call `run`, which is done when this returns; calling the result repeats it. Raises `NotCapturableError`."""
-    listener = Recorder(pool)
+    listener = Recorder(pool, LAG)
     with listener, recorded_by(listener):
         run()
     return _Graph(listener.finish(), pool).replay
@@ -90,9 +112,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     most_rows: int | None = None
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, lag: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
-        self._pool = pool
+        self._pool, self._lag = pool, lag
+        pool.rest = lag
         self._lent: set[int] = set()  # addresses of the pool's memory
         self._preparations: list[Callable[..., object]] = []
         self._actions: list[Callable[..., object]] = []
@@ -105,6 +128,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         return False
 
     def add_call(self, call: CompiledCall) -> None:
+        self._pool.count_call()
         self._calls.append(call)
 
     def add_preparation(self, action: Callable[[], object]) -> None:
@@ -116,11 +140,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def finish(self) -> list[Callable[..., object]]:
         self._end_program()
+        self._pool.wake()
         return self._preparations + self._actions
 
     def _end_program(self) -> None:
         if self._calls:
-            self._actions.append(self._run_program(Program(self._calls)))
+            self._actions.append(self._run_program(Program(self._calls, self._lag)))
             self._calls = []
 
     def _run_program(self, program: Program) -> Callable[..., object]:

@@ -8,12 +8,13 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 @intrinsic
@@ -36,20 +37,35 @@ def fetch_add(typing_context: Any, address: Any, amount: Any) -> Any:
     return types.int64(types.int64, types.int64), generate
 
 
-@njit(error_model="numpy", cache=True)
-def take_item(counters: int, thread: int, turn: int, num_threads: int, num_items: int) -> tuple[int, int]:
-    """The next of `num_items` items for a thread, and the turn to go on with, from 0; the item is -1 behind the last.
+@intrinsic
+def fetch_max(typing_context: Any, address: Any, value: Any) -> Any:
+    """Raise the int64 at an address to a value, if it is less, and return what it was; likewise."""
 
-    Each thread has a contiguous part of the items, so that it goes forwards through memory; in turn 1 and later ones it
-    takes from the parts of the others. `counters` is the address of an int64 for each thread: items taken of its part.
-    """
-    while turn < num_threads:
-        owner = (thread + turn) % num_threads
-        item = owner * num_items // num_threads + fetch_add(counters + 8 * owner, 1)
-        if item < (owner + 1) * num_items // num_threads:
-            return item, turn
-        turn += 1
-    return -1, turn
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("max", _int64_at(builder, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def exchange(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store an int64 at an address and return what it was; likewise."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("xchg", _int64_at(builder, args[0]), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), generate
+
+
+@intrinsic
+def compare_exchange(typing_context: Any, address: Any, expected: Any, value: Any) -> Any:
+    """Store an int64 at an address if what is there is as expected, and say whether it was; likewise."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        found = builder.cmpxchg(_int64_at(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
+        return builder.extract_value(found, 1)
+
+    return types.boolean(types.int64, types.int64, types.int64), generate
 
 
 @intrinsic
@@ -58,6 +74,16 @@ def load_acquire(typing_context: Any, address: Any) -> Any:
 
     def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
         return builder.load_atomic(_int64_at(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), generate
+
+
+@intrinsic
+def load_in_order(typing_context: Any, address: Any) -> Any:
+    """The int64 at an address, behind every `exchange` that this thread has made before."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_int64_at(builder, args[0]), "seq_cst", 8)
 
     return types.int64(types.int64), generate
 
@@ -107,6 +133,22 @@ def pause(typing_context: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@intrinsic
+def ticks(typing_context: Any) -> Any:
+    """A clock that is read in some nanoseconds, with steps of one to some tens of them; 0 where there is none."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        if IS_X86:
+            kind = ir.FunctionType(_INT64, [])
+            return builder.call(builder.module.declare_intrinsic("llvm.readcyclecounter", [], kind), [])
+        if IS_ARM:  # the counter that user code may read
+            assembly = ir.InlineAsm(ir.FunctionType(_INT64, []), "mrs $0, cntvct_el0", "=r", side_effect=True)
+            return builder.call(assembly, [])
+        return _INT64(0)
+
+    return types.int64(), generate
 
 
 @intrinsic

@@ -31,9 +31,10 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from .call import Arguments, RowFunction
+from .call import Arguments, RowFunction, enter_rows, take_rows
+from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
-from .intrinsics import fetch_add, pointer, take_item
+from .intrinsics import pointer
 from .matrix_tiles import configuration
 from .recording import CompiledCall, Rows
 from .rows import load_row
@@ -59,7 +60,7 @@ CHUNK_BYTES = _half_a_cache()  # of x: what stays there while the weight goes by
 MANY_PAIRS = 8  # of B, which would push the block of weights out of the first cache
 
 _SOURCES = (
-    *("call", "digits", "features", "intrinsics", "rows", "vectors"),
+    *("call", "claims", "digits", "features", "intrinsics", "rows", "vectors"),
     *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
@@ -68,8 +69,7 @@ _META_WORDS = (1 + NUM_DIGITS) * TILE  # of TILE rows of x in digits: see `finis
 _TURN = Arguments("x", "x_bytes", "in_features", "turned", "meta", "num_x")
 _TURN_TYPE = _TURN.dtype
 
-# Places in the arguments of a product: addresses and sizes. Behind them, the counters: threads that have come, and for
-# each thread, blocks that were taken of its part.
+# Places in the arguments of a product: addresses and sizes.
 (
     _TURNED,
     _X_META,
@@ -84,7 +84,7 @@ _TURN_TYPE = _TURN.dtype
     _SHORT,  # whether bias and results are bfloat16
     _CONFIG,
     _NUM_THREADS,
-    _COUNTERS,
+    _CLAIMS,
     _NUM_ARGUMENTS,
 ) = range(15)
 
@@ -115,7 +115,8 @@ def linear(
         num_rows, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, first, x_meta.data_ptr(), num_rows, per=TILE, also="num_x",
     )  # fmt: skip
-    arguments = (ctypes.c_int64 * (_NUM_ARGUMENTS + 1 + num_threads))(
+    claims = new_claims(num_threads)
+    arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
         first,
         x_meta.data_ptr(),
         weight.data_ptr(),
@@ -129,10 +130,10 @@ def linear(
         x.dtype == torch.bfloat16,
         _CONFIGURATION.ctypes.data,
         num_threads,
+        ctypes.addressof(claims),
     )
-    arguments[_COUNTERS] = ctypes.addressof(arguments) + 8 * _NUM_ARGUMENTS
-    counters, rows = arguments[_COUNTERS], None if least_rows is None else (Rows(8 * _NUM_ROWS),)
-    run_call(CompiledCall(kernel.multiply, arguments, counters, 1 + num_threads, rows, least_rows or 1))
+    rows = None if least_rows is None else (Rows(8 * _NUM_ROWS),)
+    run_call(CompiledCall(kernel.multiply, arguments, claims, rows, is_idempotent=True, least_rows=least_rows or 1))
     return out
 
 
@@ -167,7 +168,8 @@ def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
     turn = _turn_digits_worker(sources) if in_digits else _turn_worker(run, x.itemsize < itemsize, sources)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
     multiply = _multiply_worker(product, run, num_digits, widened, sources)
-    return _Kernel(RowFunction(turn, _TURN, _TURN_NS[in_digits]), multiply.ctypes, num_digits, itemsize)
+    turn_function = RowFunction(turn, _TURN, _TURN_NS[in_digits], is_idempotent=True)
+    return _Kernel(turn_function, multiply.ctypes, num_digits, itemsize)
 
 
 def _run(product: str, weight: torch.dtype) -> int:
@@ -190,11 +192,12 @@ def _turn_worker(run: int, becomes_wider: bool, sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _TURN_TYPE)[0]
         row_bytes = a.in_features * a.x_bytes
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for group in range(first, min(first + a.grain, a.num_rows)):
+            for group in range(first, stop):
                 x, turned = a.x + group * TILE * row_bytes, a.turned + group * TILE * row_bytes * wider
                 last_row = min(TILE, a.num_x - group * TILE) - 1
                 for first_k in range(0, row_bytes * wider, span_size):
@@ -220,11 +223,12 @@ def _turn_digits_worker(sources: str) -> Any:
         digits = memory.ctypes.data
         metas = carray(pointer(a.meta), (a.num_rows, NUM_DIGITS + 1, TILE), np.float32)
         starts = carray(pointer(a.meta), (a.num_rows, NUM_DIGITS + 1, TILE), np.int32)
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 break
-            for group in range(first, min(first + a.grain, a.num_rows)):
+            for group in range(first, stop):
                 num_x = min(TILE, a.num_x - group * TILE)
                 for i in range(num_x):
                     row, place = group * TILE + i, digits + i * digit_row
@@ -271,9 +275,9 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         sources  # noqa: B018 (likewise)
         a = carray(pointer(address), (_NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, row_bytes, short = a[_NUM_ROWS], a[_OUT_FEATURES], a[_ROW_BYTES], a[_SHORT]
-        num_threads, counters, size = a[_NUM_THREADS], a[_COUNTERS], 2 if a[_SHORT] else 4
+        num_threads, claims, size = a[_NUM_THREADS], a[_CLAIMS], 2 if a[_SHORT] else 4
         weight_row = a[_WEIGHT_ROW]
-        thread = fetch_add(counters, 1)
+        thread = enter(claims)
         b_bytes = TILE * row_bytes
         num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
         num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
@@ -285,10 +289,10 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         wide = np.empty((BLOCK if widened else 0, row_bytes // 4), np.float32)
-        item, turn = 0, 0
+        item, lap = -1, 0
         begin(product, a[_CONFIG])
         while True:
-            item, turn = take_item(counters + 8, thread, turn, num_threads, num_blocks * num_chunks)
+            item, lap = take_item(claims, num_threads, num_blocks * num_chunks, thread, item, lap)
             if item < 0:
                 break
             chunk, first_column = item // num_blocks, item % num_blocks * BLOCK

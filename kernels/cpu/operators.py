@@ -15,8 +15,8 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from .call import Arguments, RowFunction
-from .intrinsics import fetch_add, pointer
+from .call import Arguments, RowFunction, enter_rows, take_rows
+from .intrinsics import pointer
 from .recording import CompiledCall
 from .rows import load_row, store_row
 from .sources import digest_of
@@ -84,11 +84,12 @@ def _sum_worker(sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _SUM_TYPE)[0]
         row, other = np.empty(a.size, np.float32), np.empty(a.size, np.float32)
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for index in range(first, min(first + a.grain, a.num_rows)):
+            for index in range(first, stop):
                 load_row(a.x + index * a.x_stride, a.size, a.x_short, row)
                 if a.y != 0:
                     load_row(a.y + index * a.y_stride, a.size, a.short, other)
@@ -99,5 +100,5 @@ def _sum_worker(sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("call", "intrinsics", "rows")
+_SOURCES = digest_of("call", "claims", "intrinsics", "rows")
 _sum = RowFunction(_sum_worker(_SOURCES), _SUM, 0.2)  # about what an element takes, in nanoseconds

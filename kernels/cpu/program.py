@@ -8,27 +8,62 @@
 
 Calling them one by one from Python costs 10 to 30 µs each, and as much for threads to fall asleep in between and wake
 up again. That is more than most of them take.
+
+Wherever other processes want a core now and then, a thread loses it amid a call, for as long as they have something to
+do, and the others would wait for it: each moment that is taken from one thread would be taken from all. So idempotent
+calls may be `lag` ahead of a thread that has not come back: the others compute what it holds (`claims`), and go on
+without it.
+
+    thread 0   | norm | linear ------ | rotate | attend | linear -- | norm |
+    thread 1   |      | linear  - - - - - - - - - - - -    | linear | norm |
+                              ^ has lost its core         ^ has it again, and goes where the others are
+
+It may still write what it was to write, to the same place and with the same bits. So no call of the next `lag` may use
+the memory of a call for something else, which is up to whoever records them.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import torch
-from numba import carray, cfunc, types
+from numba import carray, cfunc, njit, types
 
-from .intrinsics import ask_address, call_address, fetch_add, give_way, load_acquire, pause, pointer, store_release
+from .claims import FIRST_COUNTER, RUN, UNTIL_COMPUTED, num_counters
+from .intrinsics import (
+    ask_address,
+    call_address,
+    fetch_add,
+    fetch_max,
+    give_way,
+    load_acquire,
+    pause,
+    pointer,
+    store_release,
+)
 from .recording import CompiledCall
 from .sources import digest_of
 from .threads import run_parallel, team_size_function
 
-_CALL = np.dtype([("function", np.int64), ("argument", np.int64), ("counters", np.int64), ("num_counters", np.int64)])
-_PROGRAM = np.dtype([("calls", np.int64), ("num_calls", np.int64), ("team_size", np.int64), ("meeting", np.int64)])
+_CALL = np.dtype(
+    [
+        ("function", np.int64),
+        ("argument", np.int64),
+        ("claims", np.int64),
+        ("begins_after", np.int64),  # calls that no thread may be amid any more
+        ("num_met", np.int64),  # calls before it at whose end all threads meet; -1 if it is not such a call
+    ]
+)
+_PROGRAM = np.dtype(
+    [(name, np.int64) for name in ("calls", "num_calls", "team_size", "meeting", "run", "patience", "num_counters")]
+)
 _NUMBER = np.dtype([("address", np.int64), ("times", np.int64), ("per", np.int64), ("most", np.int64)])
 _LINE = 64  # bytes that cores hand to each other as one
+LEAST_PATIENCE = 20_000  # ticks until one computes what another holds: 5 to 10 µs on x86
 _NUM_SPINS = 2_000  # some tens of microseconds; then whoever else wants this core may have it
 
 
@@ -39,17 +74,23 @@ class _Arguments(ctypes.Structure):
 class Program:
     """Calls that were made once, to be repeated on the same memory."""
 
-    def __init__(self, calls: Sequence[CompiledCall]) -> None:
-        self._owners = [call.arguments for call in calls]
+    def __init__(self, calls: Sequence[CompiledCall], lag: int = 0) -> None:
+        """lag: calls that threads may be ahead of one that has lost its core; 0: they wait for it in each."""
+        self._owners = [(call.arguments, call.claims) for call in calls]
+        meets = [lag == 0 or not call.is_idempotent for call in calls]
+        num_met = accumulate(meets, initial=0)
         self._calls = np.array(
             [
-                (_address(call.function), ctypes.addressof(call.arguments), call.counters, call.num_counters)
-                for call in calls
+                (_address(call.function), ctypes.addressof(call.arguments), ctypes.addressof(call.claims), after, met)
+                for call, after, met in zip(
+                    calls,
+                    _begins_after(calls, meets, lag),
+                    (number if meet else -1 for number, meet in zip(num_met, meets, strict=False)),
+                    strict=True,
+                )
             ],
             _CALL,
         )
-        for call in calls:
-            ctypes.memset(call.counters, 0, 8 * call.num_counters)
         self._numbers = np.array(
             [
                 (ctypes.addressof(call.arguments) + number.offset, number.times, number.per, number.most)
@@ -58,11 +99,20 @@ class Program:
             ],
             _NUMBER,
         )
-        # Two counters on lines of their own: how often threads have come to the end of a call, and calls that are over.
-        self._meeting = np.zeros(3 * _LINE // 8, np.int64)
+        self._num_threads = torch.get_num_threads()  # memory of the calls is made for as many
+        # On lines of their own: how often threads have come to the end of a call where they meet, calls that are over,
+        # threads that have begun; and for each thread, the call that it is amid.
+        self._meeting = np.zeros((4 + self._num_threads) * _LINE // 8, np.int64)
         first = self._meeting.ctypes.data
-        self._num_threads = torch.get_num_threads()  # buffers of the calls are made for as many
-        self._arguments = _Arguments(self._calls.ctypes.data, len(calls), team_size_function(), first + -first % _LINE)
+        self._arguments = _Arguments(
+            self._calls.ctypes.data,
+            len(calls),
+            team_size_function(),
+            first + -first % _LINE,
+            0,
+            LEAST_PATIENCE,
+            num_counters(self._num_threads),
+        )
 
     def run_for(self, num_rows: int) -> None:
         """The calls as they would be made for so many rows, if all are for any number."""
@@ -72,7 +122,19 @@ class Program:
     def run(self) -> None:
         """All calls, in order. Python's other threads run meanwhile."""
         self._meeting[:] = 0
+        self._arguments.run += 1
+        _reset(ctypes.addressof(self._arguments))
         run_parallel(_walker.ctypes, ctypes.addressof(self._arguments), self._num_threads)
+
+
+def _begins_after(calls: Sequence[CompiledCall], meets: Sequence[bool], lag: int) -> list[int]:
+    """By call: how many of those before it no thread may be amid any more when it begins."""
+    found, last_use = [], {0: 0}
+    for index, (call, meet) in enumerate(zip(calls, meets, strict=True)):
+        found.append(index if meet and lag else max(index - lag, last_use.get(call.scratch, 0), 0))
+        if call.scratch:
+            last_use[call.scratch] = index + 1
+    return found if lag else [0] * len(calls)
 
 
 def _address(function: ctypes._CFunctionType) -> int:
@@ -93,36 +155,67 @@ def _rows_writer(sources: str) -> Any:
     return worker
 
 
-def _walk(sources: str) -> Any:
+def _resetter(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address):
-        """One thread. Whoever comes last to the end of a call sets its counters back, for the next who uses them."""
-        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        """Nobody has come to any call. Before a run: amid it, who comes back late may still look."""
+        sources  # noqa: B018 (likewise)
         program = carray(pointer(address), (1,), _PROGRAM)[0]
-        calls = carray(pointer(program.calls), (program.num_calls,), _CALL)
-        num_threads = ask_address(program.team_size) if program.team_size != 0 else 1
-        come, over = program.meeting, program.meeting + _LINE
-        for index in range(program.num_calls):
-            call = calls[index]
-            call_address(call.function, call.argument)
-            if fetch_add(come, 1) == (index + 1) * num_threads - 1:
-                counters = carray(pointer(call.counters), (call.num_counters,), np.int64)
-                for i in range(call.num_counters):
-                    counters[i] = 0
-                store_release(over, index + 1)
-            else:
-                spins = 0
-                while load_acquire(over) <= index:
-                    spins += 1
-                    if spins < _NUM_SPINS:
-                        pause()
-                    else:
-                        give_way()
+        for call in carray(pointer(program.calls), (program.num_calls,), _CALL):
+            words = carray(pointer(call.claims), (FIRST_COUNTER + program.num_counters,), np.int64)
+            words[0] = program.run * RUN + (UNTIL_COMPUTED if call.num_met < 0 else 0)
+            words[1] = program.patience
+            for i in range(FIRST_COUNTER, len(words)):
+                words[i] = 0
 
     return worker
 
 
-_SOURCES = digest_of("intrinsics")
+@njit(error_model="numpy")
+def _wait_until(place, value):
+    spins = 0
+    while load_acquire(place) < value:
+        spins += 1
+        if spins < _NUM_SPINS:
+            pause()
+        else:
+            give_way()
+
+
+def _walk(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address):
+        """One thread. It goes where the others are when it has been away."""
+        sources  # noqa: B018 (likewise)
+        program = carray(pointer(address), (1,), _PROGRAM)[0]
+        num_calls = program.num_calls
+        calls = carray(pointer(program.calls), (num_calls,), _CALL)
+        num_threads = ask_address(program.team_size) if program.team_size != 0 else 1
+        come, over, begun = program.meeting, program.meeting + _LINE, program.meeting + 2 * _LINE
+        places = program.meeting + 3 * _LINE
+        own = places + _LINE * fetch_add(begun, 1)
+        index = 0
+        while index < num_calls:
+            call = calls[index]
+            store_release(own, index)
+            for thread in range(num_threads if call.begins_after > 0 else 0):
+                _wait_until(places + _LINE * thread, call.begins_after)
+            call_address(call.function, call.argument)
+            if call.num_met < 0:
+                fetch_max(over, index + 1)
+            elif fetch_add(come, 1) == (call.num_met + 1) * num_threads - 1:
+                store_release(over, index + 1)
+            else:
+                _wait_until(over, index + 1)
+            index = max(index + 1, load_acquire(over))
+        store_release(own, num_calls)
+
+    return worker
+
+
+_SOURCES = digest_of("claims", "intrinsics")
 _WRITER = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _write_rows = _WRITER(_rows_writer(_SOURCES).address)
+_RESETTER = ctypes.PYFUNCTYPE(None, ctypes.c_int64)
+_reset = _RESETTER(_resetter(_SOURCES).address)
 _walker = _walk(_SOURCES)

@@ -11,16 +11,15 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from .attention_call import Shape, layer_arguments, new_plan, plan_type
+from .attention_call import Shape, layer_call, new_plan, plan_type
 from .matrix_tiles import configuration
-from .recording import CompiledCall
 from .threads import run_call
 
 _ROWS = 192  # of an item, about: chunks of keys are turned for as many, and their scores stay in the second-level cache
 _TILES = configuration()  # for those who have matrix tiles
 
 PLAN = plan_type(
-    *("block_table", "table_stride", "tokens", "positions", "counts", "requests", "counter", "num_items"),
+    *("block_table", "table_stride", "tokens", "positions", "counts", "requests", "num_items"),
     *("item_tokens", "tiles"),
 )
 
@@ -30,11 +29,10 @@ class PromptPlan:
 
     def __init__(self, shape: Shape, multiple_of: int) -> None:
         """Items have a `multiple_of` so many tokens, but for the last one of a request."""
-        self._shape, self._record, self._counter = shape, new_plan(PLAN, shape), np.zeros(1, np.int64)
+        self._shape, self._record = shape, new_plan(PLAN, shape)
         self._size = max(1, _ROWS * shape.num_kv_heads // shape.num_heads // multiple_of) * multiple_of
         fields = self._record[0]
         fields["item_tokens"], fields["tiles"] = self._size, _TILES.ctypes.data
-        fields["counter"] = self._counter.ctypes.data
 
     def read(
         self, starts: npt.NDArray[np.int32], seq_lens: npt.NDArray[np.int32], block_table: npt.NDArray[np.int32]
@@ -73,6 +71,4 @@ class PromptPlan:
     ) -> None:
         """Attend in one layer by a compiled function of `prompts` or `prompt_tiles`. Writes the rows of `out`,
         contiguous, that were planned."""
-        self._counter[0] = 0
-        arguments = layer_arguments(query, key_cache, value_cache, out, sinks, self._record)
-        run_call(CompiledCall(worker.ctypes, arguments, self._counter.ctypes.data, 1, ()))
+        run_call(layer_call(worker, query, key_cache, value_cache, out, sinks, self._record))

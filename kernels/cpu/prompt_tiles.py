@@ -27,9 +27,10 @@ from numba.extending import intrinsic
 from torch import Tensor, bfloat16
 
 from .attention_call import LAYER
+from .claims import enter, take_item
 from .exponential import exponential
 from .heads import CHUNK
-from .intrinsics import fetch_add, pointer
+from .intrinsics import pointer
 from .prompt_plan import PLAN
 from .sources import digest_of
 from .tile_product import STEP_BYTES, TILE
@@ -235,7 +236,7 @@ class _Keys(NamedTuple):
 
 
 @njit(error_model="numpy")
-def _take_item(plan: Any, number: int) -> Any:
+def _item(plan: Any, number: int) -> Any:
     part, num_parts = number // plan.num_kv_heads, plan.num_items // plan.num_kv_heads
     token = carray(pointer(plan.tokens), (num_parts,), np.int64)[part]
     position = carray(pointer(plan.positions), (num_parts,), np.int64)[part]
@@ -329,8 +330,8 @@ def _end_item(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any) -> None
 def worker() -> Any:
     """Compiled when it is first asked for, as not every CPU can."""
     sources = digest_of(
-        *("attention_call", "prompt_tiles", "prompt_plan", "digits", "exponential", "features", "heads", "intrinsics"),
-        *("tiles", "vectors"),
+        *("attention_call", "claims", "prompt_tiles", "prompt_plan", "digits", "exponential", "features", "heads"),
+        *("intrinsics", "tiles", "vectors"),
         *("matrix_tiles", "tile_product", "turned_tiles", "vector_tiles"),
     )
     sources = f"{sources} {PRODUCT}"
@@ -358,11 +359,12 @@ def worker() -> Any:
         weights = scores + CHUNK * row
         memory = _Memory(queries, sums, states, values, scores, weights, weights + CHUNK * row // 2)
         begin(PRODUCT, plan.tiles)
+        thread, number, lap = enter(layer.claims), -1, 0
         while True:
-            number = fetch_add(plan.counter, 1)
-            if number >= plan.num_items:
+            number, lap = take_item(layer.claims, layer.num_threads, plan.num_items, thread, number, lap)
+            if number < 0:
                 break
-            item = _take_item(plan, number)
+            item = _item(plan, number)
             _begin_item(layer, plan, item, sizes, memory)
             for chunk in range(item.first_key // CHUNK * CHUNK, item.position + item.num_tokens, CHUNK):
                 _attend_to_chunk(layer, plan, item, sizes, memory, chunk)

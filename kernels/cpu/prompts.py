@@ -21,8 +21,9 @@ import torch
 from numba import carray, cfunc, njit, types
 
 from .attention_call import LAYER
+from .claims import enter, take_item
 from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group
-from .intrinsics import fetch_add, pointer, widened
+from .intrinsics import pointer, widened
 from .prompt_plan import PLAN
 from .sources import digest_of
 from .tile_product import CLASSES
@@ -54,9 +55,10 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     turned, single = np.zeros((head_dim, CHUNK), np.float32), np.empty(0, np.float32)
     columns = np.arange(head_dim) * (CHUNK * 4)  # where the rows of `turned` are, in bytes
     offsets = np.empty(CHUNK, np.int64)
+    thread, item, lap = enter(layer.claims), -1, 0
     while True:
-        item = fetch_add(plan.counter, 1)
-        if item >= num_items:
+        item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
+        if item < 0:
             return
         part, kv_head = item // num_kv_heads, item % num_kv_heads
         token, position, count = tokens[part], positions[part], counts[part]
@@ -134,7 +136,7 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
 
 
 _SOURCES = digest_of(
-    *("attention_call", "prompts", "prompt_plan", "exponential", "features", "heads", "intrinsics", "tile_product"),
-    "vectors",
+    *("attention_call", "claims", "prompts", "prompt_plan", "exponential", "features", "heads", "intrinsics"),
+    *("tile_product", "vectors"),
 )
 WORKERS = {torch.float32: _worker(np.float32, _SOURCES), torch.bfloat16: _worker(np.uint16, _SOURCES)}  # by the cache's

@@ -29,16 +29,18 @@ class Rows(NamedTuple):
 
 
 class CompiledCall(NamedTuple):
-    """`function(address of the arguments)`, called by every thread at once.
+    """`function(address of the arguments)`, called by every thread at once; they divide the work by `claims`.
 
-    Threads divide the work by counters, which are zero before the call and anything behind it.
+    An idempotent call computes the same however often a part of it is computed, as long as nobody overwrites what it
+    reads: it writes nothing that it reads.
     """
 
     function: Any  # ctypes function pointer: void (void *)
     arguments: Any  # ctypes structure or array
-    counters: int  # address of int64
-    num_counters: int
+    claims: Any  # ctypes array, of this call alone
     rows: tuple[Rows, ...] | None = None  # all that makes it a call for other rows; None: it is for these alone
+    is_idempotent: bool = False
+    scratch: int = 0  # address of memory that it shares with other calls, for what none of them keeps; 0: none
     least_rows: int = 1  # with fewer, another function would be called
 
 

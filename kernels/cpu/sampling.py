@@ -17,9 +17,9 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from .call import Arguments, RowFunction
+from .call import Arguments, RowFunction, enter_rows, take_rows
 from .exponential import soften
-from .intrinsics import fetch_add, pointer
+from .intrinsics import pointer
 from .sources import digest_of
 
 if TYPE_CHECKING:
@@ -219,11 +219,12 @@ def _likeliest_worker(sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _LIKELIEST_TYPE)[0]
         out = carray(pointer(a.out), (a.num_rows,), np.int64)
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for row in range(first, min(first + a.grain, a.num_rows)):
+            for row in range(first, stop):
                 logits = pointer(a.logits + row * a.stride)
                 out[row] = _likeliest_of(carray(logits, (a.vocab,), np.float32), carray(logits, (a.vocab,), np.int32))
 
@@ -245,11 +246,12 @@ def _draw_worker(sources: str) -> Any:
         distances, weights = np.empty(vocab, np.float32), np.empty(vocab, np.float32)
         near, their_weights = np.empty(vocab + 1, np.float32), np.empty(vocab + 1, np.float32)
         sums = np.empty((vocab + _BLOCK - 1) // _BLOCK, np.float64)
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for row in range(first, min(first + a.grain, num_rows)):
+            for row in range(first, stop):
                 logits = carray(pointer(a.logits + row * a.stride), (vocab,), np.float32)
                 top, has_nan = _highest(carray(pointer(a.logits + row * a.stride), (vocab,), np.int32))
                 if temperature[row] == 0.0 or has_nan or np.isinf(top):
@@ -278,11 +280,12 @@ def _exclude_worker(sources: str) -> Any:
         a = carray(pointer(address), (1,), _EXCLUDE_TYPE)[0]
         indices = carray(pointer(a.indices), (a.num_rows,), np.int64)
         num_whole = min(a.num_words, a.vocab // 32)  # words all of whose tokens there are
+        thread, item, lap = enter_rows(address), -1, 0
         while True:
-            first = fetch_add(address, a.grain)
-            if first >= a.num_rows:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
                 return
-            for row in range(first, min(first + a.grain, a.num_rows)):
+            for row in range(first, stop):
                 logits = carray(pointer(a.logits + indices[row] * a.stride), (a.vocab,), np.float32)
                 allowed = carray(pointer(a.allowed + row * a.num_words * 4), (a.num_words,), np.int32)
                 for word in range(num_whole):
@@ -297,7 +300,7 @@ def _exclude_worker(sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("call", "exponential", "intrinsics", "vectors")
+_SOURCES = digest_of("call", "claims", "exponential", "intrinsics", "vectors")
 _exclude = RowFunction(_exclude_worker(_SOURCES), _EXCLUDE, 0.3)
-_likeliest = RowFunction(_likeliest_worker(_SOURCES), _LIKELIEST, 0.15)
+_likeliest = RowFunction(_likeliest_worker(_SOURCES), _LIKELIEST, 0.15, is_idempotent=True)
 _draw = RowFunction(_draw_worker(_SOURCES), _DRAW, 2.0)

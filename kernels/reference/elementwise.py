@@ -21,10 +21,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return (wide * scale * (weight.float() + offset)).to(x.dtype).contiguous()
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float) -> Tensor:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float
+) -> tuple[Tensor, Tensor]:
     """See `elementwise.add_rms_norm`."""
     residual.copy_(residual.float() + multiplier * x.float())
-    return rms_norm(residual, weight, eps, offset)
+    return rms_norm(residual, weight, eps, offset), residual
 
 
 def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
@@ -57,9 +59,10 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
-) -> None:
+) -> Tensor:
     """See `elementwise.rotate_and_write_kv`."""
     rotate(query, rotation)
     key = key.clone()
     rotate(key, rotation)
     write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    return query

@@ -175,11 +175,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
     return out
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float) -> Tensor:
-    """See `elementwise.add_rms_norm`."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float
+) -> tuple[Tensor, Tensor]:
+    """See `elementwise.add_rms_norm`. The total is stored in place."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _launch_norm(x, residual, weight, out, 1, 0, eps, offset, multiplier)
-    return out
+    return out, residual
 
 
 def _launch_norm(
@@ -241,9 +243,10 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
-) -> None:
-    """See `elementwise.rotate_and_write_kv`."""
+) -> Tensor:
+    """See `elementwise.rotate_and_write_kv`. Queries are rotated in place."""
     _launch_rotate(query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    return query
 
 
 def _launch_rotate(

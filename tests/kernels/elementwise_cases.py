@@ -84,10 +84,10 @@ def _add_norm(num_rows: int, size: int, dtype: torch.dtype, device: str) -> Chec
     def run() -> list[Tensor]:
         x, weight = _random((num_rows, size + 2), dtype, device)[:, :size], _random((size,), dtype, device, 1)
         stream = _random((num_rows, size + 1), dtype, device, 2)
-        first = elementwise.add_rms_norm(x, stream[:, :size], weight, 1e-5)
-        between = stream.clone()
-        second = elementwise.add_rms_norm(x, stream[:, :size], weight, 1e-5, unit_offset=True, multiplier=0.22)
-        return [first, between, second, stream, x]
+        first, total = elementwise.add_rms_norm(x, stream[:, :size], weight, 1e-5)
+        between = total.clone()
+        second, total = elementwise.add_rms_norm(x, total, weight, 1e-5, unit_offset=True, multiplier=0.22)
+        return [first, between, second, total, x, stream[:, size:]]
 
     return run
 
@@ -134,7 +134,7 @@ def _write(
         slots = torch.randperm(200, generator=torch.Generator().manual_seed(4))[:num_tokens].to(device)
         slots[2::3] = -1
         caches = torch.full((2, 50, 4, 2, head_dim), 7.0, device=device).to(cache_dtype)
-        elementwise.rotate_and_write_kv(
+        rotated = elementwise.rotate_and_write_kv(
             packed[:, :3],
             packed[:, 3:5],
             packed[:, 5:],
@@ -145,6 +145,6 @@ def _write(
             key_scale=0.05,
             value_scale=0.7,
         )
-        return [packed, caches.float()]
+        return [rotated, packed[:, 3:], caches.float()]
 
     return run

@@ -22,16 +22,19 @@ from quire.engine.model_source import load_model_info
 from quire.engine.outputs import EngineRequest
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels import fp8, ops
+from quire.kernels.cpu import program
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.recording import NotCapturableError, recorder
 from quire.kernels.elementwise import rms_norm
 from quire.workers.local_executor import LocalExecutor
 
 
-@pytest.fixture(params=[1, 2], ids=["1-thread", "2-threads"])
-def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
+@pytest.fixture(params=[(1, 1), (2, 1), (2, 0)], ids=["1-thread", "2-threads", "2-that-do-not-wait"])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Threads that do not wait compute all the time what another is just computing, and go on without it."""
+    before, (num_threads, patience) = torch.get_num_threads(), request.param
+    monkeypatch.setattr(program, "LEAST_PATIENCE", patience * program.LEAST_PATIENCE)
+    torch.set_num_threads(num_threads)
     yield
     torch.set_num_threads(before)
 

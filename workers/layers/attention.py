@@ -46,13 +46,13 @@ class LayerCache:
     ) -> Tensor:
         """Store the keys and values of new tokens, then attend to all: [num_tokens, num_heads, head_dim].
 
-        With a `rotation`, queries (in place) and keys are rotated first.
+        With a `rotation`, queries and keys are rotated first; nobody may need the queries any more.
         """
         scales, slots = self.scales, metadata.slot_mapping
         if rotation is None:
             write_kv(key, value, self.key, self.value, slots, key_scale=scales.key, value_scale=scales.value)
         else:
-            rotate_and_write_kv(
+            query = rotate_and_write_kv(
                 query,
                 key,
                 value,

@@ -29,11 +29,12 @@ class Norm(nn.Module):
             return F.layer_norm(x, self._shape, self.weight, self.bias, spec.eps)
         return rms_norm(x, self.weight, spec.eps, unit_offset=spec.unit_offset)
 
-    def after_adding(self, x: Tensor, stream: Tensor, multiplier: float) -> Tensor:
-        """stream += multiplier * x, in place; returns the norm of that. Both are [num_tokens, size]."""
+    def after_adding(self, x: Tensor, stream: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
+        """The norm of stream + multiplier * x, and that itself, maybe where the stream was: each [num_tokens, size]."""
         spec = self._spec
         if spec.kind == "layer":
-            return F.layer_norm(stream.add_(x, alpha=multiplier), self._shape, self.weight, self.bias, spec.eps)
+            stream = stream.add_(x, alpha=multiplier)
+            return F.layer_norm(stream, self._shape, self.weight, self.bias, spec.eps), stream
         return add_rms_norm(x, stream, self.weight, spec.eps, unit_offset=spec.unit_offset, multiplier=multiplier)
 
 
@@ -44,9 +45,10 @@ class NoNorm(nn.Module):
         """`x` itself."""
         return x
 
-    def after_adding(self, x: Tensor, stream: Tensor, multiplier: float) -> Tensor:
-        """stream += multiplier * x, in place; returns the stream itself."""
-        return stream.add_(x, alpha=multiplier)
+    def after_adding(self, x: Tensor, stream: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
+        """stream + multiplier * x, where the stream was, as both."""
+        stream = stream.add_(x, alpha=multiplier)
+        return stream, stream
 
 
 def optional_norm(spec: NormSpec | None, size: int) -> Norm | NoNorm:

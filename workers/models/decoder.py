@@ -51,23 +51,24 @@ class DecoderLayer(nn.Module):
         rotation: Rotation | None,
         cache: LayerCache,
         metadata: AttentionMetadata,
-    ) -> Update:
-        """x: [num_tokens, hidden_size], the residual stream, to which `update` and the attention are added in place.
+    ) -> tuple[Tensor, Update]:
+        """x: [num_tokens, hidden_size], the residual stream, which nobody else needs any more.
 
-        Returns what is still to be added: the next norm does that in the same pass.
+        Returns the stream with `update` and the attention added, and what is still to be added: the next norm does that
+        in the same pass.
         """
         spec = self._spec
         if update is None:
             normed = self.attention_norm(x)
         else:
-            normed = self.attention_norm.after_adding(update.value, x, update.multiplier)
+            normed, x = self.attention_norm.after_adding(update.value, x, update.multiplier)
         attended = self.attention_out_norm(self.attention(normed, rotation, cache, metadata))
         if spec.parallel:
             mlp_input = normed if spec.mlp_norm is None else self.mlp_norm(x)
             attended += self.mlp_out_norm(self.mlp(mlp_input))
-            return Update(attended, spec.residual_multiplier)
-        normed = self.mlp_norm.after_adding(attended, x, spec.residual_multiplier)
-        return Update(self.mlp_out_norm(self.mlp(normed)), spec.residual_multiplier)
+            return x, Update(attended, spec.residual_multiplier)
+        normed, x = self.mlp_norm.after_adding(attended, x, spec.residual_multiplier)
+        return x, Update(self.mlp_out_norm(self.mlp(normed)), spec.residual_multiplier)
 
 
 class Decoder(nn.Module):
@@ -137,7 +138,7 @@ class Decoder(nn.Module):
         for layer, rotary, cache, layer_metadata in zip(
             self.layers.values(), self._rotary_of_layer, caches, metadata, strict=True
         ):
-            update = layer(x, update, None if rotary is None else rotations[rotary], cache, layer_metadata)
+            x, update = layer(x, update, None if rotary is None else rotations[rotary], cache, layer_metadata)
         if update is not None:
             x.add_(update.value, alpha=update.multiplier)
         if not self._parallel.is_last_stage:
