@@ -11,7 +11,8 @@ the parts of the others. What it computes just now it holds:
 
 Whoever finds nothing left to take waits a moment for what is held, and then computes that itself: an item gives the
 same bits to the same place, whoever computes it and however often. So a call is over when its items are, not when all
-threads have come. That holds where `mode` says so (see `program`); elsewhere a thread just returns.
+threads have come. That holds where `mode` says so (see `program`) and there is a clock (`ticks`); without one it waits
+for what is held, and in the other mode it just returns.
 
 Memory of a call, int64: mode, patience, threads that have come, items taken of each part; and on a line of its own for
 each thread, what it holds and since when.
@@ -32,6 +33,7 @@ RUN = 2
 
 _LINE = 8  # words that cores hand to each other as one
 _TAKING = -1  # held by a thread that is about to take an item; else it is the item + 1, or 0
+_WITHOUT_ITEM = 8  # times the least patience
 _NUM_SPINS = 2_000
 
 
@@ -74,7 +76,9 @@ def take_item(claims: int, num_threads: int, num_items: int, thread: int, item: 
     if claims == 0:
         return (item + 1 if item + 1 < num_items else -1), 0
     own = _place(claims, num_threads, thread)
-    patience = ticks() - load_acquire(own + 8) if item >= 0 else 0
+    least: Any = load_acquire(claims + 8)
+    # One who had no item does not know how long they take.
+    patience = max(ticks() - load_acquire(own + 8), least) if item >= 0 else _WITHOUT_ITEM * least
     if lap <= num_threads:
         store_release(own, _TAKING)
         while lap < num_threads:
@@ -90,7 +94,7 @@ def take_item(claims: int, num_threads: int, num_items: int, thread: int, item: 
         compare_exchange(_place(claims, num_threads, lap - num_threads - 1), item + 1, 0)
     if load_acquire(claims) & UNTIL_COMPUTED == 0:
         return -1, num_threads
-    return _held_by_another(claims, num_threads, thread, max(patience, load_acquire(claims + 8)))
+    return _held_by_another(claims, num_threads, thread, patience)
 
 
 @njit(error_model="numpy")

@@ -115,6 +115,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def __init__(self, pool: Pool, lag: int = 0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # likewise
         self._pool, self._lag = pool, lag
+        pool.wake()
         pool.rest = lag
         self._lent: set[int] = set()  # addresses of the pool's memory
         self._preparations: list[Callable[..., object]] = []

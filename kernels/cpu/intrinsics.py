@@ -14,7 +14,6 @@ from numba.extending import intrinsic
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
 _FLOAT = ir.FloatType()
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-IS_ARM = platform.machine().lower() in ("aarch64", "arm64")
 
 
 @intrinsic
@@ -137,15 +136,12 @@ def pause(typing_context: Any) -> Any:
 
 @intrinsic
 def ticks(typing_context: Any) -> Any:
-    """A clock that is read in some nanoseconds, with steps of one to some tens of them; 0 where there is none."""
+    """A clock that is read in some nanoseconds: a TSC's cycles on x86, always 0 elsewhere."""
 
     def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
         if IS_X86:
             kind = ir.FunctionType(_INT64, [])
             return builder.call(builder.module.declare_intrinsic("llvm.readcyclecounter", [], kind), [])
-        if IS_ARM:  # the counter that user code may read
-            assembly = ir.InlineAsm(ir.FunctionType(_INT64, []), "mrs $0, cntvct_el0", "=r", side_effect=True)
-            return builder.call(assembly, [])
         return _INT64(0)
 
     return types.int64(), generate
