@@ -177,6 +177,16 @@ def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: boo
 
 
 @njit(error_model="numpy")
+def _is_last(finished: int, item: int, first: int, last: int, call: int) -> bool:
+    """Write down that `item` is finished in this call; whether all of its request's are, first .. last - 1."""
+    exchange(finished + 8 * item, call)
+    num_finished = 0
+    for other in range(first, last):
+        num_finished += load_in_order(finished + 8 * other) == call
+    return num_finished == last - first
+
+
+@njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     """One thread: take items until there are none. `query` is flat; bfloat16 is there as uint16, like `like`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
@@ -255,11 +265,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             for d in range(head_dim):
                 partial[item, head, d] = acc[head, d]
         first, last = first_item[owner], first_item[owner + 1]
-        exchange(finished + 8 * item, call)
-        num_finished = 0
-        for other in range(first, last):
-            num_finished += load_in_order(finished + 8 * other) == call
-        if num_finished == last - first:
+        if _is_last(finished, item, first, last, call):
             _merge_items(partial, first, last, sinks, layer.sinks != 0, out[tokens[owner]])
 
 
