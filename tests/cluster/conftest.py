@@ -61,6 +61,7 @@ def service(cluster: str, repo_root: Path, tmp_path_factory: pytest.TempPathFact
     config["http_options"]["port"] = port
     (application,) = config["applications"]
     application["deployments"][0]["autoscaling_config"]["min_replicas"] = 2
+    application["args"]["cache"] = {"num_kv_blocks": 1024}  # quickly filled
     folder = tmp_path_factory.mktemp("service")
     (folder / "service.yaml").write_text(yaml.safe_dump(config))
     command = [str(Path(sys.executable).parent / "serve"), "run", "service.yaml", "--address", cluster]

@@ -98,6 +98,7 @@ def text_of(head: Head, model: str) -> str:
 def config(head: Head, repo_root: Path) -> dict:
     config = yaml.safe_load((repo_root / "configs/multi-model.yaml").read_text())
     config["http_options"]["port"] = int(head.service.rpartition(":")[2])
+    config["applications"][0]["args"]["cache"] = {"num_kv_blocks": 1024}  # quickly filled
     return config
 
 

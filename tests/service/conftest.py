@@ -23,7 +23,8 @@ def service_url(service_ports: list[int], tmp_path_factory: pytest.TempPathFacto
     for it: those that come after have the machine for themselves.
     """
     http, grpc = service_ports
-    options = ["--port", str(http), "--grpc-port", str(grpc)]
+    # A quarter of the free memory, which it would take, takes an engine half a minute of a core to fill.
+    options = ["--port", str(http), "--grpc-port", str(grpc), "--num-kv-blocks", "1024"]
     with _service:
         _service.enter_context(run_service(tmp_path_factory.mktemp("service") / "log", *options))
         yield f"http://127.0.0.1:{http}"

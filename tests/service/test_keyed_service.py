@@ -49,7 +49,10 @@ def keyed_url(
     config["http_options"]["port"] = http
     config["grpc_options"] = {"port": grpc_port, "grpc_servicer_functions": [GRPC_SERVICER]}
     [application] = config["applications"]
-    application.setdefault("args", {})["api"] = {"keys_file": str(keys_file), "open_metrics": False}
+    application["args"] |= {
+        "api": {"keys_file": str(keys_file), "open_metrics": False},
+        "cache": {"num_kv_blocks": 1024},  # quickly filled
+    }
     application["deployments"][0]["autoscaling_config"]["min_replicas"] = 2
     folder = tmp_path_factory.mktemp("keyed")
     (folder / "service.yaml").write_text(yaml.safe_dump(config))
