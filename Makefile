@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
 # Tests that take one core most of the time and share no state between files: two processes run them. The rest, of what
-# pyproject.toml names, have services of their own.
+# pyproject.toml names, have services of their own, which take both: two processes of these took as long on two cores.
 IN_PARALLEL := tests/unit tests/kernels tests/models tests/api
 IN_TURN := $(filter-out $(IN_PARALLEL),$(shell sed -n 's/^testpaths = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))
 

@@ -37,8 +37,8 @@ def prompts(tokenizer: Any) -> list[list[int]]:
     return chats + [tokenizer.encode(text) for text in TEXTS]
 
 
-# Room for all prompts and their answers at once. Without it it would be a quarter of the machine's free memory, which an
-# engine fills in idle moments: half a minute of a core, here taken from other tests.
+# Room for all prompts and their answers at once. Without it, it would be a quarter of the machine's free memory, which
+# an engine fills in idle moments: half a minute of a core, here taken from other tests.
 CACHE = {"num_kv_blocks": 800}
 
 
@@ -51,7 +51,8 @@ def smollm2_executor(smollm2: ModelInfo) -> Iterator[LocalExecutor]:
 
 @pytest.fixture(scope="session")
 def smollm2_two_ranks(smollm2: ModelInfo) -> Iterator[ProcessExecutor]:
-    executor = ProcessExecutor(EngineConfig.model_validate({"cache": CACHE, "parallel": {"tensor_parallel_size": 2}}), smollm2)
+    config = EngineConfig.model_validate({"cache": CACHE, "parallel": {"tensor_parallel_size": 2}})
+    executor = ProcessExecutor(config, smollm2)
     yield executor
     executor.shutdown()
 
