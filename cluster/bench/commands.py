@@ -29,7 +29,7 @@ Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write 
 
 @app.command(
     epilog="Examples:  quire bench serve --concurrency 1,8,32   ·   quire bench serve --rate 2,4,8 --slo ttft:500 "
-    "--slo itl:50 --plot   ·   quire bench serve --prefix-len 512 --input-len 16:64 --output-len 32:256   ·   "
+    "--slo tpot:50 --plot   ·   quire bench serve --prefix-len 512 --input-len 16:64 --output-len 32:256   ·   "
     "quire bench serve --url http://10.0.0.5:8000 --json result.json"
 )
 def serve(
@@ -52,8 +52,8 @@ def serve(
     slo: Annotated[
         list[str] | None,
         typer.Option(
-            help="What a good request keeps, in ms: ttft:500, itl:50 (its mean) or e2e:5000; can be repeated. Shows "
-            "how many good ones are answered per second."
+            help="What a good request keeps, in ms: ttft:500, tpot:50 (per token after the first) or e2e:5000; can be "
+            "repeated. Shows how many good ones are answered per second."
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -65,7 +65,7 @@ def serve(
     plot: Annotated[bool, typer.Option("--plot", help="Draw a chart in the terminal.")] = False,
     json_path: Json = None,
 ) -> None:
-    """Load a server with streamed requests: tokens per second, TTFT, ITL and E2E percentiles, goodput."""
+    """Load a server with streamed requests: tokens per second, TTFT, ITL, TPOT and E2E percentiles, goodput."""
     from .serve import Load
     from .slo import Objective
     from .workload import Lengths
@@ -91,7 +91,7 @@ def serve(
         timeout_s=timeout_s,
         top_p=top_p,
         objectives=tuple(
-            _parsed(Objective.parse, each, "--slo", "ttft, itl or e2e with milliseconds, as ttft:500")
+            _parsed(Objective.parse, each, "--slo", "ttft, tpot or e2e with milliseconds, as ttft:500")
             for each in slo or ()
         ),
     )

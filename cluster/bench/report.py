@@ -37,6 +37,7 @@ def show_levels(console: Console, levels: Sequence[Summary]) -> None:
         "prompt tokens, cached": lambda s: f"{s.num_cached_tokens / max(1, s.num_prompt_tokens):.0%}",
         "TTFT ms p50 / p90 / p99": lambda s: _percentiles(s.ttft_ms),
         "ITL ms p50 / p90 / p99": lambda s: _percentiles(s.itl_ms),
+        "TPOT ms p50 / p90 / p99": lambda s: _percentiles(s.tpot_ms),
         "E2E ms p50 / p90 / p99": lambda s: _percentiles(s.e2e_ms),
         "client CPU, of one core": lambda s: f"{s.client_cpu_share:.0%}",
     }

@@ -9,14 +9,14 @@ from .latency import RequestTiming
 
 _MEASURES: dict[str, Callable[[RequestTiming], float]] = {
     "ttft": lambda timing: timing.ttft_s,
-    "itl": lambda timing: timing.mean_itl_s,
+    "tpot": lambda timing: timing.tpot_s,
     "e2e": lambda timing: timing.end_s - timing.start_s,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A limit in milliseconds on one measure of a request: `ttft`, `itl` (its mean over the request) or `e2e`."""
+    """A limit in milliseconds on one measure of a request: `ttft`, `tpot` (per token after the first) or `e2e`."""
 
     measure: str
     limit_ms: float

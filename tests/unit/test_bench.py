@@ -33,6 +33,7 @@ def test_summary_is_exact() -> None:
     assert (summary.requests_per_s, summary.output_tokens_per_s, summary.total_tokens_per_s) == (0.5, 1.25, 4.25)
     assert summary.ttft_ms == Distribution(mean=750.0, p50=750.0, p90=950.0, p99=995.0)
     assert (summary.itl_ms.mean, summary.itl_ms.p50) == (pytest.approx(4000 / 3), 500.0)
+    assert (summary.tpot_ms.mean, summary.tpot_ms.p50) == (1750.0, 1750.0)
     assert (summary.e2e_ms.mean, summary.client_cpu_share) == (2750.0, 0.25)
 
 
@@ -46,14 +47,14 @@ def test_goodput_counts_requests_that_keep_every_objective() -> None:
         RequestTiming(0.0, 0.1),  # not a single token
     ]
     assert num_good(timings, [Objective.parse("ttft:500")]) == 3
-    assert num_good(timings, [Objective.parse("ttft:500"), Objective.parse("itl:200.1")]) == 2
+    assert num_good(timings, [Objective.parse("ttft:500"), Objective.parse("tpot:200.1")]) == 2
     assert num_good(timings, [Objective.parse("e2e:1200")]) == 3
     summary = summarize(timings, None, rate=2.0, num_good=3)
     assert (summary.level, summary.good_requests_per_s) == ("2/s", 2.0)
     assert (summarize(timings, 4).level, summarize(timings, 4).good_requests_per_s) == ("4", None)
 
 
-@pytest.mark.parametrize("text", ["ttft", "ttft:0", "tpot:5", "itl:x", ""])
+@pytest.mark.parametrize("text", ["ttft", "ttft:0", "itl:5", "tpot:x", ""])
 def test_objectives_that_mean_nothing(text: str) -> None:
     with pytest.raises(ValueError, match=r".*"):
         Objective.parse(text)

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from quire.cluster.bench.latency import RequestTiming, summarize
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits
 from tests.benchmarks.peers.measure import Served, Workload, workloads
@@ -19,7 +20,8 @@ EIGHT = Workload(8, 16, 0, 128, 128)
 
 
 def served(round_: int, server: str, workload: Workload, rate: float, itl_ms: float) -> Served:
-    return Served(round_, server, "float32", workload, rate, 100.0, itl_ms, itl_ms, 0.5, 0.01)
+    tpot_ms = itl_ms * 0.8  # some tokens come without text, which the next one brings
+    return Served(round_, server, "float32", workload, rate, 100.0, itl_ms, tpot_ms, 0.5, 0.01)
 
 
 def comparison() -> Comparison:
@@ -51,10 +53,18 @@ def test_tables_show_medians_and_ratios() -> None:
         in text
     )
     assert "| float32 | 128 in, 128 out | 8 | 150.0 | 100 | 50.0 | 50% |  |  |  |  |  |" in text
-    assert "| float32 | quire | 26.7 | 40.0 | **67%** |" in text
+    assert "| float32 | quire | 33.3 | 40.0 | **83%** |" in text
     assert "| float32 | 8 | 75.0 | 150.0 | **2.00×** (aim 2×) |" in text
     assert "| float32 | 65.0 | 75.0 | **85%** (aim 90%) |" in text
     assert "- vllm float32: 1 of 2 greedy answers" in text
+
+
+def test_a_share_of_the_limit_counts_tokens_and_not_events() -> None:
+    timing = RequestTiming(0.0, 2.0, (1.0, 1.8, 2.0), num_prompt_tokens=128, num_output_tokens=11)
+    kept = Served.of(summarize([timing], 1), 0, "quire", "float32", ONE)
+    assert (kept.itl_ms, kept.tpot_ms) == (pytest.approx(500.0), pytest.approx(100.0))
+    only = Comparison(limits=[Limits(2, 20.0, 10.0, 0.2, 0.4)], weight_bytes={"float32": 500_000_000}, served=[kept])
+    assert "| float32 | quire | 10.0 | 20.0 | **50%** |" in markdown(only)
 
 
 def test_answers_that_must_not_be() -> None:

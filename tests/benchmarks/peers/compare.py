@@ -114,15 +114,4 @@ def _level(
 
     # A seed of its own for every level, so that no prompt is cached; the same for all contestants.
     summary = load_server(url, workload, seed=1000 * index + 10 * number, on_request=on_request)
-    return Served(
-        index,
-        name,
-        precision,
-        workload,
-        summary.output_tokens_per_s,
-        summary.ttft_ms.p50,
-        summary.itl_ms.p50,
-        summary.itl_ms.mean,
-        summary.num_cached_tokens / summary.num_prompt_tokens,
-        summary.client_cpu_share,
-    )
+    return Served.of(summary, index, name, precision, workload)

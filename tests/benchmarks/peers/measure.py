@@ -56,9 +56,24 @@ class Served:
     output_tokens_per_s: float
     ttft_ms: float  # medians
     itl_ms: float
-    mean_itl_ms: float
+    tpot_ms: float  # unlike `itl_ms`, of every token, whether its text comes at once or with that of the next
     cached_share: float  # of the prompt tokens
     client_cpu_share: float
+
+    @classmethod
+    def of(cls, summary: Summary, round_: int, server: str, precision: str, workload: Workload) -> Served:
+        return cls(
+            round_,
+            server,
+            precision,
+            workload,
+            summary.output_tokens_per_s,
+            summary.ttft_ms.p50,
+            summary.itl_ms.p50,
+            summary.tpot_ms.p50,
+            summary.num_cached_tokens / summary.num_prompt_tokens,
+            summary.client_cpu_share,
+        )
 
 
 def workloads(concurrency: Sequence[int], output_len: int) -> list[Workload]:

@@ -96,9 +96,9 @@ def _share_of_limit(found: Comparison) -> str:
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
             if chosen:
                 # What a token costs once the prompt is computed: the limit is one of decoding.
-                rate = 1e3 / median(s.mean_itl_ms for s in chosen)
+                rate = 1e3 / median(s.tpot_ms for s in chosen)
                 rows.append((precision, name, f"{rate:.1f}", f"{limit:.1f}", f"**{rate / limit:.0%}**"))
-    title = "One stream, decoding (1 / mean ITL), against the weights read once per token at the speed of the sum"
+    title = "One stream, decoding (1 / TPOT), against the weights read once per token at the speed of the sum"
     return f"{title} (aim for our best precision: {AIM_LIMIT:.0%}):\n\n" + _table(
         ("precision", "", "tok/s", "limit tok/s", "share"), rows
     )
