@@ -240,6 +240,8 @@ def _turn_digits_worker(sources: str) -> Any:
                     parts = carray(pointer(place + NUM_DIGITS * size + 64), (NUM_DIGITS, LANES), np.int32)
                     for digit in range(NUM_DIGITS):
                         starts[group, 1 + digit, i] = parts[digit].sum()
+                for i in range(num_x, TILE):  # what lay there may be numbers that take a hundred cycles each
+                    metas[group, :, i] = 0
                 for digit in range(NUM_DIGITS):
                     turned = a.turned + (group * NUM_DIGITS + digit) * TILE * size
                     for k in range(0, size, STEP_BYTES):
@@ -286,7 +288,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         block_lines = BLOCK * weight_row // row_bytes  # in each step
         fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
-        memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(TILE, np.float32)
+        memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(BLOCK, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         wide = np.empty((BLOCK if widened else 0, row_bytes // 4), np.float32)
         item, lap = -1, 0
@@ -317,24 +319,20 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
                 fetch += lines * row_bytes
                 if fetch >= fetch_end:
                     lines = 0
-                for i in range(num_a):
-                    column = first_column + i * TILE
-                    if a[_BIAS] != 0:
-                        load_row(a[_BIAS] + column * size, TILE, short, bias)
-                    for j in range(num_b // num_digits):
-                        row = first_row + j * TILE
-                        finish(
-                            product,
-                            num_digits,
-                            sums + (i * num_b + j) * TILE_BYTES,
-                            min(TILE, num_rows - row),
-                            a[_X_META] + 4 * (row // TILE) * _META_WORDS,
-                            a[_SCALES] + 4 * column,
-                            bias.ctypes.data,
-                            short,
-                            a[_OUT] + (row * out_features + column) * size,
-                            out_features * size,
-                        )
+                if a[_BIAS] != 0:
+                    load_row(a[_BIAS] + first_column * size, num_a * TILE, short, bias)
+                for j in range(num_b // num_digits):
+                    row = first_row + j * TILE
+                    place, rows = sums + j * TILE_BYTES, min(TILE, num_rows - row)
+                    meta, scales = a[_X_META] + 4 * (row // TILE) * _META_WORDS, a[_SCALES] + 4 * first_column
+                    out = a[_OUT] + (row * out_features + first_column) * size
+                    added, out_row = bias.ctypes.data, out_features * size
+                    if num_a == 2 and num_b == 2:
+                        finish(product, num_digits, 2, 2, place, rows, meta, scales, added, short, out, out_row)
+                    elif num_a == 2:
+                        finish(product, num_digits, 2, 1, place, rows, meta, scales, added, short, out, out_row)
+                    else:
+                        finish(product, num_digits, 1, 1, place, rows, meta, scales, added, short, out, out_row)
         end(product)
         # They live until here: Numba does not see who has their addresses.
         memory[0] = bias[0] = 0

@@ -69,25 +69,24 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
     a_tiles, b_tiles = range(4, 4 + num_a), range(6, 6 + num_b)
     fetch_bytes = b.mul(fetch_lines, INT64(STEP_BYTES))
 
+    b_goes_by = b.icmp_signed("!=", once, INT64(0))
+
     def step(k: Any, _state: list[Any]) -> list[Any]:
         lines = b.add(fetch, b.mul(k, fetch_lines))
 
         def fetch_some(i: Any, _state: list[Any]) -> list[Any]:
             for line in range(FETCHED_AT_ONCE):
-                prefetch(b, b.add(lines, b.add(i, INT64(STEP_BYTES * line))))
+                prefetch(b, b.add(lines, b.add(i, INT64(STEP_BYTES * line))), level=2)
             return []
 
-        with b.if_then(b.icmp_signed(">", fetch_lines, INT64(0))):
-            loop_over(b, fetch_bytes, STEP_BYTES * FETCHED_AT_ONCE, [], fetch_some)
-        for i, tile in enumerate(a_tiles):
-            _load_tile(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row)
         for j, tile in enumerate(b_tiles):
             start = b.add(b_start, b.mul(b.add(b.mul(row_bytes, INT64(j)), k), INT64(TILE)))
-            with b.if_else(b.icmp_signed("!=", once, INT64(0))) as (streamed, kept):
-                with streamed:
-                    _load_tile(b, tile, start, INT64(STEP_BYTES), "tileloaddt164")
-                with kept:
-                    _load_tile(b, tile, start, INT64(STEP_BYTES))
+            _load_tile(b, tile, start, INT64(STEP_BYTES), b_goes_by)
+        for i, tile in enumerate(a_tiles):
+            _load_tile(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row, b.not_(b_goes_by))
+        # Behind the loads: before them, these would take what the loads need to wait for the second-level cache.
+        with b.if_then(b.icmp_signed(">", fetch_lines, INT64(0))):
+            loop_over(b, fetch_bytes, STEP_BYTES * FETCHED_AT_ONCE, [], fetch_some)
         for i, a_tile in enumerate(a_tiles):
             for j, b_tile in enumerate(b_tiles):
                 _call_tiles(b, instruction, INT8(i * num_b + j), INT8(a_tile), INT8(b_tile))
@@ -103,5 +102,11 @@ def _call_tiles(b: ir.IRBuilder, name: str, *arguments: Any) -> None:
     call(b, f"llvm.x86.{name}", ir.VoidType(), arguments)
 
 
-def _load_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, instruction: str = "tileloadd64") -> None:
-    _call_tiles(b, instruction, INT8(tile), b.inttoptr(start, INT8.as_pointer()), row_bytes)
+def _load_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, goes_by: Any) -> None:
+    """`goes_by`, int1: it is not to stay in the first cache, which has a better use for its room."""
+    place = b.inttoptr(start, INT8.as_pointer())
+    with b.if_else(goes_by) as (streamed, kept):
+        with streamed:
+            _call_tiles(b, "tileloaddt164", INT8(tile), place, row_bytes)
+        with kept:
+            _call_tiles(b, "tileloadd64", INT8(tile), place, row_bytes)

@@ -40,7 +40,7 @@ class Operands(NamedTuple):
     a: Any  # address of the first row
     a_row: Any  # bytes from one row to the next
     b: Any  # address of the first B: the words of 16 rows of x, [span, class, word, row of x]
-    b_once: Any  # not 0: do not keep B in the first cache, for A has a better use for it
+    b_once: Any  # not 0: B goes by, and A stays in the first cache, where they cannot both; 0: the other way round
     row_bytes: Any  # that are multiplied, in steps of STEP_BYTES; a B has TILE times as many
     fetch: Any  # address of what is fetched into the caches on the way
     fetch_lines: Any  # of STEP_BYTES, in each step: a multiple of FETCHED_AT_ONCE, or 0

@@ -162,6 +162,8 @@ def finish(
     typing_context: Any,
     product: Any,
     num_digits: Any,
+    num_a: Any,
+    num_b: Any,
     sums: Any,
     num_rows: Any,
     x_meta: Any,
@@ -171,39 +173,51 @@ def finish(
     out: Any,
     out_row: Any,
 ) -> Any:
-    """Store a tile of sums as `num_rows` rows of results for 16 columns, which `out_row` bytes are between.
+    """Store the sums of one or two A as `num_rows` rows of results for 16 or 32 columns, which `out_row` bytes are
+    between. Those of an A have a tile for each of `num_b` B; the first is stored.
 
-    `product` and `num_digits` are constants. For more than one, sums has a tile for each, and x_meta (float32, then for
-    either digit what products of vectors start from, int32) and scales (of the columns) multiply. bias (float32) is
-    added. `short`: results are rounded to bfloat16.
+    `product`, `num_digits`, `num_a` and `num_b` are constants. For more digits than one, the first two tiles of an A
+    are joined, and x_meta (float32, then for either digit what products of vectors start from, int32) and scales (of
+    the columns) multiply. bias (float32) is added. `short`: results are rounded to bfloat16.
     """
-    is_int8, in_vectors = num_digits.literal_value > 1, product.literal_value in FORMATS
+    digits, in_vectors = num_digits.literal_value, product.literal_value in FORMATS
+    count, tiles_between = num_a.literal_value, num_b.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
-        places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
-        if is_int8:
-            tiles = [[load(b, b.add(place, INT64(TILE_BYTES * i)), INTS) for place in places] for i in range(2)]
-            if in_vectors:
-                starts = [load(b, b.add(x_meta, INT64(STEP_BYTES * (1 + i))), INTS) for i in range(2)]
-                tiles = [[b.add(column, start) for column in tile] for tile, start in zip(tiles, starts, strict=True)]
-            columns = [join_digits(b, *digits) for digits in zip(*tiles, strict=True)]
-            x_scale = load(b, x_meta, FLOATS)
-            columns = [b.fmul(b.fmul(column, x_scale), _number(b, scales, i)) for i, column in enumerate(columns)]
-        else:
-            columns = [load(b, place, FLOATS) for place in places]
+        _, _, _, _, sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
+        columns = []
+        for a in range(count):
+            first = b.add(sums, INT64(a * tiles_between * TILE_BYTES))
+            columns += _results(b, digits, in_vectors, first, x_meta, b.add(scales, INT64(STEP_BYTES * a)))
         columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
         with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
             with half:
                 pairs = zip(columns[::2], columns[1::2], strict=True)
-                words = turn_words(b, [to_bfloat16_pairs(b, *pair) for pair in pairs])
-                rows = [take(b, vector, range(i, i + LANES // 2)) for vector in words for i in (0, LANES // 2)]
+                rows = turn_words(b, [to_bfloat16_pairs(b, *pair) for pair in pairs])
+                if count == 1:
+                    rows = [take(b, vector, range(i, i + LANES // 2)) for vector in rows for i in (0, LANES // 2)]
                 _store_rows(b, rows, num_rows, out, out_row)
             with full:
-                _store_rows(b, turn_words(b, columns), num_rows, out, out_row)
+                for a in range(count):
+                    rows = turn_words(b, columns[TILE * a : TILE * (a + 1)])
+                    _store_rows(b, rows, num_rows, b.add(out, INT64(STEP_BYTES * a)), out_row)
         return context.get_dummy_value()
 
-    return types.void(product, num_digits, *[types.int64] * 8), generate
+    return types.void(product, num_digits, num_a, num_b, *[types.int64] * 8), generate
+
+
+def _results(b: ir.IRBuilder, num_digits: int, in_vectors: bool, sums: Any, x_meta: Any, scales: Any) -> list[Any]:
+    """The 16 columns of an A, without their bias."""
+    places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
+    if num_digits == 1:
+        return [load(b, place, FLOATS) for place in places]
+    tiles = [[load(b, b.add(place, INT64(TILE_BYTES * i)), INTS) for place in places] for i in range(2)]
+    if in_vectors:
+        starts = [load(b, b.add(x_meta, INT64(STEP_BYTES * (1 + i))), INTS) for i in range(2)]
+        tiles = [[b.add(column, start) for column in tile] for tile, start in zip(tiles, starts, strict=True)]
+    x_scale = load(b, x_meta, FLOATS)
+    columns = [join_digits(b, *digits) for digits in zip(*tiles, strict=True)]
+    return [b.fmul(b.fmul(column, x_scale), _number(b, scales, i)) for i, column in enumerate(columns)]
 
 
 def _number(b: ir.IRBuilder, numbers: Any, i: int) -> Any:
