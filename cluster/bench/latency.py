@@ -34,7 +34,7 @@ class RequestTiming:
     @property
     def tpot_s(self) -> float:
         """Time per output token after the first: unlike in `itl_s`, tokens that share an event, and those whose text
-        waits for another's, count one by one. 0 for a single token."""
+        waits for another's, count one by one. 0 where nothing came after the first event."""
         if self.num_output_tokens < 2:
             return 0.0
         return (self.token_times_s[-1] - self.token_times_s[0]) / (self.num_output_tokens - 1)
@@ -76,7 +76,7 @@ class Summary:
     total_tokens_per_s: float  # prompt and output
     ttft_ms: Distribution
     itl_ms: Distribution  # of all gaps between events
-    tpot_ms: Distribution  # of requests with two tokens or more
+    tpot_ms: Distribution  # of requests that something came for after the first event
     e2e_ms: Distribution
     client_cpu_share: float  # of one core, so that a client that was the bottleneck shows
 
@@ -114,7 +114,7 @@ def summarize(
         total_tokens_per_s=(num_prompt_tokens + num_output_tokens) / duration_s,
         ttft_ms=Distribution.of_seconds([t.ttft_s for t in good if t.token_times_s]),
         itl_ms=Distribution.of_seconds([gap for t in good for gap in t.itl_s]),
-        tpot_ms=Distribution.of_seconds([t.tpot_s for t in good if t.token_times_s and t.num_output_tokens > 1]),
+        tpot_ms=Distribution.of_seconds([t.tpot_s for t in good if len(t.token_times_s) > 1]),
         e2e_ms=Distribution.of_seconds([t.end_s - t.start_s for t in good]),
         client_cpu_share=client_cpu_s / duration_s,
     )

@@ -40,7 +40,16 @@ from .recording import CompiledCall, Rows
 from .rows import load_row
 from .sources import digest_of
 from .threads import run_call
-from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, span_bytes, words_by_class
+from .tile_product import (
+    A_GOES_BY,
+    B_GOES_BY,
+    FETCHED_AT_ONCE,
+    STEP_BYTES,
+    TILE,
+    TILE_BYTES,
+    span_bytes,
+    words_by_class,
+)
 from .turned_tiles import begin, end, finish, multiply, products, turn_tile
 from .vectors import LANES
 
@@ -240,7 +249,7 @@ def _turn_digits_worker(sources: str) -> Any:
                     parts = carray(pointer(place + NUM_DIGITS * size + 64), (NUM_DIGITS, LANES), np.int32)
                     for digit in range(NUM_DIGITS):
                         starts[group, 1 + digit, i] = parts[digit].sum()
-                for i in range(num_x, TILE):  # what lay there may be numbers that take a hundred cycles each
+                for i in range(num_x, TILE):  # what lay there may be subnormal, and take a hundred cycles a number
                     metas[group, :, i] = 0
                 for digit in range(NUM_DIGITS):
                     turned = a.turned + (group * NUM_DIGITS + digit) * TILE * size
@@ -284,7 +293,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
         num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
-        b_once = chunk_pairs >= MANY_PAIRS
+        goes_by = B_GOES_BY if chunk_pairs >= MANY_PAIRS else A_GOES_BY if chunk_pairs == 1 else 0
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         block_lines = BLOCK * weight_row // row_bytes  # in each step
         fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
@@ -309,13 +318,13 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
                 if num_a == 2 and num_b == 2:
-                    multiply(product, run, 2, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 2, 2, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 elif num_a == 2:
-                    multiply(product, run, 2, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 2, 1, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 elif num_b == 2:
-                    multiply(product, run, 1, 2, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 1, 2, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 else:
-                    multiply(product, run, 1, 1, w, row_bytes, x, b_once, row_bytes, fetch, lines, sums)
+                    multiply(product, run, 1, 1, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= fetch_end:
                     lines = 0
@@ -326,13 +335,13 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
                     place, rows = sums + j * TILE_BYTES, min(TILE, num_rows - row)
                     meta, scales = a[_X_META] + 4 * (row // TILE) * _META_WORDS, a[_SCALES] + 4 * first_column
                     out = a[_OUT] + (row * out_features + first_column) * size
-                    added, out_row = bias.ctypes.data, out_features * size
+                    biases, out_row = bias.ctypes.data, out_features * size
                     if num_a == 2 and num_b == 2:
-                        finish(product, num_digits, 2, 2, place, rows, meta, scales, added, short, out, out_row)
+                        finish(product, num_digits, 2, 2, place, rows, meta, scales, biases, short, out, out_row)
                     elif num_a == 2:
-                        finish(product, num_digits, 2, 1, place, rows, meta, scales, added, short, out, out_row)
-                    else:
-                        finish(product, num_digits, 1, 1, place, rows, meta, scales, added, short, out, out_row)
+                        finish(product, num_digits, 2, 1, place, rows, meta, scales, biases, short, out, out_row)
+                    else:  # there is no second A to be found
+                        finish(product, num_digits, 1, 1, place, rows, meta, scales, biases, short, out, out_row)
         end(product)
         # They live until here: Numba does not see who has their addresses.
         memory[0] = bias[0] = 0

@@ -16,7 +16,7 @@ import torch
 from llvmlite import ir
 
 from .features import cpu_features
-from .tile_product import FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
+from .tile_product import A_GOES_BY, B_GOES_BY, FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
 from .vectors import INT8, INT64, call, loop_over, prefetch
 
 INSTRUCTIONS = {torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}  # by the operands' type
@@ -63,13 +63,12 @@ def release(b: ir.IRBuilder) -> None:
 
 def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands: Operands) -> None:
     """Generate it, with `tdpbf16ps` (sums in float32) or `tdpbssd` (int32)."""
-    a, a_row, b_start, once, row_bytes, fetch, fetch_lines, sums = operands
+    a, a_row, b_start, goes_by, row_bytes, fetch, fetch_lines, sums = operands
     for tile in range(num_a * num_b):
         _call_tiles(b, "tilezero", INT8(tile))
     a_tiles, b_tiles = range(4, 4 + num_a), range(6, 6 + num_b)
     fetch_bytes = b.mul(fetch_lines, INT64(STEP_BYTES))
-
-    b_goes_by = b.icmp_signed("!=", once, INT64(0))
+    a_goes_by, b_goes_by = (b.icmp_signed("==", goes_by, INT64(which)) for which in (A_GOES_BY, B_GOES_BY))
 
     def step(k: Any, _state: list[Any]) -> list[Any]:
         lines = b.add(fetch, b.mul(k, fetch_lines))
@@ -83,8 +82,8 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
             start = b.add(b_start, b.mul(b.add(b.mul(row_bytes, INT64(j)), k), INT64(TILE)))
             _load_tile(b, tile, start, INT64(STEP_BYTES), b_goes_by)
         for i, tile in enumerate(a_tiles):
-            _load_tile(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row, b.not_(b_goes_by))
-        # Behind the loads: before them, these would take what the loads need to wait for the second-level cache.
+            _load_tile(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row, a_goes_by)
+        # Behind the loads, which would find no line fill buffer that is free.
         with b.if_then(b.icmp_signed(">", fetch_lines, INT64(0))):
             loop_over(b, fetch_bytes, STEP_BYTES * FETCHED_AT_ONCE, [], fetch_some)
         for i, a_tile in enumerate(a_tiles):
@@ -103,7 +102,7 @@ def _call_tiles(b: ir.IRBuilder, name: str, *arguments: Any) -> None:
 
 
 def _load_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, goes_by: Any) -> None:
-    """`goes_by`, int1: it is not to stay in the first cache, which has a better use for its room."""
+    """Generate: load 16 rows, which are so many bytes apart. `goes_by`, int1: not to stay in the first cache."""
     place = b.inttoptr(start, INT8.as_pointer())
     with b.if_else(goes_by) as (streamed, kept):
         with streamed:

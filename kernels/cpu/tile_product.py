@@ -20,6 +20,7 @@ STEP_BYTES = 64  # of a row of either operand, which one step of a product takes
 TILE_BYTES = TILE * STEP_BYTES
 FETCHED_AT_ONCE = 4  # lines
 CLASSES = 4  # of products that are summed side by side: a vector has a quarter for each of four sums
+A_GOES_BY, B_GOES_BY = 1, 2
 IN_A_ROW = 128  # products of a class, before it is added to the total: rounding errors stay small
 
 
@@ -40,7 +41,7 @@ class Operands(NamedTuple):
     a: Any  # address of the first row
     a_row: Any  # bytes from one row to the next
     b: Any  # address of the first B: the words of 16 rows of x, [span, class, word, row of x]
-    b_once: Any  # not 0: B goes by, and A stays in the first cache, where they cannot both; 0: the other way round
+    goes_by: Any  # A_GOES_BY or B_GOES_BY, where not both can stay in the first cache; or 0
     row_bytes: Any  # that are multiplied, in steps of STEP_BYTES; a B has TILE times as many
     fetch: Any  # address of what is fetched into the caches on the way
     fetch_lines: Any  # of STEP_BYTES, in each step: a multiple of FETCHED_AT_ONCE, or 0

@@ -94,7 +94,7 @@ def multiply(
     a: Any,
     a_row: Any,
     b_start: Any,
-    b_once: Any,
+    goes_by: Any,
     row_bytes: Any,
     fetch: Any,
     fetch_lines: Any,
@@ -174,11 +174,11 @@ def finish(
     out_row: Any,
 ) -> Any:
     """Store the sums of one or two A as `num_rows` rows of results for 16 or 32 columns, which `out_row` bytes are
-    between. Those of an A have a tile for each of `num_b` B; the first is stored.
+    between. The sums of the second A lie `num_b` tiles behind those of the first.
 
-    `product`, `num_digits`, `num_a` and `num_b` are constants. For more digits than one, the first two tiles of an A
-    are joined, and x_meta (float32, then for either digit what products of vectors start from, int32) and scales (of
-    the columns) multiply. bias (float32) is added. `short`: results are rounded to bfloat16.
+    `product`, `num_digits`, `num_a` and `num_b` are constants. In two digits an A has a tile for each, and x_meta
+    (float32, then for either digit what products of vectors start from, int32) and scales multiply. bias is added; it
+    and scales are float32, for each of the columns. `short`: results are rounded to bfloat16.
     """
     digits, in_vectors = num_digits.literal_value, product.literal_value in FORMATS
     count, tiles_between = num_a.literal_value, num_b.literal_value
@@ -211,9 +211,9 @@ def _results(b: ir.IRBuilder, num_digits: int, in_vectors: bool, sums: Any, x_me
     places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
     if num_digits == 1:
         return [load(b, place, FLOATS) for place in places]
-    tiles = [[load(b, b.add(place, INT64(TILE_BYTES * i)), INTS) for place in places] for i in range(2)]
+    tiles = [[load(b, b.add(place, INT64(TILE_BYTES * i)), INTS) for place in places] for i in range(num_digits)]
     if in_vectors:
-        starts = [load(b, b.add(x_meta, INT64(STEP_BYTES * (1 + i))), INTS) for i in range(2)]
+        starts = [load(b, b.add(x_meta, INT64(STEP_BYTES * (1 + i))), INTS) for i in range(num_digits)]
         tiles = [[b.add(column, start) for column in tile] for tile, start in zip(tiles, starts, strict=True)]
     x_scale = load(b, x_meta, FLOATS)
     columns = [join_digits(b, *digits) for digits in zip(*tiles, strict=True)]

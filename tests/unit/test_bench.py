@@ -51,6 +51,7 @@ def test_goodput_counts_requests_that_keep_every_objective() -> None:
     assert num_good(timings, [Objective.parse("e2e:1200")]) == 3
     summary = summarize(timings, None, rate=2.0, num_good=3)
     assert (summary.level, summary.good_requests_per_s) == ("2/s", 2.0)
+    assert summary.tpot_ms.p50 == pytest.approx(250.0)  # of the first three: the others have nothing to wait for
     assert (summarize(timings, 4).level, summarize(timings, 4).good_requests_per_s) == ("4", None)
 
 
