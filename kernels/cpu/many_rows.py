@@ -336,12 +336,11 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
                     meta, scales = a[_X_META] + 4 * (row // TILE) * _META_WORDS, a[_SCALES] + 4 * first_column
                     out = a[_OUT] + (row * out_features + first_column) * size
                     biases, out_row = bias.ctypes.data, out_features * size
-                    if num_a == 2 and num_b == 2:
-                        finish(product, num_digits, 2, 2, place, rows, meta, scales, biases, short, out, out_row)
-                    elif num_a == 2:
-                        finish(product, num_digits, 2, 1, place, rows, meta, scales, biases, short, out, out_row)
-                    else:  # there is no second A to be found
-                        finish(product, num_digits, 1, 1, place, rows, meta, scales, biases, short, out, out_row)
+                    a_sums = num_b * TILE_BYTES
+                    if num_a == 2:
+                        finish(product, num_digits, 2, place, a_sums, rows, meta, scales, biases, short, out, out_row)
+                    else:
+                        finish(product, num_digits, 1, place, a_sums, rows, meta, scales, biases, short, out, out_row)
         end(product)
         # They live until here: Numba does not see who has their addresses.
         memory[0] = bias[0] = 0

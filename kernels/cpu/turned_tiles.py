@@ -163,8 +163,8 @@ def finish(
     product: Any,
     num_digits: Any,
     num_a: Any,
-    num_b: Any,
     sums: Any,
+    a_sums: Any,
     num_rows: Any,
     x_meta: Any,
     scales: Any,
@@ -174,20 +174,20 @@ def finish(
     out_row: Any,
 ) -> Any:
     """Store the sums of one or two A as `num_rows` rows of results for 16 or 32 columns, which `out_row` bytes are
-    between. The sums of the second A lie `num_b` tiles behind those of the first.
+    between. The sums of the second A lie `a_sums` bytes behind those of the first.
 
-    `product`, `num_digits`, `num_a` and `num_b` are constants. In two digits an A has a tile for each, and x_meta
+    `product`, `num_digits` and `num_a` are constants. In two digits an A has a tile for each, and x_meta
     (float32, then for either digit what products of vectors start from, int32) and scales multiply. bias is added; it
     and scales are float32, for each of the columns. `short`: results are rounded to bfloat16.
     """
     digits, in_vectors = num_digits.literal_value, product.literal_value in FORMATS
-    count, tiles_between = num_a.literal_value, num_b.literal_value
+    count = num_a.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, _, _, sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
+        _, _, _, sums, a_sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
         columns = []
         for a in range(count):
-            first = b.add(sums, INT64(a * tiles_between * TILE_BYTES))
+            first = b.add(sums, b.mul(a_sums, INT64(a)))
             columns += _results(b, digits, in_vectors, first, x_meta, b.add(scales, INT64(STEP_BYTES * a)))
         columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
         with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
@@ -203,7 +203,7 @@ def finish(
                     _store_rows(b, rows, num_rows, b.add(out, INT64(STEP_BYTES * a)), out_row)
         return context.get_dummy_value()
 
-    return types.void(product, num_digits, num_a, num_b, *[types.int64] * 8), generate
+    return types.void(product, num_digits, num_a, *[types.int64] * 9), generate
 
 
 def _results(b: ir.IRBuilder, num_digits: int, in_vectors: bool, sums: Any, x_meta: Any, scales: Any) -> list[Any]:
