@@ -15,6 +15,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from .elementwise import Rotation
     from .ops import AttentionMetadata
+    from .packed import Packing
     from .sampling import Draws
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,12 @@ class Backend(Protocol):
     def linear_int8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor: ...
 
     def linear_fp8(self, x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor: ...
+
+    def linear_packed(self, x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor: ...
+
+    def lay_out_packed(self, rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor: ...
+
+    def fits_packed(self, shape: tuple[int, int], dtype: torch.dtype) -> bool: ...
 
     def experts(
         self,

@@ -32,6 +32,7 @@ from torch import Tensor
 from . import fp8
 from .activation import ACTIVATIONS
 from .dispatch import backend_for
+from .packed import Packing
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 CACHE_DTYPES = (*DTYPES, fp8.DTYPE)
@@ -192,6 +193,33 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
     """`linear_int8` with weights in `fp8.DTYPE`."""
     return backend_for(x.device).linear_fp8(x, weight, scales, bias)
+
+
+def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
+    """x @ unpack(weight).T + bias, in the dtype of `x`, to which the numbers of the weight are rounded.
+
+    The same as `linear` with these numbers, which are never all in memory.
+
+    Args:
+        x: [num_rows, in_features], float32 or bfloat16.
+        weight: [out_features, packing.row_bytes(in_features)] uint8, contiguous, as `lay_out_packed` orders it.
+        bias: [out_features], the dtype of `x`.
+    Returns [num_rows, out_features], a new tensor.
+    """
+    return backend_for(x.device).linear_packed(x, weight, packing, bias)
+
+
+def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """Packed rows in the order in which a backend wants them to multiply them with what has this dtype.
+
+    rows: [num_rows, row_bytes] uint8; their number is a multiple of `packed.ROWS`. Returns as many bytes.
+    """
+    return backend_for(rows.device).lay_out_packed(rows, packing, dtype)
+
+
+def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether it pays to keep a weight [out_features, in_features] packed, to multiply it with what has this dtype."""
+    return backend_for(device).fits_packed(shape, dtype)
 
 
 def experts(

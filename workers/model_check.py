@@ -13,6 +13,7 @@ from quire.engine.kv_cache_groups import policy_for
 from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
 from quire.engine.model_source import Implementation, ModelInfo
 
+from .layers.parameter import num_bytes, num_weights
 from .loader.kv_scales import kv_scales
 from .memory_profile import free_bytes, kv_cache_bytes
 from .models.sizes import check_ranks
@@ -78,8 +79,8 @@ class ModelCheck:
 def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
     """Raises `ConfigError` when the model cannot work wherever it runs: its tensors do not match, or cannot be cut."""
     check_ranks(config, info)
-    blueprint = blueprint_for(config.model, info)
     device = resolve_device(config.model.device)
+    blueprint = blueprint_for(config.model, info, device)
     dtype = resolve_dtype(config.model.dtype, device, info)
     grid = Grid.of(config.parallel)
     with building(torch.device("meta"), dtype):
@@ -87,7 +88,7 @@ def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
         ranks = [blueprint.build(ParallelContext(rank, grid)) for rank in range(grid.world_size)]
     if config.model.load_format != "dummy":
         blueprint.check(whole, info)
-    weight_bytes = tuple(sum(p.nbytes for p in rank.parameters()) for rank in ranks)
+    weight_bytes = tuple(num_bytes(rank.parameters()) for rank in ranks)
     kv_scales(config, info, len(whole.kv_cache_specs(1, dtype)))
     cache_dtype = resolve_cache_dtype(config, dtype)
     specs = ranks[0].kv_cache_specs(config.cache.block_size, cache_dtype)
@@ -107,7 +108,7 @@ def check_model(config: EngineConfig, info: ModelInfo) -> ModelCheck:
         implementation=blueprint.implementation,
         format=info.format,
         max_model_len=info.max_model_len,
-        num_parameters=sum(p.numel() for p in whole.parameters()),
+        num_parameters=num_weights(whole.parameters()),
         dtype=str(dtype).removeprefix("torch."),
         cache_dtype=str(cache_dtype).removeprefix("torch."),
         device=str(device),

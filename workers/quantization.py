@@ -1,4 +1,4 @@
-"""Weights in fewer bits than they were stored with: `model.quantization`."""
+"""Weights in 8 bits (`model.quantization`), or in as few as their file has."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from torch import nn
 from quire.engine.config import ModelConfig, Quantization
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import Implementation, ModelInfo
+from quire.kernels.packed import Packing
 
 from .blueprints import NativeBlueprint, blueprint_of
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .layers.moe import ExpertWeights
-from .layers.parameter import Fp8Parameter, Int8Parameter, ScaledParameter
+from .layers.parameter import Fp8Parameter, Int8Parameter, PackedParameter, ScaledParameter, ShardedParameter
+from .loader.load import packings
 from .models.decoder import Decoder
 from .models.model import Blueprint
 from .parallel import ParallelContext
@@ -27,10 +29,14 @@ _QUANTIZED = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, E
 _PARAMETERS: Mapping[Quantization, type[ScaledParameter]] = {"int8": Int8Parameter, "fp8": Fp8Parameter}
 
 
-def blueprint_for(config: ModelConfig, info: ModelInfo) -> Blueprint:
+def blueprint_for(config: ModelConfig, info: ModelInfo, device: torch.device) -> Blueprint:
     """How a model is built as it is configured. Raises `ConfigError` like `blueprint_of`, and where it cannot be."""
     blueprint = blueprint_of(info)
-    return blueprint if config.quantization is None else quantized(blueprint, config.quantization)
+    if config.quantization is not None:
+        return quantized(blueprint, config.quantization)
+    if isinstance(blueprint, NativeBlueprint) and info.format == "gguf" and config.load_format != "dummy":
+        return PackedBlueprint.of(blueprint, info, device)
+    return blueprint
 
 
 def quantized(blueprint: Blueprint, kind: Quantization) -> Blueprint:
@@ -41,6 +47,57 @@ def quantized(blueprint: Blueprint, kind: Quantization) -> Blueprint:
             "quantize. Leave the option out."
         )
     return QuantizedBlueprint(blueprint, kind)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBlueprint:
+    """A native model whose large matrices stay packed as they are in their file, where kernels multiply them so.
+
+    That is exact: it computes what it would with the same numbers unpacked.
+    """
+
+    native: NativeBlueprint
+    packings: Mapping[tuple[str, str], Packing | None]  # of each (parameter, piece)
+    device: torch.device  # that the model will be on
+
+    @classmethod
+    def of(cls, native: NativeBlueprint, info: ModelInfo, device: torch.device) -> PackedBlueprint:
+        """Raises `ConfigError` where the checkpoint does not fit."""
+        with torch.device("meta"):
+            whole = native.build(ParallelContext())
+        return cls(native, packings(whole, native.family, info), device)
+
+    @property
+    def architecture(self) -> str:
+        return self.native.architecture
+
+    @property
+    def implementation(self) -> Implementation:
+        return self.native.implementation
+
+    def build(self, parallel: ParallelContext) -> Decoder:
+        model = self.native.build(parallel)
+        embedding, head = getattr(model, "embedding", None), getattr(model, "head", None)
+        for name, module in model.named_modules():
+            if isinstance(module, ColumnParallelLinear | RowParallelLinear) or module is head:
+                weight: ShardedParameter = module.weight  # type: ignore[union-attr]
+                packing = self._packing(f"{name}.weight", weight)
+                if packing is not None:
+                    # Nothing was written to the weight yet, so the memory that it asked for was never touched.
+                    packed = PackedParameter.like(weight, packing, is_looked_up=module is embedding)
+                    module.weight = packed  # type: ignore[union-attr]
+        return model
+
+    def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:
+        """How it stays packed. Its pieces share one matrix, so that they must be packed alike."""
+        packing, *others = {self.packings[name, piece] for piece in weight.pieces}
+        return packing if not others and PackedParameter.can_pack(weight, self.device) else None
+
+    def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
+        self.native.load(model, info, progress=progress)
+
+    def check(self, model: Decoder, info: ModelInfo) -> None:
+        self.native.check(model, info)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from .decode_graphs import CudaGraphBackend
 from .kv_cache import allocate_kv_cache
 from .launched_step import LaunchedStep
 from .layers.attention import KVScales
+from .layers.parameter import num_bytes
 from .loader.kv_scales import kv_scales
 from .loader.load import load_dummy
 from .malloc import keep_freed_memory
@@ -71,9 +72,9 @@ class Worker:
             # What a split product adds up in two bytes depends on how it is split.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        blueprint = blueprint_for(self._config.model, self._info)
+        blueprint = blueprint_for(self._config.model, self._info, self.device)
         with building(torch.device("meta"), self.dtype):
-            weight_bytes = sum(p.nbytes for p in blueprint.build(self._parallel).parameters())
+            weight_bytes = num_bytes(blueprint.build(self._parallel).parameters())
         check_weights_fit(weight_bytes, self.device, self._info.name)
         with building(self.device, self.dtype):
             model = blueprint.build(self._parallel)

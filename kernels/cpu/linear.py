@@ -13,6 +13,9 @@ Weights come in three precisions:
     bfloat16    x as well; products and sums in float32
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
+Those that are packed (`kernels.packed`) are float32 or bfloat16 to whoever multiplies them (`panels`; `many_rows`, in
+matrix tiles): the same sums of the same numbers, which are unpacked block by block, into a core's caches.
+
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
 and those of more than MAX_ROWS are its, and so are weights of other sizes than `_fits` and `many_rows.fits` name.
@@ -31,7 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import few_rows, many_rows
+from ..packed import Packing
+from . import few_rows, many_rows, packed_tiles, panels
 from .features import dots_are_fast
 from .intrinsics import IS_X86
 from .recording import as_one_action
@@ -85,6 +89,30 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_fp8`. CPUs have no instruction that reads such numbers: less memory, not more speed."""
     return _widened(x, weight, scales, bias, x.dtype)
+
+
+def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor:
+    """See `ops.linear_packed`."""
+    if len(x) == 0:
+        return x.new_empty(0, len(weight))
+    if _in_matrix_tiles(x.dtype):
+        return many_rows.linear(x, weight, None, bias, least_rows=1, packing=packing)
+    return panels.linear(x, weight, bias, packing)
+
+
+def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """See `ops.lay_out_packed`."""
+    return packed_tiles.lay_out(rows, packing) if _in_matrix_tiles(dtype) else panels.lay_out(rows, packing)
+
+
+def fits_packed(shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """See `ops.fits_packed`."""
+    return dtype in _COMPILED and panels.fits(*shape)
+
+
+def _in_matrix_tiles(dtype: torch.dtype) -> bool:
+    """Whether packed weights that become this are multiplied so."""
+    return dtype == torch.bfloat16 and products(dtype)[:1] == ("tdpbf16ps",)
 
 
 def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

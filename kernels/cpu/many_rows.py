@@ -14,7 +14,7 @@ tiles).
 
 They are multiplied in the CPU's own matrix tiles, where it has them for the type of the weight, or in vectors. Where
 neither is fast for that type, 32 rows of the weight become float32, times their scales, each time that they are read:
-many rows share the work.
+many rows share the work. So become those of a packed weight (`packed_tiles`) bfloat16, for matrix tiles.
 A row's result does not depend on the rows beside it: a sum of float32 takes its products in the order of
 `tile_product`, one of bfloat16 in that of `in_features`, and whole numbers have none.
 """
@@ -31,11 +31,13 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
+from ..packed import Packing
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import pointer
 from .matrix_tiles import configuration
+from .packed_tiles import unpack_panel
 from .recording import CompiledCall, Rows
 from .rows import load_row
 from .sources import digest_of
@@ -70,7 +72,7 @@ MANY_PAIRS = 8  # of B, which would push the block of weights out of the first c
 
 _SOURCES = (
     *("call", "claims", "digits", "features", "intrinsics", "rows", "vectors"),
-    *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
+    *("matrix_tiles", "packed_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
 _META_WORDS = (1 + NUM_DIGITS) * TILE  # of TILE rows of x in digits: see `finish`
@@ -105,17 +107,20 @@ def linear(
     bias: Tensor | None,
     product: str | None = None,
     least_rows: int | None = None,
+    packing: Packing | None = None,
 ) -> Tensor:
     """(x @ weight.T) * scales + bias, in the dtype of x, where the weight `fits`.
 
     x [num_rows, in_features] and weight [out_features, in_features]: both float32 or both bfloat16 and no scales, or x
     float32 or bfloat16 and the weight int8. `product`: one of the `products` of the weight's type, the first if None.
     least_rows: from how many on it is this kernel, whoever else has some for fewer; None if that is not all.
+    packing: of a weight [out_features, row_bytes] as `packed_tiles` has it, where x is bfloat16 and matrix tiles are.
     """
-    x, product = x.contiguous(), product or products(weight.dtype)[0]
+    kind = weight.dtype if packing is None else x.dtype
+    x, product = x.contiguous(), product or products(kind)[0]
     (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
     out = x.new_empty(num_rows, out_features)
-    kernel = _kernel(product, weight.dtype, x.dtype)
+    kernel = _kernel(product, kind, x.dtype, "" if packing is None else packing.name)
     num_groups, row_bytes = -(-num_rows // TILE), in_features * kernel.itemsize
     turned = torch.empty(kernel.num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
@@ -135,7 +140,7 @@ def linear(
         num_rows,
         out_features,
         row_bytes,
-        in_features * weight.itemsize,
+        weight.shape[1] * weight.itemsize,
         x.dtype == torch.bfloat16,
         _CONFIGURATION.ctypes.data,
         num_threads,
@@ -143,6 +148,18 @@ def linear(
     )
     rows = None if least_rows is None else (Rows(8 * _NUM_ROWS),)
     run_call(CompiledCall(kernel.multiply, arguments, claims, rows, is_idempotent=True, least_rows=least_rows or 1))
+    return out
+
+
+def turned(x: Tensor) -> Tensor:
+    """x [num_rows, in_features], float32 or bfloat16, as float32 in groups of TILE rows, which are turned (see
+    `tile_product`). What a last group has no rows for is unspecified."""
+    x, (num_rows, in_features) = x.contiguous(), x.shape
+    out = torch.empty(-(-num_rows // TILE) * TILE * in_features, dtype=torch.float32)
+    _kernel("float32", x.dtype, x.dtype, "").turn(
+        num_rows, TILE * in_features,
+        x.data_ptr(), x.itemsize, in_features, out.data_ptr(), 0, num_rows, per=TILE, also="num_x",
+    )  # fmt: skip
     return out
 
 
@@ -168,7 +185,7 @@ class _Kernel(NamedTuple):
 
 
 @cache
-def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
+def _kernel(product: str, weight: torch.dtype, x: torch.dtype, packing: str) -> _Kernel:
     """Compiled when it is first asked for, as not every CPU can; kept on disk."""
     sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
     in_digits = weight == torch.int8 and itemsize == 1
@@ -176,7 +193,7 @@ def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
     run = _run(product, weight)
     turn = _turn_digits_worker(sources) if in_digits else _turn_worker(run, x.itemsize < itemsize, sources)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
-    multiply = _multiply_worker(product, run, num_digits, widened, sources)
+    multiply = _multiply_worker(product, run, num_digits, widened, packing, sources)
     turn_function = RowFunction(turn, _TURN, _TURN_NS[in_digits], is_idempotent=True)
     return _Kernel(turn_function, multiply.ctypes, num_digits, itemsize)
 
@@ -276,9 +293,11 @@ def _widen(size: int, weight: int, scales: int, rows: Any) -> None:
 
 
 @cache
-def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sources: str) -> Any:
-    """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
+def _multiply_worker(product: str, run: int, num_digits: int, widened: int, packing: str, sources: str) -> Any:
+    """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is. `packing`:
+    of one that becomes bfloat16, or ""."""
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
+    is_packed = packing != ""
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -293,13 +312,15 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
         num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
-        goes_by = B_GOES_BY if chunk_pairs >= MANY_PAIRS else A_GOES_BY if chunk_pairs == 1 else 0
+        goes_by = B_GOES_BY if chunk_pairs >= MANY_PAIRS else A_GOES_BY if chunk_pairs == 1 and not is_packed else 0
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         block_lines = BLOCK * weight_row // row_bytes  # in each step
         fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(BLOCK, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         wide = np.empty((BLOCK if widened else 0, row_bytes // 4), np.float32)
+        unpacked = np.empty(BLOCK * row_bytes + STEP_BYTES if is_packed else 0, np.int8)
+        numbers = (unpacked.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         item, lap = -1, 0
         begin(product, a[_CONFIG])
         while True:
@@ -311,6 +332,10 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
             num_a = min(2, (out_features - first_column) // TILE)
             fetch, lines = w + BLOCK * weight_row, fetched  # the next block, on the way through this one
             fetch_end = fetch + BLOCK * weight_row
+            if is_packed:
+                for i in range(num_a):
+                    unpack_panel(packing, w + i * TILE * weight_row, row_bytes, numbers + i * TILE * row_bytes)
+                w, lines = numbers, 0
             if widened:
                 _widen(widened, w, a[_SCALES] + 4 * first_column, wide[: num_a * TILE])
                 w = wide.ctypes.data
@@ -346,5 +371,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         memory[0] = bias[0] = 0
         if widened:
             wide[0, 0] = 0
+        if is_packed:
+            unpacked[0] = 0
 
     return worker

@@ -28,7 +28,8 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-BFLOATS = ir.VectorType(_BFloat(), LANES * 2)
+BFLOAT = _BFloat()
+BFLOATS = ir.VectorType(BFLOAT, LANES * 2)
 
 
 def call(b: ir.IRBuilder, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
@@ -131,6 +132,24 @@ def from_bfloat16(b: ir.IRBuilder, halves: Any) -> Any:
     return b.bitcast(b.shl(wide, splat(wide.type, 16)), ir.VectorType(FLOAT, count))
 
 
+def widen_halves(b: ir.IRBuilder, halves: Any) -> Any:
+    """float16, as int16, become float32: by whole numbers, as not every CPU has an instruction.
+
+    An exponent of float16 is 112 less. Subnormal numbers are given the first one above theirs, and lose it again by a
+    subtraction: to multiply them would take a hundred cycles.
+    """
+    ints = ir.VectorType(INT32, halves.type.count)
+    floats, bits = ir.VectorType(FLOAT, halves.type.count), b.zext(halves, ints)
+    magnitude = b.shl(b.and_(bits, splat(ints, 0x7FFF)), splat(ints, 13))
+    normal = b.add(magnitude, splat(ints, 112 << 23))
+    least = splat(ints, 113 << 23)
+    subnormal = b.bitcast(b.fsub(b.bitcast(b.add(magnitude, least), floats), b.bitcast(least, floats)), ints)
+    number = b.select(b.icmp_signed("<", magnitude, splat(ints, 0x400 << 13)), subnormal, normal)
+    is_finite = b.icmp_signed("<", magnitude, splat(ints, 0x7C00 << 13))
+    number = b.select(is_finite, number, b.or_(magnitude, splat(ints, 0x7F800000)))
+    return b.bitcast(b.or_(number, b.shl(b.and_(bits, splat(ints, 0x8000)), splat(ints, 16))), floats)
+
+
 def to_bfloat16(b: ir.IRBuilder, values: Any) -> Any:
     """To the nearest, ties to even, like torch; NaN stays NaN."""
     ints = ir.VectorType(INT32, values.type.count)
@@ -149,9 +168,22 @@ def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any) -> Any:
     if "avx512bf16" not in cpu_features():
         lower, upper = (b.zext(to_bfloat16(b, vector), INTS) for vector in (low, high))
         return b.or_(lower, b.shl(upper, splat(INTS, 16)))
-    together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
-    both = b.bitcast(together, ir.VectorType(INT16, LANES * 2))
+    both = _to_bfloat16_by_instruction(b, low, high)
     return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)]), INTS)
+
+
+def to_bfloat16_row(b: ir.IRBuilder, low: Any, high: Any, address: Any) -> None:
+    """Store two vectors of float32 one behind the other, as bfloat16: see `to_bfloat16_pairs`."""
+    if "avx512bf16" in cpu_features():
+        store(b, _to_bfloat16_by_instruction(b, low, high), address)
+    else:
+        store(b, to_bfloat16(b, low), address)
+        store(b, to_bfloat16(b, high), b.add(address, INT64(2 * LANES)))
+
+
+def _to_bfloat16_by_instruction(b: ir.IRBuilder, low: Any, high: Any) -> Any:
+    together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
+    return b.bitcast(together, ir.VectorType(INT16, LANES * 2))
 
 
 def turn_words(b: ir.IRBuilder, columns: list[Any]) -> list[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from ..packed import BLOCK, ROWS, Packing, unpack
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -19,3 +22,18 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_int8`."""
     return linear(x, weight.float() * scales[:, None], bias)
+
+
+def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor:
+    """See `ops.linear_packed`."""
+    return linear(x, unpack(weight, packing).to(x.dtype), bias)
+
+
+def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:
+    """See `ops.lay_out_packed`: as they are."""
+    return rows
+
+
+def fits_packed(shape: tuple[int, int], _dtype: torch.dtype) -> bool:
+    """See `ops.fits_packed`."""
+    return shape[0] % ROWS == 0 and shape[1] % BLOCK == 0

@@ -2,7 +2,7 @@
 
 Weights in the dtype of the model are the vendor's GEMM's, which a kernel of ours would have to beat first. Weights in 8
 bits are read as they are, by a kernel that widens a tile on its way to the matrix instruction: half the bytes of
-bfloat16 where bytes are what a step waits for.
+bfloat16 where bytes are what a step waits for. No kernel reads packed weights: `fits_packed` says so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from ..packed import Packing, unpack
 from . import tiles
 from .linear_kernels import weight8_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
@@ -30,6 +31,21 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_fp8`."""
     return _linear_weight8(x, weight.view(torch.uint8), scales, bias, e4m3_format(x.device))
+
+
+def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor:
+    """See `ops.linear_packed`."""
+    return F.linear(x, unpack(weight, packing).to(x.dtype), bias)
+
+
+def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:
+    """See `ops.lay_out_packed`: as they are."""
+    return rows
+
+
+def fits_packed(_shape: tuple[int, int], _dtype: torch.dtype) -> bool:
+    """See `ops.fits_packed`: never."""
+    return False
 
 
 def _linear_weight8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_format: int) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Protocol, Self, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.kernels import fp8, ops
+from quire.kernels.packed import BLOCK, ROWS, Packing
 
 from ..models.spec import WHOLE
 
@@ -25,6 +26,16 @@ class TensorSource(Protocol):
 
     def read(self, index: Index) -> Tensor:
         """The part that `index` (one slice per dimension, with bounds and step 1) cuts out, touching little else."""
+        ...
+
+
+class PackedSource(TensorSource, Protocol):
+    """One that is packed in its file."""
+
+    packing: Packing
+
+    def read_packed(self, index: Index) -> Tensor:
+        """The part that `index` cuts out, in whole blocks: [num_rows, row_bytes] uint8. See `kernels.packed`."""
         ...
 
 
@@ -75,6 +86,65 @@ class ShardedParameter(nn.Parameter):
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size], rows of this matrix."""
         return F.embedding(token_ids, self)
+
+    @property
+    def num_weights(self) -> int:
+        """Numbers in it, however they are stored."""
+        return self.numel()
+
+    @property
+    def num_bytes(self) -> int:
+        """That they take."""
+        return self.nbytes
+
+
+class PackedParameter(ShardedParameter):
+    """A matrix as packed as in its file, whose numbers are those that it would have unpacked. In memory, each row is
+    `packing.row_bytes` long; the order of bytes is a backend's (`ops.lay_out_packed`)."""
+
+    packing: Packing
+    computed: torch.dtype  # of what multiplies the matrix, and of its numbers
+    numbers: Tensor | None = None  # the matrix unpacked, where rows of it are looked up
+
+    @classmethod
+    def like(cls, parameter: ShardedParameter, packing: Packing, *, is_looked_up: bool) -> Self:
+        """Room for the same pieces, which have a form that `can_pack` allows."""
+        num_rows, num_columns = parameter.shape
+        made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
+        made.packing, made.computed = packing, parameter.dtype
+        made.numbers = parameter.data if is_looked_up else None
+        return made
+
+    @staticmethod
+    def can_pack(parameter: ShardedParameter, device: torch.device) -> bool:
+        """Whether its pieces can be cut out in whole blocks, and it pays to multiply them so on a device."""
+        pieces, (num_rows, num_columns) = parameter.pieces.values(), parameter.shape
+        ends = [(piece.target[0].stop, ROWS) for piece in pieces]
+        ends += [(end, BLOCK) for piece in pieces for end in (piece.source[1].start, piece.source[1].stop)]
+        fits = ops.fits_packed((num_rows, num_columns), parameter.dtype, device)
+        return fits and all(end % size == 0 for end, size in ends)
+
+    def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
+        if self.numbers is not None:
+            ShardedParameter(self.numbers, self.pieces).weight_loader(source, piece)
+        place, packed = self.pieces[piece], cast(PackedSource, source)
+        rows = packed.read_packed(place.source)
+        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing, self.computed)
+
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.linear_packed(x, self.data, self.packing, bias)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        assert self.numbers is not None
+        return F.embedding(token_ids, self.numbers)
+
+    @property
+    def num_weights(self) -> int:
+        return len(self) * self.packing.num_numbers(self.shape[1])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.nbytes + (0 if self.numbers is None else self.numbers.nbytes)
 
 
 class ScaledParameter(ShardedParameter):
@@ -146,6 +216,16 @@ class Fp8Parameter(ScaledParameter):
     @staticmethod
     def _rounded(values: Tensor) -> Tensor:
         return fp8.quantize(values, 1.0)
+
+
+def num_weights(parameters: Iterable[nn.Parameter]) -> int:
+    """Numbers in them, however they are stored."""
+    return sum(p.num_weights if isinstance(p, ShardedParameter) else p.numel() for p in parameters)
+
+
+def num_bytes(parameters: Iterable[nn.Parameter]) -> int:
+    """That they take in memory."""
+    return sum(p.num_bytes if isinstance(p, ShardedParameter) else p.nbytes for p in parameters)
 
 
 def replicated(shape: tuple[int, ...]) -> dict[str, Piece]:

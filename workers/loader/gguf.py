@@ -16,6 +16,7 @@ from torch import Tensor
 
 from quire.engine.errors import ConfigError
 from quire.engine.gguf_file import GGUFTensor, read_gguf
+from quire.kernels.packed import BLOCK, PACKINGS, Packing
 
 from ..layers.parameter import Index, TensorSource
 
@@ -34,6 +35,7 @@ _LLAMA_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _INTERLEAVED_IN_FILE = ("attn_q", "attn_k")
+_PACKINGS = {2: PACKINGS["q4_0"], 3: PACKINGS["q4_1"], 8: PACKINGS["q8_0"]}  # by ggml's tensor types
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +54,45 @@ class _GGUFSource:
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape
 
+    @property
+    def packing(self) -> Packing | None:
+        """How it is packed, if kernels know it."""
+        return _PACKINGS.get(self.tensor.type_id) if len(self.shape) == 2 else None
+
     def read(self, index: Index) -> Tensor:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+        from gguf import GGMLQuantizationType
         from gguf.quants import dequantize
 
-        kind = GGMLQuantizationType(self.tensor.type_id)
-        block_size, block_bytes = GGML_QUANT_SIZES[kind]
-        *_, row_length = self.shape
-        row_bytes = row_length // block_size * block_bytes
-        first, last = (index[0].start, index[0].stop) if len(index) > 1 else (0, 1)
-        start, stop = self.tensor.offset + first * row_bytes, self.tensor.offset + last * row_bytes
-        raw = self.data[start:stop].reshape(last - first, row_bytes)
-        values: npt.NDArray[Any] = dequantize(raw, kind)
-        if self.head_dim is not None:
-            pairs = values.reshape(-1, self.head_dim // 2, 2, row_length)
-            values = pairs.swapaxes(1, 2).reshape(last - first, row_length)
-        values = values[:, index[-1]] if len(index) > 1 else values[0, index[0]]
+        rows: npt.NDArray[Any] = dequantize(self._rows(index), GGMLQuantizationType(self.tensor.type_id))
+        rows = self._in_our_order(rows)
+        values = rows[:, index[-1]] if len(index) > 1 else rows[0, index[0]]
         # F32 is not dequantized: `values` is then a window on the file, which torch may not hold.
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+
+    def read_packed(self, index: Index) -> Tensor:
+        """See `PackedSource`. A file has the scale and the least number of a block, if any, before its codes."""
+        assert self.packing is not None
+        raw = self._in_our_order(self._rows(index))
+        blocks = raw.reshape(len(raw), -1, self.packing.block_bytes)
+        blocks = blocks[:, index[1].start // BLOCK : index[1].stop // BLOCK]
+        num_bytes = 2 * self.packing.num_halves
+        halves = [blocks[:, :, i : i + 2].reshape(len(raw), -1) for i in range(0, num_bytes, 2)]
+        return torch.from_numpy(np.concatenate([*halves, blocks[:, :, num_bytes:].reshape(len(raw), -1)], axis=1))
+
+    def _rows(self, index: Index) -> npt.NDArray[np.uint8]:
+        """[num_rows, row_bytes], as they lie in the file; of a vector, one."""
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.tensor.type_id)]
+        row_bytes = self.shape[-1] // block_size * block_bytes
+        first, last = (index[0].start, index[0].stop) if len(index) > 1 else (0, 1)
+        start, stop = self.tensor.offset + first * row_bytes, self.tensor.offset + last * row_bytes
+        return self.data[start:stop].reshape(last - first, row_bytes)
+
+    def _in_our_order(self, rows: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        if self.head_dim is None:
+            return rows
+        return rows.reshape(-1, self.head_dim // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from torch import nn
 
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import ModelInfo
+from quire.kernels.packed import Packing
 
 from ..layers.parameter import ShardedParameter, TensorSource
 from ..models.decoder import Decoder
@@ -58,6 +59,14 @@ def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: b
             parameter.weight_loader(source, piece)
 
         run_all(load, own, info, progress=progress)
+
+
+def packings(model: Decoder, family: Family, info: ModelInfo) -> dict[tuple[str, str], Packing | None]:
+    """How the checkpoint packs each (parameter, piece); None where kernels do not know it. Raises like `load_weights`.
+    `model` is whole, perhaps on the meta device."""
+    with open_checkpoint(info) as sources:
+        plan = _plan(model, family, sources, info)
+        return {filled: getattr(source, "packing", None) for filled, source in plan.items()}
 
 
 def check_weights(model: Decoder, family: Family, info: ModelInfo) -> None:
