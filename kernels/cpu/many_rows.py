@@ -31,7 +31,7 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from ..packed import Packing
+from ..packed import PACKINGS, Packing
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
@@ -187,7 +187,7 @@ class _Kernel(NamedTuple):
 @cache
 def _kernel(product: str, weight: torch.dtype, x: torch.dtype, packing: str) -> _Kernel:
     """Compiled when it is first asked for, as not every CPU can; kept on disk."""
-    sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
+    sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS.get(packing)}", _itemsize(product, weight)
     in_digits = weight == torch.int8 and itemsize == 1
     num_digits = NUM_DIGITS if in_digits else 1
     run = _run(product, weight)

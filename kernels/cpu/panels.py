@@ -69,7 +69,10 @@ STEP = 2  # numbers of a class that a loop takes at once
 AHEAD = 4096  # bytes, of what is unpacked later
 CODES = 8  # of 4 bits, in a lane
 
-_SOURCES = ("claims", "features", "intrinsics", "tile_product", "vectors")
+_SOURCES = (
+    *("call", "claims", "digits", "features", "intrinsics", "many_rows", "packed_tiles"),
+    *("rows", "tile_product", "tiles", "turned_tiles", "vectors"),
+)
 _HALVES = ir.VectorType(INT16, LANES)
 _VECTOR_BYTES = 4 * LANES
 
@@ -132,7 +135,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> 
 
 @cache
 def _entry(packing: str, short: bool) -> Any:
-    return _worker(packing, short, f"{digest_of(*_SOURCES)} {CHUNK_BYTES}").ctypes
+    return _worker(packing, short, f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}").ctypes
 
 
 def _worker(packing: str, short: bool, sources: str) -> Any:

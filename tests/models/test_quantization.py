@@ -144,6 +144,6 @@ def test_on_a_gpu_the_weights_are_never_there_as_they_were_stored(
     made = Int8Parameter.like
     monkeypatch.setattr(Int8Parameter, "like", like)
     monkeypatch.setattr(torch, "get_default_device", lambda: gpu)
-    blueprint_for(ModelConfig(quantization="int8"), model.info).build(ParallelContext())
+    blueprint_for(ModelConfig(quantization="int8"), model.info, torch.device("cpu")).build(ParallelContext())
     assert len(built) > 5
     assert set(built) == {("cpu", gpu)}

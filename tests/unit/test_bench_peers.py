@@ -28,7 +28,9 @@ def comparison() -> Comparison:
     return Comparison(
         limits=[Limits(2, 20.0, 16.0, 0.2, 0.4), Limits(2, 22.0, 24.0, 0.2, 0.4)],
         weight_bytes={"float32": 500_000_000},
+        packed_bytes=100_000_000,
         served=[
+            served(0, "unpacked", ONE, 21.0, 25.0),
             served(0, "quire", ONE, 28.0, 25.0),
             served(0, "vllm", ONE, 10.0, 100.0),
             served(1, "vllm", ONE, 18.0, 100.0),
@@ -50,10 +52,11 @@ def test_tables_show_medians_and_ratios() -> None:
     assert "| sum of 1 GiB, read | 20.0 GB/s |" in text
     assert (
         "| float32 | 128 in, 128 out | 1 | 30.0 | 100 | 37.5 | 50% | 14.0 | 100 | 100.0 | 50% | **2.14×** (aim 1.5×) |"
-        in text
+        " 21.0 | **1.50×** |" in text
     )
-    assert "| float32 | 128 in, 128 out | 8 | 150.0 | 100 | 50.0 | 50% |  |  |  |  |  |" in text
-    assert "| float32 | quire | 33.3 | 40.0 | **83%** |" in text
+    assert "| float32 | 128 in, 128 out | 8 | 150.0 | 100 | 50.0 | 50% |  |  |  |  |  |  |  |" in text
+    assert "| float32 | quire | 33.3 | 200.0 | **17%** |" in text
+    assert "| float32 | unpacked | 50.0 | 40.0 | **125%** |" in text
     assert "| float32 | 8 | 75.0 | 150.0 | **2.00×** (aim 2×) |" in text
     assert "| float32 | 65.0 | 75.0 | **85%** (aim 90%) |" in text
     assert "- vllm float32: 1 of 2 greedy answers" in text
@@ -63,7 +66,7 @@ def test_a_share_of_the_limit_counts_tokens_and_not_events() -> None:
     timing = RequestTiming(0.0, 2.0, (1.0, 1.8, 2.0), num_prompt_tokens=128, num_output_tokens=11)
     kept = Served.of(summarize([timing], 1), 0, "quire", "float32", ONE)
     assert (kept.itl_ms, kept.tpot_ms) == (pytest.approx(500.0), pytest.approx(100.0))
-    only = Comparison(limits=[Limits(2, 20.0, 10.0, 0.2, 0.4)], weight_bytes={"float32": 500_000_000}, served=[kept])
+    only = Comparison(limits=[Limits(2, 20.0, 10.0, 0.2, 0.4)], packed_bytes=500_000_000, served=[kept])
     assert "| float32 | quire | 10.0 | 20.0 | **50%** |" in markdown(only)
 
 

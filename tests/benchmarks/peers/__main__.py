@@ -21,7 +21,7 @@ from quire.engine.errors import QuireError
 from .compare import Comparison, Plan, compare
 from .report import faults, markdown
 
-CONTESTANTS = ("quire", "vllm", "hf")
+CONTESTANTS = ("quire", "unpacked", "vllm", "hf")
 PRECISIONS = ("float32", "bfloat16", "int8")
 
 
@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
         epilog="Example: python -m tests.benchmarks.peers --vllm-python ~/vllm/bin/python --rounds 3 --json peers.json",
     )
     add = parser.add_argument
-    add("--only", type=_names(CONTESTANTS), default=CONTESTANTS, metavar="NAMES", help="default quire,vllm,hf")
+    add("--only", type=_names(CONTESTANTS), default=CONTESTANTS, metavar="NAMES", help="default quire,unpacked,vllm,hf")
     add("--precision", type=_names(PRECISIONS), default=PRECISIONS, metavar="NAMES", help="default all three")
     add("--concurrency", type=_numbers, default=(1, 8, 32), metavar="NUMBERS", help="default 1,8,32")
     add("--hf-batch", type=_numbers, default=(8, 32), metavar="NUMBERS", help="default 8,32")

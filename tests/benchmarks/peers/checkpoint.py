@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from quire.engine.config import ModelConfig
+from quire.engine.gguf_file import read_gguf
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
 from quire.workers.loader.checkpoint import open_checkpoint
@@ -45,6 +46,13 @@ def num_parameters(model: str = "smollm2-135m-instruct") -> int:
     """Tied weights count once: they are read once per token."""
     with open_checkpoint(load_model_info(ModelConfig(model=model))) as sources:
         return sum(math.prod(source.shape) for source in sources.values())
+
+
+def packed_bytes(model: str = "smollm2-135m-instruct") -> int:
+    """What its tensors take in the file itself."""
+    info = load_model_info(ModelConfig(model=model))
+    offsets = sorted(tensor.offset for tensor in read_gguf(info.path).tensors.values())
+    return info.path.stat().st_size - offsets[0]
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

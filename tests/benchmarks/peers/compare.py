@@ -8,10 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from . import answers
-from .checkpoint import export, num_parameters
+from .checkpoint import export, num_parameters, packed_bytes
 from .limits import Limits, measure
 from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, one_wave, workloads
-from .servers import Server, quire_server, running, vllm_server
+from .servers import Server, quire_server, running, unpacked_server, vllm_server
 
 WAVE = 8  # streams over HTTP against as many prompts offline
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -21,7 +21,7 @@ BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1}
 class Plan:
     """What to compare. `folder` is for logs and checkpoints; checkpoints that are there are used again."""
 
-    contestants: Sequence[str]  # of quire, vllm, hf
+    contestants: Sequence[str]  # of quire, unpacked (Quire on the checkpoint that peers read), vllm, hf
     precisions: Sequence[str]
     concurrency: Sequence[int]
     hf_batches: Sequence[int]
@@ -37,7 +37,8 @@ class Comparison:
     """Everything that was measured, in order."""
 
     limits: list[Limits] = field(default_factory=list)  # one per round: the machine drifts
-    weight_bytes: dict[str, int] = field(default_factory=dict)
+    weight_bytes: dict[str, int] = field(default_factory=dict)  # by precision
+    packed_bytes: int = 0  # in the file that quire reads, but in int8
     served: list[Served] = field(default_factory=list)
     waves: list[tuple[str, float, float]] = field(default_factory=list)  # precision, HTTP and offline tokens/s
     hf: list[tuple[str, int, float]] = field(default_factory=list)  # precision, batch, output tokens/s
@@ -49,6 +50,7 @@ def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
     what was measured before is kept."""
     size = num_parameters()
     found.weight_bytes = {precision: size * BYTES_PER_WEIGHT[precision] for precision in plan.precisions}
+    found.packed_bytes = packed_bytes()
     for index in range(plan.rounds):
         say(f"round {index + 1} of {plan.rounds}: the machine's limits")
         found.limits.append(measure(plan.threads))
@@ -76,6 +78,8 @@ def _measure_one(
     if name == "vllm":
         assert plan.vllm_python is not None
         server = vllm_server(plan.vllm_python, export(plan.folder / precision, precision), precision)
+    elif name == "unpacked":
+        server = unpacked_server(export(plan.folder / precision, precision), precision)
     else:
         server = quire_server(precision)
     wave = _load(plan, found, server, precision, index, say)

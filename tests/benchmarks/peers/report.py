@@ -43,8 +43,7 @@ def _limits(found: Comparison) -> str:
 def _served(found: Comparison) -> str:
     rows = []
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
-        ours, peer = (_of(found, name, precision, workload) for name in ("quire", "vllm"))
-        ratio = ours[0] / peer[0] if ours and peer else None
+        ours, unpacked, peer = (_of(found, name, precision, workload) for name in ("quire", "unpacked", "vllm"))
         aim = "" if workload.is_sampled else f" (aim {AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY:g}×)"
         rows.append(
             (
@@ -53,12 +52,19 @@ def _served(found: Comparison) -> str:
                 str(workload.concurrency),
                 *_cells(ours),
                 *_cells(peer),
-                "" if ratio is None else f"**{ratio:.2f}×**{aim}",
+                _ratio(ours, peer) + aim if ours and peer else "",
+                "" if unpacked is None else f"{unpacked[0]:.1f}",
+                _ratio(unpacked, peer),
             )
         )
     measured = ("tok/s", "TTFT ms", "ITL ms", "cached")
     columns = ("precision", "load", "streams", *(f"Quire {m}" for m in measured), *(f"vLLM {m}" for m in measured))
-    return _table((*columns, "tok/s ratio"), rows)
+    return _table((*columns, "tok/s ratio", "Quire unpacked tok/s", "its ratio"), rows)
+
+
+def _ratio(ours: tuple[float, ...] | None, peer: tuple[float, ...] | None) -> str:
+    """Of output tokens/s."""
+    return f"**{ours[0] / peer[0]:.2f}×**" if ours and peer else ""
 
 
 def _cells(values: tuple[float, float, float, float] | None) -> tuple[str, ...]:
@@ -91,10 +97,11 @@ def _share_of_limit(found: Comparison) -> str:
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
         if workload.concurrency != 1 or not workload.is_plain:
             continue
-        limit = bandwidth * 1e9 / found.weight_bytes[precision]
-        for name in ("quire", "vllm"):
+        for name in ("quire", "unpacked", "vllm"):
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
             if chosen:
+                is_packed = name == "quire" and precision != "int8"
+                limit = bandwidth * 1e9 / (found.packed_bytes if is_packed else found.weight_bytes[precision])
                 # What a token costs once the prompt is computed: the limit is one of decoding.
                 rate = 1e3 / median(s.tpot_ms for s in chosen)
                 rows.append((precision, name, f"{rate:.1f}", f"{limit:.1f}", f"**{rate / limit:.0%}**"))

@@ -30,6 +30,9 @@ class PeerError(QuireError):
     """A server did not start: the message ends with the last lines of its log."""
 
 
+_SERVE = (sys.executable, "-m", "quire", "serve", "--port", "{port}")
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """How to start a server. `{port}` in its command is where it is to listen."""
@@ -41,9 +44,13 @@ class Server:
 
 
 def quire_server(precision: str) -> Server:
-    """`quire serve` from this environment, on the default model."""
-    command = (sys.executable, "-m", "quire", "serve", "--port", "{port}", *engine_options(precision))
-    return Server("quire", command, "/ready")
+    """`quire serve` from this environment, on the default model, whose file has its weights packed."""
+    return Server("quire", (*_SERVE, *engine_options(precision)), "/ready")
+
+
+def unpacked_server(checkpoint: Path, precision: str) -> Server:
+    """The same on the checkpoint that peers read, which has a float32 or bfloat16 for each weight."""
+    return Server("unpacked", (*_SERVE, "--model", str(checkpoint), *engine_options(precision)), "/ready")
 
 
 def engine_options(precision: str) -> tuple[str, ...]:
