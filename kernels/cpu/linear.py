@@ -13,8 +13,9 @@ Weights come in three precisions:
     bfloat16    x as well; products and sums in float32
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
-Those that are packed (`kernels.packed`) are float32 or bfloat16 to whoever multiplies them (`panels`; `many_rows`, in
-matrix tiles): the same sums of the same numbers, which are unpacked block by block, into a core's caches.
+Those that are packed (`kernels.packed`) are float32 (`panels`) or, in matrix tiles, bfloat16 (`many_rows`): the same
+sums of the same numbers, which are unpacked part by part, in registers or into a core's caches. Other products of
+bfloat16 with unpacked numbers gained a tenth with one row and lost as much with 16.
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
@@ -95,24 +96,20 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
     """See `ops.linear_packed`."""
     if len(x) == 0:
         return x.new_empty(0, len(weight))
-    if _in_matrix_tiles(x.dtype):
+    if x.dtype == torch.bfloat16:
         return many_rows.linear(x, weight, None, bias, least_rows=1, packing=packing)
     return panels.linear(x, weight, bias, packing)
 
 
 def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
     """See `ops.lay_out_packed`."""
-    return packed_tiles.lay_out(rows, packing) if _in_matrix_tiles(dtype) else panels.lay_out(rows, packing)
+    return packed_tiles.lay_out(rows, packing) if dtype == torch.bfloat16 else panels.lay_out(rows, packing)
 
 
 def fits_packed(shape: tuple[int, int], dtype: torch.dtype) -> bool:
     """See `ops.fits_packed`."""
-    return dtype in _COMPILED and panels.fits(*shape)
-
-
-def _in_matrix_tiles(dtype: torch.dtype) -> bool:
-    """Whether packed weights that become this are multiplied so."""
-    return dtype == torch.bfloat16 and products(dtype)[:1] == ("tdpbf16ps",)
+    in_matrix_tiles = dtype == torch.bfloat16 and products(dtype)[:1] == ("tdpbf16ps",)
+    return (dtype == torch.float32 or in_matrix_tiles) and panels.fits(*shape)
 
 
 def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -133,12 +133,16 @@ def from_bfloat16(b: ir.IRBuilder, halves: Any) -> Any:
 
 
 def widen_halves(b: ir.IRBuilder, halves: Any) -> Any:
-    """float16, as int16, become float32: by whole numbers, as not every CPU has an instruction.
+    """float16, as int16, become float32: by an instruction where the CPU has it.
 
-    An exponent of float16 is 112 less. Subnormal numbers are given the first one above theirs, and lose it again by a
-    subtraction: to multiply them would take a hundred cycles.
+    By whole numbers, an exponent of float16 is 112 less. Subnormal numbers are given the first one above theirs, and
+    lose it again by a subtraction: to multiply them would take a hundred cycles.
     """
     ints = ir.VectorType(INT32, halves.type.count)
+    if "f16c" in cpu_features():
+        return b.fpext(
+            b.bitcast(halves, ir.VectorType(ir.HalfType(), halves.type.count)), ir.VectorType(FLOAT, halves.type.count)
+        )
     floats, bits = ir.VectorType(FLOAT, halves.type.count), b.zext(halves, ints)
     magnitude = b.shl(b.and_(bits, splat(ints, 0x7FFF)), splat(ints, 13))
     normal = b.add(magnitude, splat(ints, 112 << 23))

@@ -100,6 +100,7 @@ def test_a_cpu_with_half_the_registers(caches: Path) -> None:
         f"{here / 'test_linear.py'}::test_every_format_of_this_cpu",
         f"{here / 'test_linear.py'}::test_rows_do_not_depend_on_their_batch",
         f"{here / 'test_linear.py'}::test_the_order_of_a_sum",
+        f"{here / 'test_packed.py'}::test_bits_are_those_of_the_numbers",
         f"{here / 'test_paged_attention.py'}::test_a_token_gets_the_same_bits_however_its_prompt_is_cut",
         f"{here / 'test_paged_attention.py'}::test_a_request_gets_the_same_bits_alone_and_in_a_batch",
         f"{here / 'test_paged_attention.py'}::test_prompts_match_the_reference_and_are_the_same_alone",
@@ -113,6 +114,7 @@ def test_a_cpu_with_wider_registers_and_dot_products(tmp_path: Path) -> None:
     here = Path(__file__).parent
     tests = [
         f"{here / 'test_linear.py'}::test_rows_do_not_depend_on_their_batch",
+        f"{here / 'test_packed.py'}::test_bits_are_those_of_the_numbers",
         f"{here / 'test_paged_attention.py'}::test_prompts_in_bfloat16",
         f"{here / 'test_paged_attention.py'}::test_a_chunk_that_some_lanes_do_not_see",
         f"{here / 'test_paged_attention.py'}::test_bits_of_bfloat16_however_its_prompt_is_cut",

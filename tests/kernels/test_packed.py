@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from quire.kernels import ops
-from quire.kernels.cpu import few_rows, many_rows, panels
+from quire.kernels.cpu import few_rows, many_rows, vectors
 from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
+from quire.kernels.cpu.panel_vectors import FEW, WIDTH
 from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
 from quire.kernels.packed import BLOCK, PACKINGS, Packing, unpack
 
 # (out_features, in_features): an odd number of panels, sums of one span and of more, and parts of a span.
 SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32]
+if products(torch.bfloat16)[:1] == ("tdpbf16ps",):
+    DTYPES.append(torch.bfloat16)  # where it is not multiplied in matrix tiles, weights are unpacked when they are read
 packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
 
 
@@ -41,9 +49,7 @@ def product_of_numbers(x: torch.Tensor, numbers: torch.Tensor, bias: torch.Tenso
     """By a kernel that adds in the same order."""
     if x.dtype == torch.float32:
         return few_rows.linear("float32", x, numbers, None, bias)
-    if products(torch.bfloat16)[:1] == ("tdpbf16ps",):
-        return many_rows.linear(x, numbers, None, bias)
-    return few_rows.linear("bfloat16", x, numbers, None, bias)
+    return many_rows.linear(x, numbers, None, bias)
 
 
 @packings
@@ -113,6 +119,31 @@ def test_nothing_leaves_its_row_or_column(num_rows: int, packing: Packing, dtype
     assert torch.equal(spoilt[rest][:, others], whole[rest][:, others])
 
 
+def test_float16_without_an_instruction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All there are, by whole numbers: CPUs without one would need a function that nobody has."""
+    monkeypatch.setattr(vectors, "cpu_features", frozenset)
+    halves = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+
+    @intrinsic
+    def widen(_typing_context: object, _source: object, _target: object) -> object:
+        def generate(context: Any, b: Any, _signature: object, arguments: Any) -> object:
+            vector = vectors.load(b, arguments[0], ir.VectorType(vectors.INT16, vectors.LANES))
+            vectors.store(b, vectors.widen_halves(b, vector), arguments[1])
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64), generate
+
+    @njit
+    def widen_all(source: int, target: int, count: int) -> None:
+        for i in range(0, count, vectors.LANES):
+            widen(source + 2 * i, target + 4 * i)
+
+    found, expected = torch.empty(65536), halves.view(torch.float16).float()
+    widen_all(halves.data_ptr(), found.data_ptr(), 65536)
+    same = (found.view(torch.int32) == expected.view(torch.int32)) | (found.isnan() & expected.isnan())
+    assert same.all()
+
+
 def test_largest_and_smallest_scales() -> None:
     """All of float16 but what is not a number: infinite numbers meet no zero here."""
     packing = PACKINGS["q8_0"]
@@ -139,7 +170,7 @@ def test_any_number_of_rows_of_a_record(dtype: torch.dtype) -> None:
     x = torch.randn(163, 96).to(dtype)
     with torch.inference_mode():
         record, _ = capture(lambda: ops.linear_packed(x[:41], weight, packing), Pool(), 41, 163, [x])
-        assert record.least_rows == (1 if products(dtype)[:1] == ("tdpbf16ps",) else panels.FEW[-1] + 1)
+        assert record.least_rows == (1 if dtype == torch.bfloat16 else FEW[-1] + 1)
         for num_rows in (163, record.least_rows, 32, 33, 41, 100):
             x.copy_(torch.randn(163, 96))
             found = record.replay(num_rows).clone()
@@ -149,6 +180,7 @@ def test_any_number_of_rows_of_a_record(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("shape", [(40, 96), (16, 96), (48, 80), (48, 16)])
 def test_what_does_not_fit(shape: tuple[int, int]) -> None:
     device = torch.device("cpu")
-    fits = shape == (16, 96) and panels.WIDTH == 1
+    fits = shape == (16, 96) and WIDTH == 1
     assert ops.fits_packed(shape, torch.float32, device) is fits
-    assert not ops.fits_packed((48, 96), torch.float16, device)
+    for dtype in {torch.float16, torch.bfloat16} - set(DTYPES):
+        assert not ops.fits_packed((48, 96), dtype, device)

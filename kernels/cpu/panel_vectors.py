@@ -1,0 +1,281 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, untyped-decorator"
+"""Words to multiply packed panels with (see `panels`), as LLVM vectors: a vector has a number of each row of a panel.
+
+    block of a panel   scales of its 16 rows, their least numbers, codes of 32 numbers
+
+Sums belong to a row of x and to a class of numbers (see `tile_product`). Everything works on addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..packed import BLOCK, PACKINGS, Packing
+from .features import IS_WIDE
+from .tile_product import CLASSES, STEP_BYTES, TILE
+from .vectors import (
+    FLOAT,
+    FLOATS,
+    INT8S,
+    INT16,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    broadcast,
+    call,
+    joined,
+    load,
+    loop_over,
+    prefetch,
+    splat,
+    store,
+    widen_halves,
+)
+
+PANEL = LANES  # rows of the weight
+WIDTH = 2 if IS_WIDE else 1  # panels that `multiply` takes
+SIZES = (12, 8, 4) if IS_WIDE else (6, 4, 2)  # rows of x that it may take
+SUMS = 16 if IS_WIDE else 4  # vectors that leave registers for what `multiply_few` multiplies
+FEW = (1, 2, 3, 4, 6, 8) if IS_WIDE else (1, 2, 4)  # rows of x that it takes: those of a class are no more
+CODES = 8  # of 4 bits, in a lane
+VECTOR_BYTES = 4 * LANES
+AHEAD = 4096  # bytes, of what is fetched into the caches
+STEP = 2  # numbers of a class that a loop takes at once
+
+_HALVES = ir.VectorType(INT16, LANES)
+
+
+class _Block(NamedTuple):
+    """Vectors of the rows' scales and least numbers, and the address of their codes."""
+
+    packing: Packing
+    scale: Any
+    least: Any
+    codes: Any
+
+    @classmethod
+    def at(cls, b: ir.IRBuilder, packing: Packing, address: Any) -> _Block:
+        halves = [load(b, b.add(address, INT64(2 * PANEL * i)), _HALVES) for i in range(packing.num_halves)]
+        scale, *stored = (widen_halves(b, half) for half in halves)
+        least = stored[0] if stored else b.fmul(scale, splat(FLOATS, -8.0))
+        return cls(packing, scale, least, b.add(address, INT64(2 * PANEL * packing.num_halves)))
+
+    def words(self, b: ir.IRBuilder, i: int) -> Any:
+        """CODES of 4 bits for each row."""
+        return load(b, b.add(self.codes, INT64(VECTOR_BYTES * i)), INTS)
+
+    def number(self, b: ir.IRBuilder, words: Any, shift: Any) -> Any:
+        """By the code of each row in its word, so many bits up."""
+        code = b.and_(b.lshr(words, shift), splat(INTS, 15))
+        return _fma(b, b.sitofp(code, FLOATS), self.scale, self.least)
+
+    def number_of_byte(self, b: ir.IRBuilder, number: Any) -> Any:
+        """By codes of 8 bits; which number, int64."""
+        code = b.sext(load(b, b.add(self.codes, b.mul(number, INT64(PANEL))), INT8S), INTS)
+        return b.fmul(b.sitofp(code, FLOATS), self.scale)
+
+
+def _numbers(b: ir.IRBuilder, packing: Packing, address: Any, classes: range) -> Iterator[tuple[int, Any]]:
+    """Those numbers of a block that some classes take: which, and a vector of them."""
+    block, words = _Block.at(b, packing, address), None
+    for number in range(BLOCK):
+        if packing.bits == 4 and number % CODES == 0:
+            words = block.words(b, number // CODES)
+        if number % CLASSES not in classes:
+            continue
+        if packing.bits == 8:
+            yield number, block.number_of_byte(b, INT64(number))
+        else:
+            yield number, block.number(b, words, splat(INTS, 4 * (number % CODES)))
+
+
+def _numbers_of_class(b: ir.IRBuilder, packing: Packing, address: Any, which: Any) -> Iterator[Any]:
+    """Those that one class takes, an int64."""
+    block = _Block.at(b, packing, address)
+    for first in range(0, BLOCK, CLASSES):
+        if packing.bits == 8:
+            yield block.number_of_byte(b, b.add(which, INT64(first)))
+        else:
+            shift = b.trunc(b.mul(b.add(which, INT64(first % CODES)), INT64(4)), INT32)
+            yield block.number(b, block.words(b, first // CODES), broadcast(b, shift, LANES))
+
+
+def _fetch(b: ir.IRBuilder, packing: Packing, address: Any) -> None:
+    """What is unpacked some blocks later."""
+    for line in range(0, PANEL * packing.block_bytes, STEP_BYTES):
+        prefetch(b, b.add(address, INT64(AHEAD + line)), level=2)
+
+
+def _block_at(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Any:
+    """The address of the block whose first number is `k`."""
+    return b.add(panel, b.mul(b.sdiv(k, INT64(BLOCK)), INT64(PANEL * packing.block_bytes)))
+
+
+def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
+    return call(b, "llvm.fma.v16f32", FLOATS, [x, y, z])
+
+
+def _add(b: ir.IRBuilder, is_first: Any, sums: Sequence[Any], place: Any) -> None:
+    """Sums, one after the other, to a total, which begins with those that are first."""
+    total = b.select(is_first, splat(FLOATS, 0.0), load(b, place, FLOATS))
+    for part in sums:
+        total = b.fadd(total, part)
+    store(b, total, place)
+
+
+@intrinsic(prefer_literal=True)
+def unpack(typing_context: Any, packing: Any, which: Any, block: Any, panel_bytes: Any, num_k: Any, out: Any) -> Any:
+    """Write the numbers of one class and WIDTH panels: [number][panel][row of it] float32.
+
+    `packing`, the name of one, is a constant. `block`: address of the first panel's first of whole blocks, which have
+    `num_k` numbers of a row, of all classes; the next panel's lies `panel_bytes` behind it.
+    """
+    form = PACKINGS[packing.literal_value]
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, which, block, panel_bytes, num_k, out = arguments
+        row = VECTOR_BYTES * WIDTH  # bytes
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            for panel in range(WIDTH):
+                place = _block_at(b, form, b.add(block, b.mul(panel_bytes, INT64(panel))), k)
+                start = b.add(b.add(out, b.mul(k, INT64(row // CLASSES))), INT64(VECTOR_BYTES * panel))
+                with b.if_then(b.icmp_signed("==", which, INT64(0))):
+                    _fetch(b, form, place)
+                for i, vector in enumerate(_numbers_of_class(b, form, place, which)):
+                    store(b, vector, b.add(start, INT64(row * i)))
+            return []
+
+        loop_over(b, num_k, BLOCK, [], step)
+        return context.get_dummy_value()
+
+    return types.void(packing, *[types.int64] * 5), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply(typing_context: Any, num_x: Any, numbers: Any, x: Any, num_k: Any, is_first: Any, totals: Any) -> Any:
+    """Add to totals [row of x][panel][row of it] the products of `num_k` numbers of a class and WIDTH panels, as
+    `unpack` writes them, with `num_x` rows of x, a constant of SIZES, which are turned. Totals begin if it `is_first`.
+    """
+    m, n = num_x.literal_value, WIDTH
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, numbers, x, num_k, is_first, totals = arguments
+
+        def step(first: Any, sums: list[Any]) -> list[Any]:
+            sums = list(sums)
+            place = b.add(numbers, b.mul(first, INT64(VECTOR_BYTES * n)))
+            factors = b.add(x, b.mul(first, INT64(4 * TILE)))
+            for k in range(STEP):
+                vectors = [load(b, b.add(place, INT64(VECTOR_BYTES * (k * n + j))), FLOATS) for j in range(n)]
+                for i in range(m):
+                    factor = broadcast(b, load(b, b.add(factors, INT64(4 * (k * TILE + i))), FLOAT), LANES)
+                    for j, vector in enumerate(vectors):
+                        sums[i * n + j] = _fma(b, factor, vector, sums[i * n + j])
+            return sums
+
+        sums = loop_over(b, num_k, STEP, [splat(FLOATS, 0.0)] * (m * n), step)
+        for i, part in enumerate(sums):
+            _add(b, is_first, [part], b.add(totals, INT64(VECTOR_BYTES * i)))
+        return context.get_dummy_value()
+
+    return types.void(num_x, *[types.int64] * 3, types.boolean, types.int64), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_few(
+    typing_context: Any,
+    packing: Any,
+    num_x: Any,
+    block: Any,
+    x: Any,
+    x_row: Any,
+    num_k: Any,
+    is_first: Any,
+    totals: Any,
+) -> Any:
+    """`unpack` and `multiply` in one, of all classes, a panel, and as many rows of x as FEW has, which are as they are,
+    `x_row` bytes from one to the next: no number is stored. Behind `num_x` rows, totals are of no meaning."""
+    form = PACKINGS[packing.literal_value]
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, num_x, block, x, x_row, num_k, is_first, totals = arguments
+        last = b.sub(num_x, INT64(1))
+
+        def of_rows(count: int) -> None:
+            numbers = [b.select(b.icmp_signed("<", INT64(i), last), INT64(i), last) for i in range(count)]
+            rows = [b.add(x, b.mul(x_row, number)) for number in numbers]
+            at_once = max(1, min(CLASSES, SUMS // count))
+            for first in range(0, CLASSES, at_once):
+                of_classes(rows, range(first, first + at_once))
+
+        def of_classes(rows: list[Any], classes: range) -> None:
+            def step(k: Any, sums: list[Any]) -> list[Any]:
+                sums, place = list(sums), _block_at(b, form, block, k)
+                if classes.start == 0:
+                    _fetch(b, form, place)
+                for number, vector in _numbers(b, form, place, classes):
+                    first = (number % CLASSES - classes.start) * len(rows)
+                    offset = b.mul(b.add(k, INT64(number)), INT64(4))
+                    for i, row in enumerate(rows):
+                        factor = broadcast(b, load(b, b.add(row, offset), FLOAT), LANES)
+                        sums[first + i] = _fma(b, factor, vector, sums[first + i])
+                return sums
+
+            sums = loop_over(b, num_k, BLOCK, [splat(FLOATS, 0.0)] * (len(classes) * len(rows)), step)
+            begins = b.and_(is_first, ir.Constant(ir.IntType(1), classes.start == 0))
+            for i in range(len(rows)):
+                _add(b, begins, sums[i :: len(rows)], b.add(totals, INT64(VECTOR_BYTES * i)))
+
+        fewer = 0
+        for count in FEW:
+            fits = b.and_(b.icmp_signed(">", num_x, INT64(fewer)), b.icmp_signed("<=", num_x, INT64(count)))
+            with b.if_then(fits):
+                of_rows(count)
+            fewer = count
+        return context.get_dummy_value()
+
+    return types.void(packing, *[types.int64] * 5, types.boolean, types.int64), generate
+
+
+@intrinsic
+def finish(
+    typing_context: Any,
+    totals: Any,
+    num_panels: Any,
+    num_rows: Any,
+    bias: Any,
+    out: Any,
+    out_row: Any,
+) -> Any:
+    """Store totals, [row of x][panel][row of it], as rows of results, with the bias if its address is not 0."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        totals, num_panels, num_rows, bias, out, out_row = arguments
+        totals_row = b.mul(num_panels, INT64(VECTOR_BYTES))
+
+        def of_panel(panel: Any, _state: list[Any]) -> list[Any]:
+            offset, before = b.mul(panel, INT64(VECTOR_BYTES)), b.block
+            with b.if_then(b.icmp_signed("!=", bias, INT64(0))):
+                given, inside = load(b, b.add(bias, offset), FLOATS), b.block
+            added = joined(b, (splat(FLOATS, -0.0), before), (given, inside))
+
+            def of_row(row: Any, _state: list[Any]) -> list[Any]:
+                total = load(b, b.add(b.add(totals, offset), b.mul(row, totals_row)), FLOATS)
+                store(b, b.fadd(total, added), b.add(b.add(out, offset), b.mul(row, out_row)))
+                return []
+
+            loop_over(b, num_rows, 1, [], of_row)
+            return []
+
+        loop_over(b, num_panels, 1, [], of_panel)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
