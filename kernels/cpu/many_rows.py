@@ -37,7 +37,7 @@ from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import pointer
 from .matrix_tiles import configuration
-from .packed_tiles import unpack_panel
+from .packed_tiles import multiply_packed, unpack_panel
 from .recording import CompiledCall, Rows
 from .rows import load_row
 from .sources import digest_of
@@ -332,9 +332,11 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, pack
             num_a = min(2, (out_features - first_column) // TILE)
             fetch, lines = w + BLOCK * weight_row, fetched  # the next block, on the way through this one
             fetch_end = fetch + BLOCK * weight_row
+            panel, panel_bytes = w, TILE * weight_row
             if is_packed:
-                for i in range(num_a):
-                    unpack_panel(packing, w + i * TILE * weight_row, row_bytes, numbers + i * TILE * row_bytes)
+                if num_pairs > 1:
+                    for i in range(num_a):
+                        unpack_panel(packing, panel + i * panel_bytes, row_bytes, numbers + i * b_bytes)
                 w, lines = numbers, 0
             if widened:
                 _widen(widened, w, a[_SCALES] + 4 * first_column, wide[: num_a * TILE])
@@ -342,7 +344,16 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, pack
             for pair in range(chunk * chunk_pairs, min((chunk + 1) * chunk_pairs, num_pairs)):
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
-                if num_a == 2 and num_b == 2:
+                if is_packed and num_pairs == 1:
+                    if num_a == 2 and num_b == 2:
+                        multiply_packed(packing, 2, 2, panel, panel_bytes, x, row_bytes, sums)
+                    elif num_a == 2:
+                        multiply_packed(packing, 2, 1, panel, panel_bytes, x, row_bytes, sums)
+                    elif num_b == 2:
+                        multiply_packed(packing, 1, 2, panel, panel_bytes, x, row_bytes, sums)
+                    else:
+                        multiply_packed(packing, 1, 1, panel, panel_bytes, x, row_bytes, sums)
+                elif num_a == 2 and num_b == 2:
                     multiply(product, run, 2, 2, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 elif num_a == 2:
                     multiply(product, run, 2, 1, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,8 @@ from llvmlite import ir
 from .features import cpu_features
 from .tile_product import A_GOES_BY, B_GOES_BY, FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
 from .vectors import INT8, INT64, call, loop_over, prefetch
+
+_FIRST_A, _FIRST_B = 4, 6  # tile registers; sums are in those before
 
 INSTRUCTIONS = {torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}  # by the operands' type
 
@@ -64,9 +67,8 @@ def release(b: ir.IRBuilder) -> None:
 def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands: Operands) -> None:
     """Generate it, with `tdpbf16ps` (sums in float32) or `tdpbssd` (int32)."""
     a, a_row, b_start, goes_by, row_bytes, fetch, fetch_lines, sums = operands
-    for tile in range(num_a * num_b):
-        _call_tiles(b, "tilezero", INT8(tile))
-    a_tiles, b_tiles = range(4, 4 + num_a), range(6, 6 + num_b)
+    zero_tiles(b, num_a * num_b)
+    a_tiles, b_tiles = range(_FIRST_A, _FIRST_A + num_a), range(_FIRST_B, _FIRST_B + num_b)
     fetch_bytes = b.mul(fetch_lines, INT64(STEP_BYTES))
     a_goes_by, b_goes_by = (b.icmp_signed("==", goes_by, INT64(which)) for which in (A_GOES_BY, B_GOES_BY))
 
@@ -86,15 +88,40 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
         # Behind the loads, which would find no line fill buffer that is free.
         with b.if_then(b.icmp_signed(">", fetch_lines, INT64(0))):
             loop_over(b, fetch_bytes, STEP_BYTES * FETCHED_AT_ONCE, [], fetch_some)
-        for i, a_tile in enumerate(a_tiles):
-            for j, b_tile in enumerate(b_tiles):
-                _call_tiles(b, instruction, INT8(i * num_b + j), INT8(a_tile), INT8(b_tile))
+        _multiply(b, instruction, num_a, num_b)
         return []
 
     loop_over(b, row_bytes, STEP_BYTES, [], step)
-    for tile in range(num_a * num_b):
+    store_tiles(b, num_a * num_b, sums)
+
+
+def zero_tiles(b: ir.IRBuilder, count: int) -> None:
+    """Generate: sums begin."""
+    for tile in range(count):
+        _call_tiles(b, "tilezero", INT8(tile))
+
+
+def multiply_tiles(b: ir.IRBuilder, instruction: str, a: Sequence[tuple[Any, Any]], b_starts: Sequence[Any]) -> None:
+    """Generate: add the products of some A (address, bytes from one row to the next) and some B to the sums."""
+    for j, start in enumerate(b_starts):
+        place = b.inttoptr(start, INT8.as_pointer())
+        _call_tiles(b, "tileloadd64", INT8(_FIRST_B + j), place, INT64(STEP_BYTES))
+    for i, (start, row_bytes) in enumerate(a):
+        _call_tiles(b, "tileloadd64", INT8(_FIRST_A + i), b.inttoptr(start, INT8.as_pointer()), row_bytes)
+    _multiply(b, instruction, len(a), len(b_starts))
+
+
+def store_tiles(b: ir.IRBuilder, count: int, sums: Any) -> None:
+    """Generate: store the sums, [A, B, row of A, row of B]."""
+    for tile in range(count):
         place = b.inttoptr(b.add(sums, INT64(tile * TILE_BYTES)), INT8.as_pointer())
         _call_tiles(b, "tilestored64", INT8(tile), place, INT64(STEP_BYTES))
+
+
+def _multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int) -> None:
+    for i in range(num_a):
+        for j in range(num_b):
+            _call_tiles(b, instruction, INT8(i * num_b + j), INT8(_FIRST_A + i), INT8(_FIRST_B + j))
 
 
 def _call_tiles(b: ir.IRBuilder, name: str, *arguments: Any) -> None:

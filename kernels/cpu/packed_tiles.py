@@ -17,9 +17,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing
-from .tile_product import STEP_BYTES, TILE
+from .matrix_tiles import multiply_tiles, store_tiles, zero_tiles
+from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
-    BFLOAT,
     FLOAT,
     FLOATS,
     INT8S,
@@ -35,11 +35,13 @@ from .vectors import (
     splat,
     store,
     take,
+    to_bfloat16_by_instruction,
     to_bfloat16_row,
     widen_halves,
 )
 
 AHEAD = 8192  # bytes, of what is unpacked later
+RING = 4  # blocks whose tiles are in memory: a power of two
 
 _HALVES, _WORDS = ir.VectorType(INT16, LANES), ir.VectorType(INT16, 2 * LANES)
 
@@ -75,45 +77,127 @@ def unpack_panel(typing_context: Any, packing: Any, panel: Any, row_bytes: Any, 
         if form is None:
             return context.get_dummy_value()
         _, panel, row_bytes, out = arguments
-        block_bytes, code_bytes = TILE * form.block_bytes, BLOCK * form.bits // 8
-        memory = b.ptrtoint(alloca_once(b, ir.ArrayType(FLOATS, 2)), INT64)
+        memory = _memory(b, 2 * LANES)
 
-        def unpack(offset: Any, _state: list[Any]) -> list[Any]:
-            block = b.add(panel, b.mul(b.sdiv(offset, INT64(STEP_BYTES)), INT64(block_bytes)))
-            for line in range(0, block_bytes, STEP_BYTES):
-                prefetch(b, b.add(block, INT64(AHEAD + line)), level=2)
-            halves = [load(b, b.add(block, INT64(2 * TILE * i)), _HALVES) for i in range(form.num_halves)]
-            scales, *stored = (widen_halves(b, half) for half in halves)
-            store(b, scales, memory)
-            store(b, stored[0] if stored else b.fmul(scales, splat(FLOATS, -8.0)), b.add(memory, INT64(4 * LANES)))
-            codes = b.add(block, INT64(2 * TILE * form.num_halves))
-            for row in range(TILE):
-                scale, least = (
-                    broadcast(b, load(b, b.add(memory, INT64(4 * (LANES * i + row))), FLOAT), LANES) for i in (0, 1)
-                )
-                place = b.add(codes, INT64(code_bytes * row))
-                target = b.add(b.add(out, offset), b.mul(row_bytes, INT64(row)))
-                if form.bits == 8:
-                    parts = [load(b, b.add(place, INT64(LANES * half)), INT8S) for half in (0, 1)]
-                    low, high = (b.fmul(b.sitofp(b.sext(part, INTS), FLOATS), scale) for part in parts)
-                    to_bfloat16_row(b, low, high, target)
-                else:
-                    store(b, _look_up(b, load(b, place, INT8S), scale, least), target)
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            _unpack_block(b, form, _block_at(b, form, panel, k), memory, b.add(out, k), row_bytes)
             return []
 
-        loop_over(b, row_bytes, STEP_BYTES, [], unpack)
+        loop_over(b, row_bytes, STEP_BYTES, [], step)
         return context.get_dummy_value()
 
     return types.void(packing, *[types.int64] * 3), generate
 
 
-def _look_up(b: ir.IRBuilder, pairs: Any, scale: Any, least: Any) -> Any:
-    """32 numbers of bfloat16 by the two codes in each of 16 bytes: all sixteen that there are, rounded, are a table."""
+@intrinsic(prefer_literal=True)
+def multiply_packed(
+    typing_context: Any,
+    packing: Any,
+    num_a: Any,
+    num_b: Any,
+    panel: Any,
+    panel_bytes: Any,
+    x: Any,
+    row_bytes: Any,
+    sums: Any,
+) -> Any:
+    """`unpack_panel` and `matrix_tiles.multiply` in one, of `num_a` panels which `panel_bytes` are between: a block
+    becomes tiles while those of the block before it are multiplied, and then its memory is another's.
+
+    The first three are constants; "" does nothing.
+    """
+    form, m, n = PACKINGS.get(packing.literal_value), num_a.literal_value, num_b.literal_value
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        if form is None:
+            return context.get_dummy_value()
+        panel, panel_bytes, x, row_bytes, sums = arguments[3:]
+        memory, tiles = _memory(b, 2 * LANES), _memory(b, (RING * m * TILE_BYTES + STEP_BYTES) // 4)
+        tiles = b.and_(b.add(tiles, INT64(STEP_BYTES - 1)), INT64(-STEP_BYTES))
+        panels = [b.add(panel, b.mul(panel_bytes, INT64(i))) for i in range(m)]
+
+        def tile(k: Any, i: int) -> Any:
+            number = b.and_(b.sdiv(k, INT64(STEP_BYTES)), INT64(RING - 1))
+            return b.add(tiles, b.add(b.mul(number, INT64(m * TILE_BYTES)), INT64(i * TILE_BYTES)))
+
+        def unpack(k: Any) -> None:
+            for i, place in enumerate(panels):
+                _unpack_block(b, form, _block_at(b, form, place, k), memory, tile(k, i), INT64(STEP_BYTES))
+
+        def multiply(k: Any) -> None:
+            a = [(tile(k, i), INT64(STEP_BYTES)) for i in range(m)]
+            first = b.add(x, b.mul(k, INT64(TILE)))
+            b_tiles = [b.add(first, b.mul(row_bytes, INT64(TILE * j))) for j in range(n)]
+            multiply_tiles(b, "tdpbf16ps", a, b_tiles)
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            unpack(b.add(k, INT64(STEP_BYTES)))
+            multiply(k)
+            return []
+
+        zero_tiles(b, m * n)
+        unpack(INT64(0))
+        last = b.sub(row_bytes, INT64(STEP_BYTES))
+        with b.if_then(b.icmp_signed(">", last, INT64(0))):
+            loop_over(b, last, STEP_BYTES, [], step)
+        multiply(last)
+        store_tiles(b, m * n, sums)
+        return context.get_dummy_value()
+
+    return types.void(packing, num_a, num_b, *[types.int64] * 5), generate
+
+
+def _memory(b: ir.IRBuilder, num_words: int) -> Any:
+    """The address of so many words on the stack."""
+    return b.ptrtoint(alloca_once(b, ir.ArrayType(FLOAT, num_words)), INT64)
+
+
+def _block_at(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Any:
+    """The address of the block whose numbers lie `k` bytes behind the first, as bfloat16."""
+    return b.add(panel, b.mul(b.sdiv(k, INT64(STEP_BYTES)), INT64(TILE * packing.block_bytes)))
+
+
+def _unpack_block(b: ir.IRBuilder, packing: Packing, block: Any, memory: Any, out: Any, row_bytes: Any) -> None:
+    """16 rows of 32 numbers, `row_bytes` from one to the next. `memory`: for two vectors."""
+    for line in range(0, TILE * packing.block_bytes, STEP_BYTES):
+        prefetch(b, b.add(block, INT64(AHEAD + line)), level=2)
+    halves = [load(b, b.add(block, INT64(2 * TILE * i)), _HALVES) for i in range(packing.num_halves)]
+    given, *stored = (widen_halves(b, half) for half in halves)
+    store(b, given, memory)
+    store(b, stored[0] if stored else b.fmul(given, splat(FLOATS, -8.0)), b.add(memory, INT64(4 * LANES)))
+    codes, code_bytes = b.add(block, INT64(2 * TILE * packing.num_halves)), BLOCK * packing.bits // 8
+
+    def of_row(i: int, row: int) -> Any:
+        return broadcast(b, load(b, b.add(memory, INT64(4 * (LANES * i + row))), FLOAT), LANES)
+
+    for row in range(0, TILE, 2):
+        rows = (row, row + 1)
+        places = [b.add(codes, INT64(code_bytes * each)) for each in rows]
+        targets = [b.add(out, b.mul(row_bytes, INT64(each))) for each in rows]
+        scales, least = ([of_row(i, each) for each in rows] for i in (0, 1))
+        if packing.bits == 8:
+            for place, scale, target in zip(places, scales, targets, strict=True):
+                parts = [load(b, b.add(place, INT64(LANES * half)), INT8S) for half in (0, 1)]
+                low, high = (b.fmul(b.sitofp(b.sext(part, INTS), FLOATS), scale) for part in parts)
+                to_bfloat16_row(b, low, high, target)
+        else:
+            pairs = [load(b, place, INT8S) for place in places]
+            for vector, target in zip(_look_up(b, pairs, scales, least), targets, strict=True):
+                store(b, vector, target)
+
+
+def _look_up(b: ir.IRBuilder, pairs: list[Any], scales: list[Any], least: list[Any]) -> list[Any]:
+    """32 numbers of bfloat16 for each of two rows, by the two codes in each of 16 bytes: the sixteen numbers that
+    there are in either are one table together."""
     every = ir.Constant(FLOATS, [float(code) for code in range(LANES)])
-    numbers = call(b, "llvm.fma.v16f32", FLOATS, [every, scale, least])
-    rounded = call(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", ir.VectorType(BFLOAT, LANES), [numbers])
-    twice = [*range(LANES), *range(LANES)]  # the instruction looks at five bits of a code
-    table = take(b, b.bitcast(rounded, _HALVES), twice)
-    codes = b.zext(take(b, pairs, twice), _WORDS)
-    codes = b.lshr(codes, ir.Constant(_WORDS, [0] * LANES + [4] * LANES))
-    return call(b, "llvm.x86.avx512.permvar.hi.512", _WORDS, [table, codes])
+    numbers = [call(b, "llvm.fma.v16f32", FLOATS, [every, *way]) for way in zip(scales, least, strict=True)]
+    table = b.bitcast(to_bfloat16_by_instruction(b, *numbers), _WORDS)
+    found = []
+    for row, both in enumerate(pairs):
+        codes = b.zext(take(b, both, [*range(LANES), *range(LANES)]), _WORDS)
+        codes = b.lshr(codes, ir.Constant(_WORDS, [0] * LANES + [4] * LANES))
+        codes = b.and_(codes, splat(_WORDS, 15))
+        if row == 1:
+            codes = b.or_(codes, splat(_WORDS, 16))
+        found.append(call(b, "llvm.x86.avx512.permvar.hi.512", _WORDS, [table, codes]))
+    return found

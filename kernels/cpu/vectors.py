@@ -28,8 +28,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-BFLOAT = _BFloat()
-BFLOATS = ir.VectorType(BFLOAT, LANES * 2)
+BFLOATS = ir.VectorType(_BFloat(), LANES * 2)
 
 
 def call(b: ir.IRBuilder, name: str, result: ir.Type, arguments: Sequence[Any]) -> Any:
@@ -172,20 +171,20 @@ def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any) -> Any:
     if "avx512bf16" not in cpu_features():
         lower, upper = (b.zext(to_bfloat16(b, vector), INTS) for vector in (low, high))
         return b.or_(lower, b.shl(upper, splat(INTS, 16)))
-    both = _to_bfloat16_by_instruction(b, low, high)
+    both = to_bfloat16_by_instruction(b, low, high)
     return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)]), INTS)
 
 
 def to_bfloat16_row(b: ir.IRBuilder, low: Any, high: Any, address: Any) -> None:
     """Store two vectors of float32 one behind the other, as bfloat16: see `to_bfloat16_pairs`."""
     if "avx512bf16" in cpu_features():
-        store(b, _to_bfloat16_by_instruction(b, low, high), address)
+        store(b, to_bfloat16_by_instruction(b, low, high), address)
     else:
         store(b, to_bfloat16(b, low), address)
         store(b, to_bfloat16(b, high), b.add(address, INT64(2 * LANES)))
 
 
-def _to_bfloat16_by_instruction(b: ir.IRBuilder, low: Any, high: Any) -> Any:
+def to_bfloat16_by_instruction(b: ir.IRBuilder, low: Any, high: Any) -> Any:
     together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
     return b.bitcast(together, ir.VectorType(INT16, LANES * 2))
 

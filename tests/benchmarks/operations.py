@@ -28,7 +28,7 @@ from quire.workers.model_runner import ModelRunner
 
 OPERATIONS = (
     "add_rms_norm", "rms_norm", "activate_and_mul", "rotate", "rotate_and_write_kv", "write_kv", "paged_attention",
-    "linear", "linear_int8", "experts", "exclude_tokens", "draw_tokens",
+    "linear", "linear_int8", "linear_packed", "experts", "exclude_tokens", "draw_tokens",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def watched(steps: list[Step]) -> Iterator[None]:
             result = function(*args, **kwargs)
             taken = time.perf_counter() - started
             if steps:
-                label = f"{name} {' x '.join(map(str, args[1].shape))}" if name.startswith("linear") else name
+                label = f"{name} {len(args[1])} x {args[0].shape[1]}" if name.startswith("linear") else name
                 steps[-1].by_operation[label] += taken
                 steps[-1].calls[label] += 1
             return result
