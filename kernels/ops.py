@@ -198,7 +198,8 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = 
 def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
     """x @ unpack(weight).T + bias, in the dtype of `x`, to which the numbers of the weight are rounded.
 
-    The same as `linear` with these numbers, which are never all in memory.
+    What `linear` computes with these numbers, which are never all in memory. On a CPU in float32, with the same bits
+    where its kernels take both.
 
     Args:
         x: [num_rows, in_features], float32 or bfloat16.
@@ -210,9 +211,10 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
 
 
 def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """Packed rows in the order in which a backend wants them to multiply them with what has this dtype.
+    """Packed rows in the order in which the backend of their device multiplies them with what has this dtype.
 
-    rows: [num_rows, row_bytes] uint8; their number is a multiple of `packed.ROWS`. Returns as many bytes.
+    rows: [num_rows, row_bytes] uint8; their number is a multiple of `packed.ROWS`. Returns as many bytes, which mean
+    nothing to other backends.
     """
     return backend_for(rows.device).lay_out_packed(rows, packing, dtype)
 

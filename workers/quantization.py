@@ -53,7 +53,7 @@ def quantized(blueprint: Blueprint, kind: Quantization) -> Blueprint:
 class PackedBlueprint:
     """A native model whose large matrices stay packed as they are in their file, where kernels multiply them so.
 
-    That is exact: it computes what it would with the same numbers unpacked.
+    That is exact: it computes with the numbers that the file stands for.
     """
 
     native: NativeBlueprint
@@ -83,8 +83,9 @@ class PackedBlueprint:
                 weight: ShardedParameter = module.weight  # type: ignore[union-attr]
                 packing = self._packing(f"{name}.weight", weight)
                 if packing is not None:
-                    # Nothing was written to the weight yet, so the memory that it asked for was never touched.
-                    packed = PackedParameter.like(weight, packing, is_looked_up=module is embedding)
+                    # Of several stages, the last has a tied embedding as its head alone.
+                    is_looked_up = module is embedding and parallel.is_first_stage
+                    packed = PackedParameter.like(weight, packing, is_looked_up=is_looked_up)
                     module.weight = packed  # type: ignore[union-attr]
         return model
 

@@ -13,9 +13,9 @@ Weights come in three precisions:
     bfloat16    x as well; products and sums in float32
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
-Those that are packed (`kernels.packed`) are float32 (`panels`) or, in matrix tiles, bfloat16 (`many_rows`): the same
-sums of the same numbers, which are unpacked part by part, in registers or into a core's caches. Other products of
-bfloat16 with unpacked numbers gained a tenth with one row and lost as much with 16.
+Those that are packed (`kernels.packed`) are float32 (`panels`: the same sums of the same numbers) or, in matrix tiles,
+bfloat16 (`many_rows`, however few the rows are). They are unpacked part by part, in registers or into a core's caches.
+Other products of bfloat16 with unpacked numbers gained a tenth with one row and lost as much with 16.
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,

@@ -151,7 +151,7 @@ def linear(
     return out
 
 
-def turned(x: Tensor) -> Tensor:
+def turn_rows(x: Tensor) -> Tensor:
     """x [num_rows, in_features], float32 or bfloat16, as float32 in groups of TILE rows, which are turned (see
     `tile_product`). What a last group has no rows for is unspecified."""
     x, (num_rows, in_features) = x.contiguous(), x.shape
@@ -187,13 +187,13 @@ class _Kernel(NamedTuple):
 @cache
 def _kernel(product: str, weight: torch.dtype, x: torch.dtype, packing: str) -> _Kernel:
     """Compiled when it is first asked for, as not every CPU can; kept on disk."""
-    sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS.get(packing)}", _itemsize(product, weight)
+    sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
     in_digits = weight == torch.int8 and itemsize == 1
     num_digits = NUM_DIGITS if in_digits else 1
     run = _run(product, weight)
     turn = _turn_digits_worker(sources) if in_digits else _turn_worker(run, x.itemsize < itemsize, sources)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
-    multiply = _multiply_worker(product, run, num_digits, widened, packing, sources)
+    multiply = _multiply_worker(product, run, num_digits, widened, packing, f"{sources} {PACKINGS.get(packing)}")
     turn_function = RowFunction(turn, _TURN, _TURN_NS[in_digits], is_idempotent=True)
     return _Kernel(turn_function, multiply.ctypes, num_digits, itemsize)
 

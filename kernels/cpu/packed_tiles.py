@@ -36,7 +36,6 @@ from .vectors import (
     store,
     take,
     to_bfloat16_by_instruction,
-    to_bfloat16_row,
     widen_halves,
 )
 
@@ -179,7 +178,7 @@ def _unpack_block(b: ir.IRBuilder, packing: Packing, block: Any, memory: Any, ou
             for place, scale, target in zip(places, scales, targets, strict=True):
                 parts = [load(b, b.add(place, INT64(LANES * half)), INT8S) for half in (0, 1)]
                 low, high = (b.fmul(b.sitofp(b.sext(part, INTS), FLOATS), scale) for part in parts)
-                to_bfloat16_row(b, low, high, target)
+                store(b, to_bfloat16_by_instruction(b, low, high), target)
         else:
             pairs = [load(b, place, INT8S) for place in places]
             for vector, target in zip(_look_up(b, pairs, scales, least), targets, strict=True):

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..packed import BLOCK, PACKINGS, Packing
 from .claims import enter, new_claims, take_item
 from .intrinsics import pointer
-from .many_rows import CHUNK_BYTES, turned
+from .many_rows import CHUNK_BYTES, turn_rows
 from .packed_tiles import join_blocks, panels_of
 from .panel_vectors import CODES, FEW, PANEL, SIZES, VECTOR_BYTES, WIDTH, finish, multiply, multiply_few, unpack
 from .recording import CompiledCall, Rows
@@ -81,7 +81,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> 
     (num_rows, in_features), out_features = x.shape, weight.shape[0]
     out, num_threads = x.new_empty(num_rows, out_features), torch.get_num_threads()
     are_few = num_rows <= FEW[-1]
-    x = x.contiguous() if are_few else turned(x)
+    x = x.contiguous() if are_few else turn_rows(x)
     claims = new_claims(num_threads)
     arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
         x.data_ptr(),
@@ -118,6 +118,7 @@ def _worker(packing: str, sources: str) -> Any:
         thread, x_row, out_row, are_few = enter(claims), 4 * in_features, 4 * out_features, num_rows <= FEW[-1]
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_rows = (num_rows + num_chunks * TILE - 1) // (num_chunks * TILE) * TILE
+        num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
         width = 1 if are_few else WIDTH  # panels at a time
         num_panels, totals_row = out_features // PANEL, VECTOR_BYTES * width
         num_blocks = (num_panels + width - 1) // width

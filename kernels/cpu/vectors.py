@@ -175,16 +175,8 @@ def to_bfloat16_pairs(b: ir.IRBuilder, low: Any, high: Any) -> Any:
     return b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(LANES * 2)]), INTS)
 
 
-def to_bfloat16_row(b: ir.IRBuilder, low: Any, high: Any, address: Any) -> None:
-    """Store two vectors of float32 one behind the other, as bfloat16: see `to_bfloat16_pairs`."""
-    if "avx512bf16" in cpu_features():
-        store(b, to_bfloat16_by_instruction(b, low, high), address)
-    else:
-        store(b, to_bfloat16(b, low), address)
-        store(b, to_bfloat16(b, high), b.add(address, INT64(2 * LANES)))
-
-
 def to_bfloat16_by_instruction(b: ir.IRBuilder, low: Any, high: Any) -> Any:
+    """Two vectors of float32, one behind the other, on CPUs with avx512bf16: see `to_bfloat16_pairs`."""
     together = call(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", BFLOATS, [high, low])
     return b.bitcast(together, ir.VectorType(INT16, LANES * 2))
 

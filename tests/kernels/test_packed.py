@@ -11,7 +11,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from quire.kernels import ops
-from quire.kernels.cpu import few_rows, many_rows, vectors
+from quire.kernels.cpu import few_rows, many_rows, panels, vectors
 from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
@@ -80,10 +80,29 @@ def test_bits_are_those_of_the_numbers(shape: tuple[int, int], packing: Packing,
     x, bias = torch.randn(700, shape[1], generator=generator).to(dtype), torch.randn(shape[0]).to(dtype)
     for given in (bias, None):
         whole = product_of_numbers(x, numbers, given)
+        if IS_X86 and dtype == torch.float32:
+            assert torch.equal(ops.linear(x, numbers, given), whole)
         for num_rows in (*range(1, 19), 29, 32, 33, 100, 700):
             got = product(x[:num_rows], rows, packing, given)
             assert got.dtype == dtype
             assert torch.equal(got, whole[:num_rows]), num_rows
+
+
+@pytest.mark.parametrize("num_rows", [8, *range(17, 49, 5), 100])
+def test_nothing_is_written_behind_the_result(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows so long that x comes in several chunks, whose number is rounded: the last must not be one of no rows."""
+    monkeypatch.setattr(panels, "CHUNK_BYTES", 1 << 11)
+    panels._entry.cache_clear()
+    packing = PACKINGS["q4_1"]
+    rows = packed(packing, 32, 96)
+    weight, x = panels.lay_out(rows, packing), torch.randn(num_rows, 96)
+    memory = torch.full((num_rows + 200, 32), 7.0)
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])
+    got, behind = panels.linear(x, weight, None, packing).clone(), memory[num_rows:].clone()
+    monkeypatch.undo()
+    panels._entry.cache_clear()
+    assert torch.equal(got, product_of_numbers(x, unpack(rows, packing), None))
+    assert (behind == 7.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -27,9 +27,10 @@ from quire.workers.layers.linear import shard_heads
 from quire.workers.layers.parameter import PackedParameter, num_bytes, num_weights
 from quire.workers.loader.gguf import open_gguf
 from quire.workers.local_executor import LocalExecutor
+from quire.workers.model_check import check_model
 from quire.workers.models.families import FAMILIES
 from quire.workers.parallel import Grid, ParallelContext, interface_of, split_range
-from quire.workers.quantization import PackedBlueprint
+from quire.workers.quantization import PackedBlueprint, blueprint_for
 from quire.workers.worker import Worker
 
 
@@ -245,6 +246,43 @@ def test_a_tied_head_that_is_packed(tmp_path: Path) -> None:
     assert torch.equal(weight.embed(ids), numbers[ids])
     assert weight.num_weights == 208 * 96
     assert weight.num_bytes == 208 * (96 * 4 + weight.packing.row_bytes(96))
+
+
+def test_only_the_first_stage_looks_tokens_up(tmp_path: Path) -> None:
+    """The last of two has a tied embedding as its head, and no numbers of it."""
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0, tie_word_embeddings=True, vocab_size=208)
+    info = info_of(path)
+    blueprint = blueprint_for(ModelConfig(model=str(path)), info, torch.device("cpu"))
+    stages = [blueprint.build(ParallelContext(rank, Grid(num_stages=2))) for rank in range(2)]
+    numbers = []
+    for stage in stages:
+        blueprint.load(stage, info, progress=False)
+        weight = stage.embedding.weight
+        if isinstance(weight, PackedParameter):
+            assert weight.numbers is None
+            numbers.append(numbers_of(weight))
+        else:
+            numbers.append(weight)
+    assert isinstance(stages[1].embedding.weight, PackedParameter)
+    assert torch.equal(numbers[0], numbers[1])
+
+
+@pytest.mark.parametrize("fields", [{"load_format": "dummy"}, {"quantization": "int8"}, {"dtype": "float16"}])
+def test_what_is_not_kept_packed(tmp_path: Path, fields: dict[str, str]) -> None:
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1)
+    info = info_of(path, **fields)
+    model = load(info, model={"model": str(path), **fields}).model
+    assert not any(isinstance(parameter, PackedParameter) for parameter in model.parameters())
+
+
+def test_check_counts_what_packed_weights_take(tmp_path: Path) -> None:
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1)
+    config = EngineConfig.model_validate({"model": {"model": str(path), "device": "cpu"}})
+    found, model = check_model(config, info_of(path)), load(info_of(path)).model
+    assert found.weight_bytes == (num_bytes(model.parameters()),)
+    assert found.num_parameters == sum(p.numel() for p in load(info_of(tmp_path)).model.parameters())
+    per_weight = PACKINGS["q4_1"].row_bytes(96) / 96
+    assert found.weight_bytes[0] < found.num_parameters * 4 - (96 + 2 * 32) * 96 * (4 - per_weight)
 
 
 def _tiny_gguf(folder: Path, kind: GGMLQuantizationType, **config: object) -> Path:

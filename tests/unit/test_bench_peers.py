@@ -28,7 +28,7 @@ def comparison() -> Comparison:
     return Comparison(
         limits=[Limits(2, 20.0, 16.0, 0.2, 0.4), Limits(2, 22.0, 24.0, 0.2, 0.4)],
         weight_bytes={"float32": 500_000_000},
-        packed_bytes=100_000_000,
+        packed_bytes={"float32": 100_000_000},
         served=[
             served(0, "unpacked", ONE, 21.0, 25.0),
             served(0, "quire", ONE, 28.0, 25.0),
@@ -66,7 +66,7 @@ def test_a_share_of_the_limit_counts_tokens_and_not_events() -> None:
     timing = RequestTiming(0.0, 2.0, (1.0, 1.8, 2.0), num_prompt_tokens=128, num_output_tokens=11)
     kept = Served.of(summarize([timing], 1), 0, "quire", "float32", ONE)
     assert (kept.itl_ms, kept.tpot_ms) == (pytest.approx(500.0), pytest.approx(100.0))
-    only = Comparison(limits=[Limits(2, 20.0, 10.0, 0.2, 0.4)], packed_bytes=500_000_000, served=[kept])
+    only = Comparison(limits=[Limits(2, 20.0, 10.0, 0.2, 0.4)], packed_bytes={"float32": 500_000_000}, served=[kept])
     assert "| float32 | quire | 10.0 | 20.0 | **50%** |" in markdown(only)
 
 

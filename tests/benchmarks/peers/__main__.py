@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
     add("--json", type=Path, help="write all measurements there")
     args = parser.parse_args()
     if "vllm" in args.only and args.vllm_python is None:
-        parser.error("--vllm-python: where vLLM is installed; or leave it out with --only quire,hf")
+        parser.error("--vllm-python: where vLLM is installed; or leave it out with --only quire,unpacked,hf")
     args.folder = args.folder or Path(tempfile.mkdtemp(prefix="quire-peers-"))
     return args
 

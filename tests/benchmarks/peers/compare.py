@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+import torch
+
+from quire.kernels.ops import fits_packed
+
 from . import answers
 from .checkpoint import export, num_parameters, packed_bytes
 from .limits import Limits, measure
@@ -38,7 +42,7 @@ class Comparison:
 
     limits: list[Limits] = field(default_factory=list)  # one per round: the machine drifts
     weight_bytes: dict[str, int] = field(default_factory=dict)  # by precision
-    packed_bytes: int = 0  # in the file that quire reads, but in int8
+    packed_bytes: dict[str, int] = field(default_factory=dict)  # likewise, where quire's stay packed as in its file
     served: list[Served] = field(default_factory=list)
     waves: list[tuple[str, float, float]] = field(default_factory=list)  # precision, HTTP and offline tokens/s
     hf: list[tuple[str, int, float]] = field(default_factory=list)  # precision, batch, output tokens/s
@@ -50,7 +54,11 @@ def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
     what was measured before is kept."""
     size = num_parameters()
     found.weight_bytes = {precision: size * BYTES_PER_WEIGHT[precision] for precision in plan.precisions}
-    found.packed_bytes = packed_bytes()
+    found.packed_bytes = {
+        precision: packed_bytes()
+        for precision in plan.precisions
+        if precision != "int8" and fits_packed((576, 576), getattr(torch, precision), torch.device("cpu"))
+    }
     for index in range(plan.rounds):
         say(f"round {index + 1} of {plan.rounds}: the machine's limits")
         found.limits.append(measure(plan.threads))

@@ -100,8 +100,8 @@ def _share_of_limit(found: Comparison) -> str:
         for name in ("quire", "unpacked", "vllm"):
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
             if chosen:
-                is_packed = name == "quire" and precision != "int8"
-                limit = bandwidth * 1e9 / (found.packed_bytes if is_packed else found.weight_bytes[precision])
+                sizes = found.weight_bytes | (found.packed_bytes if name == "quire" else {})
+                limit = bandwidth * 1e9 / sizes[precision]
                 # What a token costs once the prompt is computed: the limit is one of decoding.
                 rate = 1e3 / median(s.tpot_ms for s in chosen)
                 rows.append((precision, name, f"{rate:.1f}", f"{limit:.1f}", f"**{rate / limit:.0%}**"))
