@@ -199,9 +199,10 @@ def packed_parts(path: Path, kind: GGMLQuantizationType) -> None:
                     assert torch.equal(unpack(source.read_packed(index), packing), source.read(index)), name
 
 
-def test_ranks_hold_packed_parts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
     """What two ranks have of each weight, packed, is what they have of its numbers, where it is cut in whole blocks."""
-    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1)
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, vocab_size=224, tie_word_embeddings=tied)
     info = info_of(path)
     native = blueprint_of(info)
     assert isinstance(native, NativeBlueprint)
@@ -219,8 +220,11 @@ def test_ranks_hold_packed_parts(tmp_path: Path) -> None:
         assert kinds["attention.qkv.weight"]
         assert kinds["mlp.down.weight"]  # 64 of 128 columns
         assert not kinds["attention.output.weight"]  # 48 of 96 columns: a block and a half
+        assert kinds["embedding.weight"] is tied
+        assert tied or kinds["head.weight"]  # 112 of 224 rows
         assert num_weights(ours.parameters()) == num_weights(theirs.parameters())
-        assert num_bytes(ours.parameters()) < num_bytes(theirs.parameters())
+        twice = 112 * PACKINGS["q4_1"].row_bytes(96) if tied else 0  # to be multiplied, beside what is looked up
+        assert num_bytes(ours.parameters()) - twice < num_bytes(theirs.parameters())
 
 
 def test_pieces_that_are_packed_differently(tmp_path: Path) -> None:
