@@ -37,7 +37,7 @@ from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import pointer
 from .matrix_tiles import configuration
-from .packed_tiles import multiply_packed, unpack_panel
+from .packed_tiles import multiply_packed, unpack_panels
 from .recording import CompiledCall, Rows
 from .rows import load_row
 from .sources import digest_of
@@ -278,9 +278,9 @@ def _turn_digits_worker(sources: str) -> Any:
 
 
 @njit(error_model="numpy")
-def _widen(size: int, weight: int, scales: int, rows: Any) -> None:
-    """Rows of a weight, bfloat16 (`size` 2) or int8 with scales (1), become float32: rows [num_rows, in_features]."""
-    num_rows, in_features = rows.shape
+def _widen(size: int, weight: int, scales: int, num_rows: int, in_features: int, out: int) -> None:
+    """Rows of a weight, bfloat16 (`size` 2) or int8 with scales (1), become float32 at an address."""
+    rows = carray(pointer(out), (num_rows, in_features), np.float32)
     for i in range(num_rows):
         row = rows[i]
         if size == 2:
@@ -316,11 +316,11 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, pack
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         block_lines = BLOCK * weight_row // row_bytes  # in each step
         fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
+        fetched = 0 if is_packed else fetched  # what unpacks it fetches it
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(BLOCK, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
-        wide = np.empty((BLOCK if widened else 0, row_bytes // 4), np.float32)
-        unpacked = np.empty(BLOCK * row_bytes + STEP_BYTES if is_packed else 0, np.int8)
-        numbers = (unpacked.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        other_form = np.empty((BLOCK * row_bytes if widened or is_packed else 0) + STEP_BYTES, np.int8)
+        numbers = (other_form.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES  # of a block
         item, lap = -1, 0
         begin(product, a[_CONFIG])
         while True:
@@ -332,35 +332,19 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, pack
             num_a = min(2, (out_features - first_column) // TILE)
             fetch, lines = w + BLOCK * weight_row, fetched  # the next block, on the way through this one
             fetch_end = fetch + BLOCK * weight_row
-            panel, panel_bytes = w, TILE * weight_row
-            if is_packed:
-                if num_pairs > 1:
-                    for i in range(num_a):
-                        unpack_panel(packing, panel + i * panel_bytes, row_bytes, numbers + i * b_bytes)
-                w, lines = numbers, 0
+            if is_packed and num_pairs > 1:
+                unpack_panels(packing, num_a, w, TILE * weight_row, row_bytes, numbers)
+                w = numbers
             if widened:
-                _widen(widened, w, a[_SCALES] + 4 * first_column, wide[: num_a * TILE])
-                w = wide.ctypes.data
+                _widen(widened, w, a[_SCALES] + 4 * first_column, num_a * TILE, row_bytes // 4, numbers)
+                w = numbers
             for pair in range(chunk * chunk_pairs, min((chunk + 1) * chunk_pairs, num_pairs)):
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
                 if is_packed and num_pairs == 1:
-                    if num_a == 2 and num_b == 2:
-                        multiply_packed(packing, 2, 2, panel, panel_bytes, x, row_bytes, sums)
-                    elif num_a == 2:
-                        multiply_packed(packing, 2, 1, panel, panel_bytes, x, row_bytes, sums)
-                    elif num_b == 2:
-                        multiply_packed(packing, 1, 2, panel, panel_bytes, x, row_bytes, sums)
-                    else:
-                        multiply_packed(packing, 1, 1, panel, panel_bytes, x, row_bytes, sums)
-                elif num_a == 2 and num_b == 2:
-                    multiply(product, run, 2, 2, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
-                elif num_a == 2:
-                    multiply(product, run, 2, 1, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
-                elif num_b == 2:
-                    multiply(product, run, 1, 2, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
+                    multiply_packed(packing, num_a, num_b, w, TILE * weight_row, x, row_bytes, sums)
                 else:
-                    multiply(product, run, 1, 1, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
+                    multiply(product, run, num_a, num_b, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= fetch_end:
                     lines = 0
@@ -373,16 +357,9 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, pack
                     out = a[_OUT] + (row * out_features + first_column) * size
                     biases, out_row = bias.ctypes.data, out_features * size
                     a_sums = num_b * TILE_BYTES
-                    if num_a == 2:
-                        finish(product, num_digits, 2, place, a_sums, rows, meta, scales, biases, short, out, out_row)
-                    else:
-                        finish(product, num_digits, 1, place, a_sums, rows, meta, scales, biases, short, out, out_row)
+                    finish(product, num_digits, num_a, place, a_sums, rows, meta, scales, biases, short, out, out_row)
         end(product)
         # They live until here: Numba does not see who has their addresses.
-        memory[0] = bias[0] = 0
-        if widened:
-            wide[0, 0] = 0
-        if is_packed:
-            unpacked[0] = 0
+        memory[0] = other_form[0] = bias[0] = 0
 
     return worker

@@ -28,6 +28,7 @@ from .vectors import (
     INTS,
     LANES,
     broadcast,
+    by_value,
     call,
     load,
     loop_over,
@@ -46,7 +47,7 @@ _HALVES, _WORDS = ir.VectorType(INT16, LANES), ir.VectorType(INT16, 2 * LANES)
 
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:
-    """Packed rows, whole panels, in the order that `unpack_panel` reads: as many bytes. [num_rows, row_bytes] uint8."""
+    """Packed rows, whole panels, in the order `unpack_panels` reads: as many bytes. [num_rows, row_bytes] uint8."""
     halves, codes = panels_of(rows, packing, TILE)
     return join_blocks(halves, codes.permute(0, 2, 1, 3)).view(rows.shape)
 
@@ -65,8 +66,11 @@ def join_blocks(halves: Tensor, codes: Tensor) -> Tensor:
 
 
 @intrinsic(prefer_literal=True)
-def unpack_panel(typing_context: Any, packing: Any, panel: Any, row_bytes: Any, out: Any) -> Any:
-    """Write 16 rows of `row_bytes` of bfloat16 at `out`, from a panel at an address. What lies behind it is fetched.
+def unpack_panels(
+    typing_context: Any, packing: Any, num_a: Any, panel: Any, panel_bytes: Any, row_bytes: Any, out: Any
+) -> Any:
+    """Write 16 rows of `row_bytes` of bfloat16 for each of `num_a` panels, which `panel_bytes` are between, one behind
+    the other at `out`. What lies behind a block is fetched.
 
     The first is a constant, the name of a packing; "" does nothing.
     """
@@ -75,17 +79,23 @@ def unpack_panel(typing_context: Any, packing: Any, panel: Any, row_bytes: Any, 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         if form is None:
             return context.get_dummy_value()
-        _, panel, row_bytes, out = arguments
+        _, num_a, panel, panel_bytes, row_bytes, out = arguments
         memory = _memory(b, 2 * LANES)
 
-        def step(k: Any, _state: list[Any]) -> list[Any]:
-            _unpack_block(b, form, _block_at(b, form, panel, k), memory, b.add(out, k), row_bytes)
+        def of_panel(i: Any, _state: list[Any]) -> list[Any]:
+            place, target = b.add(panel, b.mul(panel_bytes, i)), b.add(out, b.mul(row_bytes, b.mul(i, INT64(TILE))))
+
+            def step(k: Any, _state: list[Any]) -> list[Any]:
+                _unpack_block(b, form, _block_at(b, form, place, k), memory, b.add(target, k), row_bytes)
+                return []
+
+            loop_over(b, row_bytes, STEP_BYTES, [], step)
             return []
 
-        loop_over(b, row_bytes, STEP_BYTES, [], step)
+        loop_over(b, num_a, 1, [], of_panel)
         return context.get_dummy_value()
 
-    return types.void(packing, *[types.int64] * 3), generate
+    return types.void(packing, *[types.int64] * 5), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -100,50 +110,52 @@ def multiply_packed(
     row_bytes: Any,
     sums: Any,
 ) -> Any:
-    """`unpack_panel` and `matrix_tiles.multiply` in one, of `num_a` panels which `panel_bytes` are between: a block
-    becomes tiles while those of the block before it are multiplied, and then its memory is another's.
+    """`unpack_panels` and `matrix_tiles.multiply` in one: a block becomes tiles while those of the block before it are
+    multiplied, and then its memory is another's.
 
-    The first three are constants; "" does nothing.
+    The first is a constant; "" does nothing.
     """
-    form, m, n = PACKINGS.get(packing.literal_value), num_a.literal_value, num_b.literal_value
+    form = PACKINGS.get(packing.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         if form is None:
             return context.get_dummy_value()
-        panel, panel_bytes, x, row_bytes, sums = arguments[3:]
-        memory, tiles = _memory(b, 2 * LANES), _memory(b, (RING * m * TILE_BYTES + STEP_BYTES) // 4)
-        tiles = b.and_(b.add(tiles, INT64(STEP_BYTES - 1)), INT64(-STEP_BYTES))
-        panels = [b.add(panel, b.mul(panel_bytes, INT64(i))) for i in range(m)]
+        _, num_a, num_b, panel, panel_bytes, x, row_bytes, sums = arguments
+        memory, ring = _memory(b, 2 * LANES), _memory(b, (RING * 2 * TILE_BYTES + STEP_BYTES) // 4)
+        ring = b.and_(b.add(ring, INT64(STEP_BYTES - 1)), INT64(-STEP_BYTES))
 
-        def tile(k: Any, i: int) -> Any:
-            number = b.and_(b.sdiv(k, INT64(STEP_BYTES)), INT64(RING - 1))
-            return b.add(tiles, b.add(b.mul(number, INT64(m * TILE_BYTES)), INT64(i * TILE_BYTES)))
+        def of_tiles(m: int, n: int) -> None:
+            def tile(k: Any, i: int) -> Any:
+                number = b.and_(b.sdiv(k, INT64(STEP_BYTES)), INT64(RING - 1))
+                return b.add(ring, b.add(b.mul(number, INT64(m * TILE_BYTES)), INT64(i * TILE_BYTES)))
 
-        def unpack(k: Any) -> None:
-            for i, place in enumerate(panels):
-                _unpack_block(b, form, _block_at(b, form, place, k), memory, tile(k, i), INT64(STEP_BYTES))
+            def unpack(k: Any) -> None:
+                for i in range(m):
+                    block = _block_at(b, form, b.add(panel, b.mul(panel_bytes, INT64(i))), k)
+                    _unpack_block(b, form, block, memory, tile(k, i), INT64(STEP_BYTES))
 
-        def multiply(k: Any) -> None:
-            a = [(tile(k, i), INT64(STEP_BYTES)) for i in range(m)]
-            first = b.add(x, b.mul(k, INT64(TILE)))
-            b_tiles = [b.add(first, b.mul(row_bytes, INT64(TILE * j))) for j in range(n)]
-            multiply_tiles(b, "tdpbf16ps", a, b_tiles)
+            def multiply(k: Any) -> None:
+                a = [(tile(k, i), INT64(STEP_BYTES)) for i in range(m)]
+                first = b.add(x, b.mul(k, INT64(TILE)))
+                multiply_tiles(b, "tdpbf16ps", a, [b.add(first, b.mul(row_bytes, INT64(TILE * j))) for j in range(n)])
 
-        def step(k: Any, _state: list[Any]) -> list[Any]:
-            unpack(b.add(k, INT64(STEP_BYTES)))
-            multiply(k)
-            return []
+            def step(k: Any, _state: list[Any]) -> list[Any]:
+                unpack(b.add(k, INT64(STEP_BYTES)))
+                multiply(k)
+                return []
 
-        zero_tiles(b, m * n)
-        unpack(INT64(0))
-        last = b.sub(row_bytes, INT64(STEP_BYTES))
-        with b.if_then(b.icmp_signed(">", last, INT64(0))):
-            loop_over(b, last, STEP_BYTES, [], step)
-        multiply(last)
-        store_tiles(b, m * n, sums)
+            zero_tiles(b, m * n)
+            unpack(INT64(0))
+            last = b.sub(row_bytes, INT64(STEP_BYTES))
+            with b.if_then(b.icmp_signed(">", last, INT64(0))):
+                loop_over(b, last, STEP_BYTES, [], step)
+            multiply(last)
+            store_tiles(b, m * n, sums)
+
+        by_value(b, num_a, (1, 2), lambda m: by_value(b, num_b, (1, 2), lambda n: of_tiles(m, n)))
         return context.get_dummy_value()
 
-    return types.void(packing, num_a, num_b, *[types.int64] * 5), generate
+    return types.void(packing, *[types.int64] * 7), generate
 
 
 def _memory(b: ir.IRBuilder, num_words: int) -> Any:

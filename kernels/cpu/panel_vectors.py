@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
-# mypy: disable-error-code="misc, untyped-decorator"
+# mypy: disable-error-code="misc, type-var, untyped-decorator"
 """Words to multiply packed panels with (see `panels`), as LLVM vectors: a vector has a number of each row of a panel.
 
     block of a panel   scales of its 16 rows, their least numbers, codes of 32 numbers
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
@@ -29,6 +29,7 @@ from .vectors import (
     INTS,
     LANES,
     broadcast,
+    by_value,
     call,
     joined,
     load,
@@ -130,6 +131,14 @@ def _add(b: ir.IRBuilder, is_first: Any, sums: Sequence[Any], place: Any) -> Non
     store(b, total, place)
 
 
+@njit(error_model="numpy")
+def size_of(left: int) -> int:
+    """Which of SIZES is multiplied next, of so many rows of a group of TILE."""
+    if left <= SIZES[2]:
+        return SIZES[2]
+    return SIZES[1] if left <= SIZES[1] or left > SIZES[0] else SIZES[0]
+
+
 @intrinsic(prefer_literal=True)
 def unpack(typing_context: Any, packing: Any, which: Any, block: Any, panel_bytes: Any, num_k: Any, out: Any) -> Any:
     """Write the numbers of one class and WIDTH panels: [number][panel][row of it] float32.
@@ -159,34 +168,37 @@ def unpack(typing_context: Any, packing: Any, which: Any, block: Any, panel_byte
     return types.void(packing, *[types.int64] * 5), generate
 
 
-@intrinsic(prefer_literal=True)
+@intrinsic
 def multiply(typing_context: Any, num_x: Any, numbers: Any, x: Any, num_k: Any, is_first: Any, totals: Any) -> Any:
     """Add to totals [row of x][panel][row of it] the products of `num_k` numbers of a class and WIDTH panels, as
-    `unpack` writes them, with `num_x` rows of x, a constant of SIZES, which are turned. Totals begin if it `is_first`.
+    `unpack` writes them, with `num_x` rows of x, one of SIZES, which are turned. Totals begin if it `is_first`.
     """
-    m, n = num_x.literal_value, WIDTH
+    n = WIDTH
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, numbers, x, num_k, is_first, totals = arguments
+        num_x, numbers, x, num_k, is_first, totals = arguments
 
-        def step(first: Any, sums: list[Any]) -> list[Any]:
-            sums = list(sums)
-            place = b.add(numbers, b.mul(first, INT64(VECTOR_BYTES * n)))
-            factors = b.add(x, b.mul(first, INT64(4 * TILE)))
-            for k in range(STEP):
-                vectors = [load(b, b.add(place, INT64(VECTOR_BYTES * (k * n + j))), FLOATS) for j in range(n)]
-                for i in range(m):
-                    factor = broadcast(b, load(b, b.add(factors, INT64(4 * (k * TILE + i))), FLOAT), LANES)
-                    for j, vector in enumerate(vectors):
-                        sums[i * n + j] = _fma(b, factor, vector, sums[i * n + j])
-            return sums
+        def of_rows(m: int) -> None:
+            def step(first: Any, sums: list[Any]) -> list[Any]:
+                sums = list(sums)
+                place = b.add(numbers, b.mul(first, INT64(VECTOR_BYTES * n)))
+                factors = b.add(x, b.mul(first, INT64(4 * TILE)))
+                for k in range(STEP):
+                    vectors = [load(b, b.add(place, INT64(VECTOR_BYTES * (k * n + j))), FLOATS) for j in range(n)]
+                    for i in range(m):
+                        factor = broadcast(b, load(b, b.add(factors, INT64(4 * (k * TILE + i))), FLOAT), LANES)
+                        for j, vector in enumerate(vectors):
+                            sums[i * n + j] = _fma(b, factor, vector, sums[i * n + j])
+                return sums
 
-        sums = loop_over(b, num_k, STEP, [splat(FLOATS, 0.0)] * (m * n), step)
-        for i, part in enumerate(sums):
-            _add(b, is_first, [part], b.add(totals, INT64(VECTOR_BYTES * i)))
+            sums = loop_over(b, num_k, STEP, [splat(FLOATS, 0.0)] * (m * n), step)
+            for i, part in enumerate(sums):
+                _add(b, is_first, [part], b.add(totals, INT64(VECTOR_BYTES * i)))
+
+        by_value(b, num_x, SIZES, of_rows)
         return context.get_dummy_value()
 
-    return types.void(num_x, *[types.int64] * 3, types.boolean, types.int64), generate
+    return types.void(*[types.int64] * 4, types.boolean, types.int64), generate
 
 
 @intrinsic(prefer_literal=True)

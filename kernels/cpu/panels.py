@@ -30,7 +30,19 @@ from .claims import enter, new_claims, take_item
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES, turn_rows
 from .packed_tiles import join_blocks, panels_of
-from .panel_vectors import CODES, FEW, PANEL, SIZES, VECTOR_BYTES, WIDTH, finish, multiply, multiply_few, unpack
+from .panel_vectors import (
+    CODES,
+    FEW,
+    PANEL,
+    SIZES,
+    VECTOR_BYTES,
+    WIDTH,
+    finish,
+    multiply,
+    multiply_few,
+    size_of,
+    unpack,
+)
 from .recording import CompiledCall, Rows
 from .sources import digest_of
 from .threads import run_call
@@ -148,16 +160,9 @@ def _worker(packing: str, sources: str) -> Any:
                     while done < count:
                         left = min(count, (done // TILE + 1) * TILE) - done
                         rows = x + ((done // TILE * in_features + k + i * class_k) * TILE + done % TILE) * 4
-                        total = totals + done * totals_row
-                        if left <= SIZES[2]:
-                            multiply(SIZES[2], numbers, rows, class_k, is_first, total)
-                            done += SIZES[2]
-                        elif left <= SIZES[1] or left > SIZES[0]:
-                            multiply(SIZES[1], numbers, rows, class_k, is_first, total)
-                            done += SIZES[1]
-                        else:
-                            multiply(SIZES[0], numbers, rows, class_k, is_first, total)
-                            done += SIZES[0]
+                        size = size_of(left)
+                        multiply(size, numbers, rows, class_k, is_first, totals + done * totals_row)
+                        done += size
             column = 4 * PANEL * first
             bias = a[_BIAS] + column if a[_BIAS] != 0 else 0
             finish(totals, width, count, bias, a[_OUT] + row * out_row + column, out_row)

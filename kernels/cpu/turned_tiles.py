@@ -33,6 +33,7 @@ from .vectors import (
     INTS,
     LANES,
     broadcast,
+    by_value,
     from_bfloat16,
     load,
     store,
@@ -100,24 +101,29 @@ def multiply(
     fetch_lines: Any,
     sums: Any,
 ) -> Any:
-    """`num_a` x `num_b` tiles of sums at `sums`, [A, B, row of A, row of x]. See `Operands`.
+    """`num_a` x `num_b` tiles, 1 or 2 of either, of sums at `sums`: [A, B, row of A, row of x]. See `Operands`.
 
-    These numbers, 1 or 2, the name of the product and `run` are constants. `run` is how the words of B are ordered (see
-    `words_by_class`): 0 for what adds in an order of its own, which dots and matrix tiles do.
+    The name of the product and `run` are constants. `run` is how the words of B are ordered (see `words_by_class`): 0
+    for what adds in an order of its own, which dots and matrix tiles do.
     """
-    name, m, n = product.literal_value, num_a.literal_value, num_b.literal_value
+    name = product.literal_value
     if (run.literal_value > 0) != (name in FORMATS and FORMATS[name].rows > 1):
         raise ValueError(f"{name} does not take its words in runs of {run.literal_value}")
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        operands = Operands(*arguments[4:])
-        if name in FORMATS:
-            vector_tiles.multiply(b, FORMATS[name], run.literal_value, m, n, operands)
-        else:
-            matrix_tiles.multiply(b, name, m, n, operands)
+        _, _, num_a, num_b, *places = arguments
+        operands = Operands(*places)
+
+        def of_tiles(m: int, n: int) -> None:
+            if name in FORMATS:
+                vector_tiles.multiply(b, FORMATS[name], run.literal_value, m, n, operands)
+            else:
+                matrix_tiles.multiply(b, name, m, n, operands)
+
+        by_value(b, num_a, (1, 2), lambda m: by_value(b, num_b, (1, 2), lambda n: of_tiles(m, n)))
         return context.get_dummy_value()
 
-    return types.void(product, run, num_a, num_b, *[types.int64] * 8), generate
+    return types.void(product, run, *[types.int64] * 10), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -176,34 +182,37 @@ def finish(
     """Store the sums of one or two A as `num_rows` rows of results for 16 or 32 columns, which `out_row` bytes are
     between. The sums of the second A lie `a_sums` bytes behind those of the first.
 
-    `product`, `num_digits` and `num_a` are constants. In two digits an A has a tile for each, and x_meta
+    `product` and `num_digits` are constants. In two digits an A has a tile for each, and x_meta
     (float32, then for either digit what products of vectors start from, int32) and scales multiply. bias is added; it
     and scales are float32, for each of the columns. `short`: results are rounded to bfloat16.
     """
     digits, in_vectors = num_digits.literal_value, product.literal_value in FORMATS
-    count = num_a.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, _, sums, a_sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
-        columns = []
-        for a in range(count):
-            first = b.add(sums, b.mul(a_sums, INT64(a)))
-            columns += _results(b, digits, in_vectors, first, x_meta, b.add(scales, INT64(STEP_BYTES * a)))
-        columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
-        with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
-            with half:
-                pairs = zip(columns[::2], columns[1::2], strict=True)
-                rows = turn_words(b, [to_bfloat16_pairs(b, *pair) for pair in pairs])
-                if count == 1:
-                    rows = [take(b, vector, range(i, i + LANES // 2)) for vector in rows for i in (0, LANES // 2)]
-                _store_rows(b, rows, num_rows, out, out_row)
-            with full:
-                for a in range(count):
-                    rows = turn_words(b, columns[TILE * a : TILE * (a + 1)])
-                    _store_rows(b, rows, num_rows, b.add(out, INT64(STEP_BYTES * a)), out_row)
+        _, _, num_a, sums, a_sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
+
+        def of_tiles(count: int) -> None:
+            columns = []
+            for a in range(count):
+                first = b.add(sums, b.mul(a_sums, INT64(a)))
+                columns += _results(b, digits, in_vectors, first, x_meta, b.add(scales, INT64(STEP_BYTES * a)))
+            columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
+            with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
+                with half:
+                    pairs = zip(columns[::2], columns[1::2], strict=True)
+                    rows = turn_words(b, [to_bfloat16_pairs(b, *pair) for pair in pairs])
+                    if count == 1:
+                        rows = [take(b, vector, range(i, i + LANES // 2)) for vector in rows for i in (0, LANES // 2)]
+                    _store_rows(b, rows, num_rows, out, out_row)
+                with full:
+                    for a in range(count):
+                        rows = turn_words(b, columns[TILE * a : TILE * (a + 1)])
+                        _store_rows(b, rows, num_rows, b.add(out, INT64(STEP_BYTES * a)), out_row)
+
+        by_value(b, num_a, (1, 2), of_tiles)
         return context.get_dummy_value()
 
-    return types.void(product, num_digits, num_a, *[types.int64] * 9), generate
+    return types.void(product, num_digits, *[types.int64] * 10), generate
 
 
 def _results(b: ir.IRBuilder, num_digits: int, in_vectors: bool, sums: Any, x_meta: Any, scales: Any) -> list[Any]:

@@ -192,6 +192,13 @@ def turn_words(b: ir.IRBuilder, columns: list[Any]) -> list[Any]:
     return columns
 
 
+def by_value(b: ir.IRBuilder, value: Any, options: Sequence[int], generate: Callable[[int], None]) -> None:
+    """What is generated for that of some numbers which a value has when it runs."""
+    for option in options:
+        with b.if_then(b.icmp_signed("==", value, INT64(option))):
+            generate(option)
+
+
 def loop_over(
     b: ir.IRBuilder, end: Any, step: int, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]
 ) -> list[Any]:
