@@ -79,14 +79,15 @@ class PackedBlueprint:
         model = self.native.build(parallel)
         embedding, head = getattr(model, "embedding", None), getattr(model, "head", None)
         for name, module in model.named_modules():
-            if isinstance(module, ColumnParallelLinear | RowParallelLinear) or module is head:
-                weight: ShardedParameter = module.weight  # type: ignore[union-attr]
-                packing = self._packing(f"{name}.weight", weight)
-                if packing is not None:
-                    # Of several stages, the last has a tied embedding as its head alone.
-                    is_looked_up = module is embedding and parallel.is_first_stage
-                    packed = PackedParameter.like(weight, packing, is_looked_up=is_looked_up)
-                    module.weight = packed  # type: ignore[union-attr]
+            if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+                continue
+            # An embedding that is no head is never multiplied.
+            is_multiplied = not isinstance(module, VocabParallelEmbedding) or module is head
+            packing = self._packing(f"{name}.weight", module.weight) if is_multiplied else None
+            if packing is not None:
+                # Of several stages, the last has a tied embedding as its head alone.
+                is_looked_up = module is embedding and parallel.is_first_stage
+                module.weight = PackedParameter.like(module.weight, packing, is_looked_up=is_looked_up)
         return model
 
     def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:
