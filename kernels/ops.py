@@ -196,10 +196,10 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = 
 
 
 def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
-    """x @ unpack(weight).T + bias, in the dtype of `x`, to which the numbers of the weight are rounded.
+    """x @ unpack(weight).T + bias, in the dtype of `x`.
 
-    What `linear` computes with these numbers, which are never all in memory. On a CPU in float32, with the same bits
-    where its kernels take both.
+    What `linear` computes with these numbers, as exactly, but they are never all in memory. In bfloat16 they may be
+    rounded to that, or not.
 
     Args:
         x: [num_rows, in_features], float32 or bfloat16.
@@ -210,13 +210,13 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
     return backend_for(x.device).linear_packed(x, weight, packing, bias)
 
 
-def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """Packed rows in the order in which the backend of their device multiplies them with what has this dtype.
+def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:
+    """Packed rows in the order in which the backend of their device multiplies them.
 
     rows: [num_rows, row_bytes] uint8; their number is a multiple of `packed.ROWS`. Returns as many bytes, which mean
     nothing to other backends.
     """
-    return backend_for(rows.device).lay_out_packed(rows, packing, dtype)
+    return backend_for(rows.device).lay_out_packed(rows, packing)
 
 
 def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:

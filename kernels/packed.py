@@ -57,6 +57,19 @@ PACKINGS = {
 }
 
 
+def panels_of(rows: Tensor, packing: Packing, panel: int) -> tuple[Tensor, Tensor]:
+    """Halves [panel, block, which, row, 2 bytes] and codes [panel, row, block, bytes] of packed rows."""
+    num_blocks, num_panels = rows.shape[1] // packing.block_bytes, len(rows) // panel
+    halves, codes = packing.parts(rows)
+    halves = halves.reshape(num_panels, panel, packing.num_halves, num_blocks, 2).permute(0, 3, 2, 1, 4)
+    return halves, codes.reshape(num_panels, panel, num_blocks, -1)
+
+
+def join_blocks(halves: Tensor, codes: Tensor) -> Tensor:
+    """[panel, block, bytes] of both, each [panel, block, ...]."""
+    return torch.cat([halves.flatten(2), codes.flatten(2)], dim=2)
+
+
 def unpack(rows: Tensor, packing: Packing) -> Tensor:
     """[num_rows, row_bytes] uint8 -> [num_rows, num_numbers] float32."""
     num_rows, num_blocks = len(rows), rows.shape[1] // packing.block_bytes

@@ -13,9 +13,9 @@ Weights come in three precisions:
     bfloat16    x as well; products and sums in float32
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
-Those that are packed (`kernels.packed`) are float32 (`panels`: the same sums of the same numbers) or, in matrix tiles,
-bfloat16 (`many_rows`, however few the rows are). They are unpacked part by part, in registers or into a core's caches.
-Other products of bfloat16 with unpacked numbers gained a tenth with one row and lost as much with 16.
+Those that are packed (`kernels.packed`) are multiplied in matrix tiles, with x in float32 or bfloat16 (`codes`), or in
+vectors, in float32 (`panels`: the same sums of the same numbers). They are unpacked part by part, in registers or into
+a core's caches.
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
@@ -23,20 +23,22 @@ and those of more than MAX_ROWS are its, and so are weights of other sizes than 
 
 On x86, a row's result has the same bits whatever rows are beside it, where these kernels take the weight and both add
 in one order (`tile_product`): of float32, of bfloat16 where it is multiplied as float32, and of int8 in digits, whose
-sums are of whole numbers. Otherwise it has them among as many rows as one of them, or the library, takes.
+sums are of whole numbers; and of packed weights in float32. Otherwise it has them among as many rows as one of them, or
+the library, takes.
 """
 
 from __future__ import annotations
 
 import sys
 from functools import cache
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..packed import Packing
-from . import few_rows, many_rows, packed_tiles, panels
+from . import codes, few_rows, many_rows, matrix_tiles, panels
 from .features import dots_are_fast
 from .intrinsics import IS_X86
 from .recording import as_one_action
@@ -50,6 +52,18 @@ MAX_ROWS_FEW = 48  # for `few_rows`, not in float32 on x86, of weights that do n
 MAX_ROWS = sys.maxsize if IS_X86 else 64  # for `many_rows`
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once
+
+
+class _PackedKernel(Protocol):
+    """A module that multiplies packed weights, in an order of their bytes that is its own."""
+
+    DTYPES: tuple[torch.dtype, ...]
+
+    def fits(self, out_features: int, in_features: int) -> bool: ...
+
+    def lay_out(self, rows: Tensor, packing: Packing) -> Tensor: ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> Tensor: ...
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,20 +110,23 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
     """See `ops.linear_packed`."""
     if len(x) == 0:
         return x.new_empty(0, len(weight))
-    if x.dtype == torch.bfloat16:
-        return many_rows.linear(x, weight, None, bias, least_rows=1, packing=packing)
-    return panels.linear(x, weight, bias, packing)
+    return _packed_kernel().linear(x, weight, bias, packing)
 
 
-def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:
     """See `ops.lay_out_packed`."""
-    return packed_tiles.lay_out(rows, packing) if dtype == torch.bfloat16 else panels.lay_out(rows, packing)
+    return _packed_kernel().lay_out(rows, packing)
 
 
 def fits_packed(shape: tuple[int, int], dtype: torch.dtype) -> bool:
     """See `ops.fits_packed`."""
-    in_matrix_tiles = dtype == torch.bfloat16 and products(dtype)[:1] == ("tdpbf16ps",)
-    return (dtype == torch.float32 or in_matrix_tiles) and panels.fits(*shape)
+    return dtype in _packed_kernel().DTYPES and _packed_kernel().fits(*shape)
+
+
+@cache
+def _packed_kernel() -> _PackedKernel:
+    """The fastest on this CPU."""
+    return codes if matrix_tiles.are_available() else panels
 
 
 def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

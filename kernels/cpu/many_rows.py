@@ -14,7 +14,7 @@ tiles).
 
 They are multiplied in the CPU's own matrix tiles, where it has them for the type of the weight, or in vectors. Where
 neither is fast for that type, 32 rows of the weight become float32, times their scales, each time that they are read:
-many rows share the work. So become those of a packed weight (`packed_tiles`) bfloat16, for matrix tiles.
+many rows share the work.
 A row's result does not depend on the rows beside it: a sum of float32 takes its products in the order of
 `tile_product`, one of bfloat16 in that of `in_features`, and whole numbers have none.
 """
@@ -31,13 +31,11 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from ..packed import PACKINGS, Packing
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, NUM_DIGITS, quantize_row
 from .intrinsics import pointer
 from .matrix_tiles import configuration
-from .packed_tiles import multiply_packed, unpack_panels
 from .recording import CompiledCall, Rows
 from .rows import load_row
 from .sources import digest_of
@@ -72,7 +70,7 @@ MANY_PAIRS = 8  # of B, which would push the block of weights out of the first c
 
 _SOURCES = (
     *("call", "claims", "digits", "features", "intrinsics", "rows", "vectors"),
-    *("matrix_tiles", "packed_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
+    *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
 _META_WORDS = (1 + NUM_DIGITS) * TILE  # of TILE rows of x in digits: see `finish`
@@ -107,20 +105,17 @@ def linear(
     bias: Tensor | None,
     product: str | None = None,
     least_rows: int | None = None,
-    packing: Packing | None = None,
 ) -> Tensor:
     """(x @ weight.T) * scales + bias, in the dtype of x, where the weight `fits`.
 
     x [num_rows, in_features] and weight [out_features, in_features]: both float32 or both bfloat16 and no scales, or x
     float32 or bfloat16 and the weight int8. `product`: one of the `products` of the weight's type, the first if None.
     least_rows: from how many on it is this kernel, whoever else has some for fewer; None if that is not all.
-    packing: of a weight [out_features, row_bytes] as `packed_tiles` has it, where x is bfloat16 and matrix tiles are.
     """
-    kind = weight.dtype if packing is None else x.dtype
-    x, product = x.contiguous(), product or products(kind)[0]
+    x, product = x.contiguous(), product or products(weight.dtype)[0]
     (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
     out = x.new_empty(num_rows, out_features)
-    kernel = _kernel(product, kind, x.dtype, "" if packing is None else packing.name)
+    kernel = _kernel(product, weight.dtype, x.dtype)
     num_groups, row_bytes = -(-num_rows // TILE), in_features * kernel.itemsize
     turned = torch.empty(kernel.num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
@@ -156,7 +151,7 @@ def turn_rows(x: Tensor) -> Tensor:
     `tile_product`). What a last group has no rows for is unspecified."""
     x, (num_rows, in_features) = x.contiguous(), x.shape
     out = torch.empty(-(-num_rows // TILE) * TILE * in_features, dtype=torch.float32)
-    _kernel("float32", x.dtype, x.dtype, "").turn(
+    _kernel("float32", x.dtype, x.dtype).turn(
         num_rows, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, out.data_ptr(), 0, num_rows, per=TILE, also="num_x",
     )  # fmt: skip
@@ -185,7 +180,7 @@ class _Kernel(NamedTuple):
 
 
 @cache
-def _kernel(product: str, weight: torch.dtype, x: torch.dtype, packing: str) -> _Kernel:
+def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
     """Compiled when it is first asked for, as not every CPU can; kept on disk."""
     sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
     in_digits = weight == torch.int8 and itemsize == 1
@@ -193,7 +188,7 @@ def _kernel(product: str, weight: torch.dtype, x: torch.dtype, packing: str) -> 
     run = _run(product, weight)
     turn = _turn_digits_worker(sources) if in_digits else _turn_worker(run, x.itemsize < itemsize, sources)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
-    multiply = _multiply_worker(product, run, num_digits, widened, packing, f"{sources} {PACKINGS.get(packing)}")
+    multiply = _multiply_worker(product, run, num_digits, widened, sources)
     turn_function = RowFunction(turn, _TURN, _TURN_NS[in_digits], is_idempotent=True)
     return _Kernel(turn_function, multiply.ctypes, num_digits, itemsize)
 
@@ -293,11 +288,9 @@ def _widen(size: int, weight: int, scales: int, num_rows: int, in_features: int,
 
 
 @cache
-def _multiply_worker(product: str, run: int, num_digits: int, widened: int, packing: str, sources: str) -> Any:
-    """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is. `packing`:
-    of one that becomes bfloat16, or ""."""
+def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sources: str) -> Any:
+    """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
-    is_packed = packing != ""
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -312,14 +305,13 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, pack
         num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
         num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
-        goes_by = B_GOES_BY if chunk_pairs >= MANY_PAIRS else A_GOES_BY if chunk_pairs == 1 and not is_packed else 0
+        goes_by = B_GOES_BY if chunk_pairs >= MANY_PAIRS else A_GOES_BY if chunk_pairs == 1 else 0
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         block_lines = BLOCK * weight_row // row_bytes  # in each step
         fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
-        fetched = 0 if is_packed else fetched  # what unpacks it fetches it
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(BLOCK, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
-        other_form = np.empty((BLOCK * row_bytes if widened or is_packed else 0) + STEP_BYTES, np.int8)
+        other_form = np.empty((BLOCK * row_bytes if widened else 0) + STEP_BYTES, np.int8)
         numbers = (other_form.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES  # of a block
         item, lap = -1, 0
         begin(product, a[_CONFIG])
@@ -332,19 +324,13 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, pack
             num_a = min(2, (out_features - first_column) // TILE)
             fetch, lines = w + BLOCK * weight_row, fetched  # the next block, on the way through this one
             fetch_end = fetch + BLOCK * weight_row
-            if is_packed and num_pairs > 1:
-                unpack_panels(packing, num_a, w, TILE * weight_row, row_bytes, numbers)
-                w = numbers
             if widened:
                 _widen(widened, w, a[_SCALES] + 4 * first_column, num_a * TILE, row_bytes // 4, numbers)
                 w = numbers
             for pair in range(chunk * chunk_pairs, min((chunk + 1) * chunk_pairs, num_pairs)):
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
-                if is_packed and num_pairs == 1:
-                    multiply_packed(packing, num_a, num_b, w, TILE * weight_row, x, row_bytes, sums)
-                else:
-                    multiply(product, run, num_a, num_b, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
+                multiply(product, run, num_a, num_b, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= fetch_end:
                     lines = 0

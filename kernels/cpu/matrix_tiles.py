@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -67,7 +66,8 @@ def release(b: ir.IRBuilder) -> None:
 def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands: Operands) -> None:
     """Generate it, with `tdpbf16ps` (sums in float32) or `tdpbssd` (int32)."""
     a, a_row, b_start, goes_by, row_bytes, fetch, fetch_lines, sums = operands
-    zero_tiles(b, num_a * num_b)
+    for tile in range(num_a * num_b):
+        zero_tile(b, tile)
     a_tiles, b_tiles = range(_FIRST_A, _FIRST_A + num_a), range(_FIRST_B, _FIRST_B + num_b)
     fetch_bytes = b.mul(fetch_lines, INT64(STEP_BYTES))
     a_goes_by, b_goes_by = (b.icmp_signed("==", goes_by, INT64(which)) for which in (A_GOES_BY, B_GOES_BY))
@@ -82,57 +82,55 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
 
         for j, tile in enumerate(b_tiles):
             start = b.add(b_start, b.mul(b.add(b.mul(row_bytes, INT64(j)), k), INT64(TILE)))
-            _load_tile(b, tile, start, INT64(STEP_BYTES), b_goes_by)
+            _load(b, tile, start, INT64(STEP_BYTES), b_goes_by)
         for i, tile in enumerate(a_tiles):
-            _load_tile(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row, a_goes_by)
+            _load(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row, a_goes_by)
         # Behind the loads, which would find no line fill buffer that is free.
         with b.if_then(b.icmp_signed(">", fetch_lines, INT64(0))):
             loop_over(b, fetch_bytes, STEP_BYTES * FETCHED_AT_ONCE, [], fetch_some)
-        _multiply(b, instruction, num_a, num_b)
+        for i, a_tile in enumerate(a_tiles):
+            for j, b_tile in enumerate(b_tiles):
+                multiply_tile(b, instruction, i * num_b + j, a_tile, b_tile)
         return []
 
     loop_over(b, row_bytes, STEP_BYTES, [], step)
-    store_tiles(b, num_a * num_b, sums)
+    for tile in range(num_a * num_b):  # [A, B, row of A, row of B]
+        store_tile(b, tile, b.add(sums, INT64(tile * TILE_BYTES)))
 
 
-def zero_tiles(b: ir.IRBuilder, count: int) -> None:
-    """Generate: sums begin."""
-    for tile in range(count):
-        _call_tiles(b, "tilezero", INT8(tile))
+def zero_tile(b: ir.IRBuilder, tile: int) -> None:
+    """Generate: its sums begin."""
+    _call_tiles(b, "tilezero", INT8(tile))
 
 
-def multiply_tiles(b: ir.IRBuilder, instruction: str, a: Sequence[tuple[Any, Any]], b_starts: Sequence[Any]) -> None:
-    """Generate: add the products of some A (address, bytes from one row to the next) and some B to the sums."""
-    for j, start in enumerate(b_starts):
-        place = b.inttoptr(start, INT8.as_pointer())
-        _call_tiles(b, "tileloadd64", INT8(_FIRST_B + j), place, INT64(STEP_BYTES))
-    for i, (start, row_bytes) in enumerate(a):
-        _call_tiles(b, "tileloadd64", INT8(_FIRST_A + i), b.inttoptr(start, INT8.as_pointer()), row_bytes)
-    _multiply(b, instruction, len(a), len(b_starts))
+def load_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any) -> None:
+    """Generate: load its rows, which are so many bytes apart."""
+    _call_tiles(b, "tileloadd64", INT8(tile), b.inttoptr(start, INT8.as_pointer()), row_bytes)
 
 
-def store_tiles(b: ir.IRBuilder, count: int, sums: Any) -> None:
-    """Generate: store the sums, [A, B, row of A, row of B]."""
-    for tile in range(count):
-        place = b.inttoptr(b.add(sums, INT64(tile * TILE_BYTES)), INT8.as_pointer())
-        _call_tiles(b, "tilestored64", INT8(tile), place, INT64(STEP_BYTES))
+def load_tile_once(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any) -> None:
+    """Generate: likewise. They do not stay in the first cache."""
+    _call_tiles(b, "tileloaddt164", INT8(tile), b.inttoptr(start, INT8.as_pointer()), row_bytes)
 
 
-def _multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int) -> None:
-    for i in range(num_a):
-        for j in range(num_b):
-            _call_tiles(b, instruction, INT8(i * num_b + j), INT8(_FIRST_A + i), INT8(_FIRST_B + j))
+def multiply_tile(b: ir.IRBuilder, instruction: str, sums: int, a_tile: int, b_tile: int) -> None:
+    """Generate: add the product of two tiles to a third one."""
+    _call_tiles(b, instruction, INT8(sums), INT8(a_tile), INT8(b_tile))
+
+
+def store_tile(b: ir.IRBuilder, tile: int, start: Any) -> None:
+    """Generate: store its rows, one behind the other."""
+    _call_tiles(b, "tilestored64", INT8(tile), b.inttoptr(start, INT8.as_pointer()), INT64(STEP_BYTES))
+
+
+def _load(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, goes_by: Any) -> None:
+    """Generate: load 16 rows, which are so many bytes apart. `goes_by`, int1: not to stay in the first cache."""
+    with b.if_else(goes_by) as (streamed, kept):
+        with streamed:
+            load_tile_once(b, tile, start, row_bytes)
+        with kept:
+            load_tile(b, tile, start, row_bytes)
 
 
 def _call_tiles(b: ir.IRBuilder, name: str, *arguments: Any) -> None:
     call(b, f"llvm.x86.{name}", ir.VoidType(), arguments)
-
-
-def _load_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, goes_by: Any) -> None:
-    """Generate: load 16 rows, which are so many bytes apart. `goes_by`, int1: not to stay in the first cache."""
-    place = b.inttoptr(start, INT8.as_pointer())
-    with b.if_else(goes_by) as (streamed, kept):
-        with streamed:
-            _call_tiles(b, "tileloaddt164", INT8(tile), place, row_bytes)
-        with kept:
-            _call_tiles(b, "tileloadd64", INT8(tile), place, row_bytes)

@@ -25,11 +25,10 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from ..packed import BLOCK, PACKINGS, Packing
+from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .claims import enter, new_claims, take_item
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES, turn_rows
-from .packed_tiles import join_blocks, panels_of
 from .panel_vectors import (
     CODES,
     FEW,
@@ -48,10 +47,11 @@ from .sources import digest_of
 from .threads import run_call
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES, TILE
 
+DTYPES: tuple[torch.dtype, ...] = (torch.float32,)  # of x
 SPAN = CLASSES * IN_A_ROW  # numbers of a row, whose sums are added to the totals together
 
 _SOURCES = (
-    *("call", "claims", "digits", "features", "intrinsics", "many_rows", "packed_tiles", "panel_vectors"),
+    *("call", "claims", "digits", "features", "intrinsics", "many_rows", "panel_vectors"),
     *("rows", "tile_product", "tiles", "turned_tiles", "vectors"),
 )
 

@@ -26,10 +26,10 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
 
 def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor:
     """See `ops.linear_packed`."""
-    return linear(x, unpack(weight, packing).to(x.dtype), bias)
+    return linear(x, unpack(weight, packing), bias)
 
 
-def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:
+def lay_out_packed(rows: Tensor, _packing: Packing) -> Tensor:
     """See `ops.lay_out_packed`: as they are."""
     return rows
 

@@ -38,7 +38,7 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
     return F.linear(x, unpack(weight, packing).to(x.dtype), bias)
 
 
-def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:
+def lay_out_packed(rows: Tensor, _packing: Packing) -> Tensor:
     """See `ops.lay_out_packed`: as they are."""
     return rows
 

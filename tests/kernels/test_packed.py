@@ -1,7 +1,8 @@
-"""Packed weights: what they unpack to, and that to multiply them gives the bits that their numbers give."""
+"""Packed weights: what they unpack to, and that to multiply them gives what their numbers give."""
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,20 +12,25 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from quire.kernels import ops
-from quire.kernels.cpu import few_rows, many_rows, panels, vectors
+from quire.kernels.cpu import codes, few_rows, many_rows, matrix_tiles, panels, vectors
 from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.panel_vectors import FEW, WIDTH
-from quire.kernels.cpu.turned_tiles import products
 from quire.kernels.dispatch import forced_backend
 from quire.kernels.packed import BLOCK, PACKINGS, Packing, unpack
 
 # (out_features, in_features): an odd number of panels, sums of one span and of more, and parts of a span.
 SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
-DTYPES = [torch.float32]
-if products(torch.bfloat16)[:1] == ("tdpbf16ps",):
-    DTYPES.append(torch.bfloat16)  # where it is not multiplied in matrix tiles, weights are unpacked when they are read
+KERNELS: list[tuple[ModuleType, torch.dtype]] = [(panels, torch.float32)]
+if matrix_tiles.are_available():
+    KERNELS += [(codes, torch.float32), (codes, torch.bfloat16)]
+DTYPES = sorted({dtype for _, dtype in KERNELS}, key=str)
+kernels = pytest.mark.parametrize(
+    ("kernel", "dtype"), KERNELS, ids=[f"{k.__name__.rpartition('.')[2]}-{str(d)[6:]}" for k, d in KERNELS]
+)
+in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
+ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some have more than one part of x
 packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
 
 
@@ -41,15 +47,15 @@ def packed(packing: Packing, out_features: int, in_features: int, scale: float =
     return torch.cat([halves.half().view(torch.uint8), codes], dim=1)
 
 
-def product(x: torch.Tensor, rows: torch.Tensor, packing: Packing, bias: torch.Tensor | None = None) -> torch.Tensor:
-    return ops.linear_packed(x, ops.lay_out_packed(rows, packing, x.dtype), packing, bias)
+def inputs(num_rows: int, in_features: int) -> torch.Tensor:
+    return torch.randn(num_rows, in_features, generator=torch.Generator().manual_seed(0))
 
 
-def product_of_numbers(x: torch.Tensor, numbers: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """By a kernel that adds in the same order."""
-    if x.dtype == torch.float32:
-        return few_rows.linear("float32", x, numbers, None, bias)
-    return many_rows.linear(x, numbers, None, bias)
+def product(
+    kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    got: torch.Tensor = kernel.linear(x, kernel.lay_out(rows, packing), bias, packing)
+    return got
 
 
 @packings
@@ -68,40 +74,84 @@ def test_a_number_is_its_code_times_a_scale(packing: Packing) -> None:
     assert torch.equal(unpack(rows, packing), expected.flatten(1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bits_are_those_of_the_numbers(shape: tuple[int, int], packing: Packing, dtype: torch.dtype) -> None:
-    """However many rows: each number of them up to 18, and some that have more than one part of x."""
-    assert ops.fits_packed(shape, dtype, torch.device("cpu"))
+def test_bits_are_those_of_the_numbers(shape: tuple[int, int], packing: Packing) -> None:
+    """In vectors, however many rows."""
     rows = packed(packing, *shape)
-    numbers = unpack(rows, packing).to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    x, bias = torch.randn(700, shape[1], generator=generator).to(dtype), torch.randn(shape[0]).to(dtype)
+    numbers, x, bias = unpack(rows, packing), inputs(700, shape[1]), torch.randn(shape[0])
     for given in (bias, None):
-        whole = product_of_numbers(x, numbers, given)
-        if IS_X86 and dtype == torch.float32:
+        whole = few_rows.linear("float32", x, numbers, None, given)
+        if IS_X86:
             assert torch.equal(ops.linear(x, numbers, given), whole)
-        for num_rows in (*range(1, 19), 29, 32, 33, 100, 700):
-            got = product(x[:num_rows], rows, packing, given)
-            assert got.dtype == dtype
+        for num_rows in ROW_COUNTS:
+            got = product(panels, x[:num_rows], rows, packing, given)
             assert torch.equal(got, whole[:num_rows]), num_rows
 
 
+@kernels
+@packings
+@pytest.mark.parametrize("shape", SHAPES)
+def test_no_less_exact_than_float32(shape: tuple[int, int], packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    """Two roundings of float32, of what the sizes of all products of a result sum up to; then that of the result. x has
+    all the bits that it can have, over a hundred binary orders of magnitude."""
+    assert ops.fits_packed(shape, dtype, torch.device("cpu"))
+    rows = packed(packing, *shape)
+    numbers, bias = unpack(rows, packing).double(), torch.randn(shape[0]).to(dtype)
+    x = (inputs(40, shape[1]) * 2.0 ** torch.randint(-50, 50, (40, 1))).to(dtype)
+    for num_rows in (1, 8, 21, 32, 40):
+        exact, size = (a[:num_rows].double() @ b.T for a, b in ((x, numbers), (x.abs(), numbers.abs())))
+        exact, size = exact + bias.double(), size + bias.double().abs()
+        got = product(kernel, x[:num_rows], rows, packing, bias)
+        assert got.dtype == dtype
+        allowed = 2**-22 * size
+        if dtype == torch.bfloat16:
+            allowed += 2**-8 * exact.abs() + (2**-9 * size if num_rows > 32 else 0)
+        assert ((got.double() - exact).abs() <= allowed).all(), num_rows
+
+
+@kernels
+@packings
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_do_not_depend_on_their_batch(
+    shape: tuple[int, int], packing: Packing, kernel: Any, dtype: torch.dtype
+) -> None:
+    rows, x, bias = packed(packing, *shape), inputs(700, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+    found = {num_rows: product(kernel, x[:num_rows], rows, packing, bias) for num_rows in ROW_COUNTS}
+    few = found[32]
+    for num_rows, got in found.items():
+        whole = found[700] if num_rows > 32 or dtype == torch.float32 else few
+        assert torch.equal(got, whole[:num_rows]), num_rows
+
+
+@in_tiles
+@packings
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing) -> None:
+    """They have the bits that numbers in bfloat16 give, in tiles as well."""
+    rows, x = packed(packing, *shape), inputs(700, shape[1]).bfloat16()
+    expected = many_rows.linear(x, unpack(rows, packing).bfloat16(), None, None)
+    assert torch.equal(product(codes, x, rows, packing), expected)
+
+
+@kernels
 @pytest.mark.parametrize("num_rows", [8, *range(17, 49, 5), 100])
-def test_nothing_is_written_behind_the_result(num_rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_behind_the_result(
+    num_rows: int, kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rows so long that x comes in several chunks, whose number is rounded: the last must not be one of no rows."""
-    monkeypatch.setattr(panels, "CHUNK_BYTES", 1 << 11)
-    panels._entry.cache_clear()
-    packing = PACKINGS["q4_1"]
+    packing, made = PACKINGS["q4_1"], panels._entry if kernel is panels else codes._functions
     rows = packed(packing, 32, 96)
-    weight, x = panels.lay_out(rows, packing), torch.randn(num_rows, 96)
-    memory = torch.full((num_rows + 200, 32), 7.0)
+    weight, x = kernel.lay_out(rows, packing), inputs(num_rows, 96).to(dtype)
+    expected = kernel.linear(x, weight, None, packing)
+    monkeypatch.setattr(kernel, "CHUNK_BYTES", 1 << 11)
+    made.cache_clear()
+    memory = torch.full((num_rows + 200, 32), 7.0, dtype=dtype)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])
-    got, behind = panels.linear(x, weight, None, packing).clone(), memory[num_rows:].clone()
+    got, behind = kernel.linear(x, weight, None, packing).clone(), memory[num_rows:].clone()
     monkeypatch.undo()
-    panels._entry.cache_clear()
-    assert torch.equal(got, product_of_numbers(x, unpack(rows, packing), None))
+    made.cache_clear()
+    assert torch.equal(got, expected)
     assert (behind == 7.0).all()
 
 
@@ -112,26 +162,29 @@ def test_the_reference_agrees(packing: Packing, dtype: torch.dtype) -> None:
     x, bias = torch.randn(21, 576).to(dtype), torch.randn(80).to(dtype)
     with forced_backend("reference"):
         assert ops.fits_packed((80, 576), dtype, torch.device("cpu"))
-        expected = product(x, rows, packing, bias)
+        expected = ops.linear_packed(x, ops.lay_out_packed(rows, packing), packing, bias)
     rounding = 1e-5 if dtype == torch.float32 else 2**-7
-    torch.testing.assert_close(product(x, rows, packing, bias), expected, rtol=rounding, atol=20 * rounding)
+    got = ops.linear_packed(x, ops.lay_out_packed(rows, packing), packing, bias)
+    torch.testing.assert_close(got, expected, rtol=rounding, atol=20 * rounding)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@kernels
 @packings
-@pytest.mark.parametrize("num_rows", [5, 21])
-def test_nothing_leaves_its_row_or_column(num_rows: int, packing: Packing, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_rows", [5, 21, 40])
+def test_nothing_leaves_its_row_or_column(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     rows = packed(packing, 80, 96)
     x = torch.randn(num_rows, 96).to(dtype)
-    whole = product(x, rows, packing)
+    whole = product(kernel, x, rows, packing)
     x[2, 17] = torch.nan
-    spoilt = product(x, rows, packing)
+    spoilt = product(kernel, x, rows, packing)
     assert spoilt[2].isnan().all()
     spoilt[2] = whole[2]
     assert torch.equal(spoilt, whole)
+    x[2, 17] = torch.inf
+    assert not product(kernel, x, rows, packing)[2].isfinite().any()
     x[2, 17] = 0.0
     rows[19, :2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)  # a scale that is infinite
-    spoilt = product(x, rows, packing)
+    spoilt = product(kernel, x, rows, packing)
     assert not spoilt[:, 19].isfinite().any()
     others = torch.arange(80) != 19
     rest = torch.arange(num_rows) != 2
@@ -163,43 +216,45 @@ def test_float16_without_an_instruction(monkeypatch: pytest.MonkeyPatch) -> None
     assert same.all()
 
 
-def test_largest_and_smallest_scales() -> None:
+@kernels
+def test_largest_and_smallest_scales(kernel: Any, dtype: torch.dtype) -> None:
     """All of float16 but what is not a number: infinite numbers meet no zero here."""
     packing = PACKINGS["q8_0"]
     halves = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
     halves = torch.where(halves.isnan(), 1.0, halves).half().reshape(-1, 1)
     rows = torch.cat([halves.view(torch.uint8), torch.full((65536, BLOCK), 3, dtype=torch.uint8)], dim=1)
-    for x in (torch.ones(1, BLOCK), torch.ones(20, BLOCK)):
-        assert torch.equal(product(x, rows, packing)[-1], halves.float()[:, 0] * 3 * BLOCK)
+    for x in (torch.ones(1, BLOCK, dtype=dtype), torch.ones(20, BLOCK, dtype=dtype)):
+        assert torch.equal(product(kernel, x, rows, packing)[-1], (halves.float()[:, 0] * 3 * BLOCK).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype: torch.dtype) -> None:
     packing = PACKINGS["q4_1"]
-    out = product(torch.empty(0, 96, dtype=dtype), packed(packing, 48, 96), packing)
+    weight = ops.lay_out_packed(packed(packing, 48, 96), packing)
+    out = ops.linear_packed(torch.empty(0, 96, dtype=dtype), weight, packing)
     assert (out.shape, out.dtype) == ((0, 48), dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@kernels
 @pytest.mark.skipif(not IS_X86, reason="other layers of any number of rows are compiled on x86 alone")
-def test_any_number_of_rows_of_a_record(dtype: torch.dtype) -> None:
+def test_any_number_of_rows_of_a_record(kernel: Any, dtype: torch.dtype) -> None:
     """A record of 41 rows is repeated with others, but not with so few that another kernel would take them."""
     packing = PACKINGS["q4_1"]
-    weight = ops.lay_out_packed(packed(packing, 96, 96), packing, dtype)
+    weight = kernel.lay_out(packed(packing, 96, 96), packing)
     x = torch.randn(163, 96).to(dtype)
     with torch.inference_mode():
-        record, _ = capture(lambda: ops.linear_packed(x[:41], weight, packing), Pool(), 41, 163, [x])
-        assert record.least_rows == (1 if dtype == torch.bfloat16 else FEW[-1] + 1)
-        for num_rows in (163, record.least_rows, 32, 33, 41, 100):
+        record, _ = capture(lambda: kernel.linear(x[:41], weight, None, packing), Pool(), 41, 163, [x])
+        assert record.least_rows == (1 if kernel is codes else FEW[-1] + 1)
+        for num_rows in (163, record.least_rows, 16, 17, 32, 33, 41, 100):
             x.copy_(torch.randn(163, 96))
             found = record.replay(num_rows).clone()
-            assert torch.equal(found, ops.linear_packed(x[:num_rows], weight, packing))
+            assert torch.equal(found, kernel.linear(x[:num_rows], weight, None, packing))
 
 
 @pytest.mark.parametrize("shape", [(40, 96), (16, 96), (48, 80), (48, 16)])
 def test_what_does_not_fit(shape: tuple[int, int]) -> None:
     device = torch.device("cpu")
-    fits = shape == (16, 96) and WIDTH == 1
+    fits = shape == (16, 96) and WIDTH == 1 and not matrix_tiles.are_available()
     assert ops.fits_packed(shape, torch.float32, device) is fits
     for dtype in {torch.float16, torch.bfloat16} - set(DTYPES):
         assert not ops.fits_packed((48, 96), dtype, device)

@@ -103,7 +103,6 @@ class PackedParameter(ShardedParameter):
     `packing.row_bytes` long; the order of bytes is a backend's (`ops.lay_out_packed`)."""
 
     packing: Packing
-    computed: torch.dtype  # of what multiplies the matrix, and of its numbers
     numbers: Tensor | None = None  # the matrix unpacked, where rows of it are looked up
 
     @classmethod
@@ -111,7 +110,7 @@ class PackedParameter(ShardedParameter):
         """Room for the same pieces, which have a form that `can_pack` allows."""
         num_rows, num_columns = parameter.shape
         made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
-        made.packing, made.computed = packing, parameter.dtype
+        made.packing = packing
         made.numbers = parameter.data if is_looked_up else None
         return made
 
@@ -129,7 +128,7 @@ class PackedParameter(ShardedParameter):
             ShardedParameter(self.numbers, self.pieces).weight_loader(source, piece)
         place, packed = self.pieces[piece], cast(PackedSource, source)
         rows = packed.read_packed(place.source)
-        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing, self.computed)
+        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias)

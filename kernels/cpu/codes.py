@@ -1,0 +1,211 @@
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
+# (compiled functions and their views into memory are not Python to a type checker)
+"""The product of rows with a packed weight (`kernels.packed`) in the CPU's matrix tiles, which take bfloat16.
+
+A code is a whole number of at most 8 bits, which bfloat16 has exactly. So its product with a part of x is exact, and
+scales multiply the sums of a block's 32 products:
+
+    x  --split-->  1 or 3 parts  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
+
+    float32     x in three parts, which sum up to it; sums and totals in float32
+    bfloat16    x as it is; likewise. Many rows are multiplied with numbers that were unpacked before, and rounded
+
+That is no less exact than products of float32 and their sums, and three instructions for matrix tiles take the place of
+sixteen for vectors. (Henry, Tang and Heinecke, https://arxiv.org/abs/1904.06376, have float32 as three bfloat16; there
+both operands are split, and six products are needed.)
+
+Rows of x are in groups of up to TILE that have one size, for tiles take longer the more rows they have. A row's result
+does not depend on the rows beside it, in bfloat16 among as few or as many: it takes its products in the order of
+`in_features`.
+
+16 rows of a weight, a panel, lie block by block: their scales, what a code of 0 means, then the codes of their 32
+numbers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types
+from torch import Tensor
+
+from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
+from .call import Arguments, RowFunction, enter_rows, take_rows
+from .claims import enter, new_claims, take_item
+from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, finish, multiply, set_up, split_row, unpack
+from .intrinsics import pointer
+from .many_rows import CHUNK_BYTES
+from .recording import CompiledCall, Rows
+from .sources import digest_of
+from .threads import run_call
+from .tile_product import STEP_BYTES, TILE, TILE_BYTES
+
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
+_NUM_PARTS = {torch.float32: 3, torch.bfloat16: 1}
+FUSED = 2  # groups of x that are multiplied with a block as it is unpacked: all that come in one go
+
+_SOURCES = (
+    *("call", "claims", "code_tiles", "digits", "features", "intrinsics", "many_rows", "matrix_tiles", "rows"),
+    *("tile_product", "tiles", "turned_tiles", "vectors"),
+)
+
+_SPLIT = Arguments("x", "in_features", "parts", "num_x")
+_SPLIT_TYPE = _SPLIT.dtype
+_SPLIT_NS = 0.3  # about what an element takes
+
+# Places in the arguments of a product: addresses and sizes.
+(
+    _X,
+    _WEIGHT,
+    _BIAS,
+    _OUT,
+    _NUM_ROWS,
+    _OUT_FEATURES,
+    _IN_FEATURES,
+    _NUM_THREADS,
+    _CLAIMS,
+    _NUM_ARGUMENTS,
+) = range(10)
+
+
+def fits(out_features: int, in_features: int) -> bool:
+    """Whether a packed weight of this shape can be multiplied so."""
+    return out_features % TILE == 0 and out_features >= TILE * WIDTH and in_features % BLOCK == 0
+
+
+def lay_out(rows: Tensor, packing: Packing) -> Tensor:
+    """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
+    halves, codes = panels_of(rows, packing, TILE)
+    if packing.bits == 8:  # [panel, block, pair of numbers, row, 2]
+        return join_blocks(halves, codes.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)).view(rows.shape)
+    numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (4, 4, 2))  # words of four pairs
+    numbers = numbers.permute(0, 2, 3, 1, 5, 4)  # [panel, block, word, row, number of the pair, pair]
+    return join_blocks(halves, numbers[..., ::2] | numbers[..., 1::2] << 4).view(rows.shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> Tensor:
+    """x @ weight.T + bias, in the dtype of x and bias, float32 or bfloat16.
+
+    x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
+    """
+    x, (num_rows, in_features), out_features = x.contiguous(), x.shape, weight.shape[0]
+    out, num_threads, num_parts = x.new_empty(num_rows, out_features), torch.get_num_threads(), _NUM_PARTS[x.dtype]
+    num_groups = -(-num_rows // TILE)
+    parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
+    first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
+    split, entry = _functions(packing.name, num_parts)
+    split(num_rows, TILE * in_features, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
+    claims = new_claims(num_threads)
+    arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
+        first,
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        num_rows,
+        out_features,
+        in_features,
+        num_threads,
+        ctypes.addressof(claims),
+    )
+    run_call(CompiledCall(entry, arguments, claims, (Rows(8 * _NUM_ROWS),), is_idempotent=True))
+    return out
+
+
+@cache
+def _functions(packing: str, num_parts: int) -> tuple[RowFunction, Any]:
+    """What splits rows of x, and what multiplies them."""
+    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
+    split = RowFunction(_split_worker(num_parts, sources), _SPLIT, _SPLIT_NS, is_idempotent=True)
+    return split, _worker(packing, num_parts, f"{sources} {PACKINGS[packing]}").ctypes
+
+
+@njit(error_model="numpy")
+def rows_of_group(num_rows: int, num_groups: int) -> int:
+    """As few as there can be where they are multiplied with what is unpacked meanwhile."""
+    return (num_rows + num_groups - 1) // num_groups if num_groups <= FUSED else TILE
+
+
+@cache
+def _split_worker(num_parts: int, sources: str) -> Any:
+    x_bytes = 4 if num_parts > 1 else 2
+
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _SPLIT_TYPE)[0]
+        group_rows = rows_of_group(a.num_x, a.num_rows)
+        block, part = block_bytes(num_parts, group_rows), group_rows * STEP_BYTES
+        thread, item, lap = enter_rows(address), -1, 0
+        while True:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
+                return
+            for group in range(first, stop):
+                out = a.parts + group * (a.in_features // BLOCK) * block
+                for i in range(group_rows):  # the last group may have some that are not there
+                    x = a.x + min(group * group_rows + i, a.num_x - 1) * a.in_features * x_bytes
+                    split_row(num_parts, x, a.in_features, out + i * STEP_BYTES, block, part, i)
+
+    return worker
+
+
+def _worker(packing: str, num_parts: int, sources: str) -> Any:
+    panel_block, is_short = TILE * PACKINGS[packing].block_bytes, num_parts == 1
+    size = 2 if is_short else 4
+
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        """One thread: take panels until there are none."""
+        sources  # noqa: B018 (likewise)
+        a = carray(pointer(address), (_NUM_ARGUMENTS,), np.int64)
+        num_rows, out_features, num_blocks = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES] // BLOCK
+        num_threads, claims, panel_bytes = a[_NUM_THREADS], a[_CLAIMS], num_blocks * panel_block
+        thread, out_row = enter(claims), out_features * size
+        num_groups = (num_rows + TILE - 1) // TILE
+        group_rows = rows_of_group(num_rows, num_groups)
+        num_groups = (num_rows + group_rows - 1) // group_rows  # each has some rows
+        group_bytes, totals_bytes = num_blocks * block_bytes(num_parts, group_rows), group_rows * STEP_BYTES
+        num_chunks = (num_groups * group_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
+        chunk_groups = (num_groups + num_chunks - 1) // num_chunks
+        num_chunks = (num_groups + chunk_groups - 1) // chunk_groups
+        num_panels = out_features // TILE
+        num_pairs = (num_panels + WIDTH - 1) // WIDTH
+        is_fused = num_groups <= FUSED
+        own = np.empty(SCRATCH_BYTES + FUSED * WIDTH * TILE_BYTES + 2 * STEP_BYTES, np.uint8)
+        config = own[:STEP_BYTES]
+        scratch = (own.ctypes.data + 2 * STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        totals = scratch + SCRATCH_BYTES
+        unpacked = np.empty((0 if is_fused else num_blocks * WIDTH * TILE_BYTES) + STEP_BYTES, np.uint8)
+        codes = 0 if is_fused else (unpacked.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        set_up(config, group_rows)
+        begin(own.ctypes.data)
+        item, lap = -1, 0
+        while True:
+            item, lap = take_item(claims, num_threads, num_pairs * num_chunks, thread, item, lap)
+            if item < 0:
+                break
+            # The last panels may be multiplied twice, by two threads even: to the same bits.
+            chunk, first = item // num_pairs, min(item % num_pairs * WIDTH, num_panels - WIDTH)
+            panel, column = a[_WEIGHT] + first * panel_bytes, first * TILE * size
+            bias = a[_BIAS] + column if a[_BIAS] != 0 else 0
+            if codes != 0:
+                unpack(packing, is_short, panel, panel_bytes, num_blocks, codes)
+            last_group = min((chunk + 1) * chunk_groups, num_groups)
+            for group in range(chunk * chunk_groups, last_group, FUSED):
+                count, x = min(FUSED, last_group - group), a[_X] + group * group_bytes
+                multiply(
+                    packing, num_parts, is_short,
+                    count, group_rows, panel, panel_bytes, num_blocks, codes, x, scratch, totals,
+                )  # fmt: skip
+                for i in range(count):
+                    row = (group + i) * group_rows
+                    rows, place = min(group_rows, num_rows - row), totals + i * WIDTH * totals_bytes
+                    finish(is_short, place, totals_bytes, rows, bias, a[_OUT] + row * out_row + column, out_row)
+        end()
+        own[0] = unpacked[0] = 0  # they live until here: Numba does not see who has their addresses
+
+    return worker
