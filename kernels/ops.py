@@ -198,8 +198,9 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = 
 def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
     """x @ unpack(weight).T + bias, in the dtype of `x`.
 
-    What `linear` computes with these numbers, as exactly, but they are never all in memory. In bfloat16 they may be
-    rounded to that, or not.
+    What `linear` computes with these numbers, which are never all in memory. Sums and what is summed are rounded to
+    float32: of the size of each number, or of the largest that its block could have. In bfloat16, numbers may be
+    rounded to that before.
 
     Args:
         x: [num_rows, in_features], float32 or bfloat16.

@@ -6,7 +6,7 @@ A row is packed into bytes: its scales, the least numbers of its blocks where th
 codes. Of 4 bits, byte i of a block holds the code of its number i in the lower half, and that of number 16 + i above.
 
 These are llama.cpp's Q4_0, Q4_1 and Q8_0 in another order (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md).
-The product of a float16 and a code is exact in float32, so that a number is rounded once, however it is computed.
+The product of a float16 and a code is exact in float32, so that a number is rounded once, where one is computed at all.
 """
 
 from __future__ import annotations

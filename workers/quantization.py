@@ -53,7 +53,7 @@ def quantized(blueprint: Blueprint, kind: Quantization) -> Blueprint:
 class PackedBlueprint:
     """A native model whose large matrices stay packed as they are in their file, where kernels multiply them so.
 
-    That is exact: it computes with the numbers that the file stands for.
+    It computes with the numbers that the file stands for, which may become bfloat16 where everything else is.
     """
 
     native: NativeBlueprint

@@ -6,7 +6,7 @@
 
     total += scale * C + least * (sum of the 32 numbers of x)
 
-Everything works on addresses, and is for the tile registers that `configuration` sets up.
+Everything works on addresses, and is for tile registers as `set_up` describes them.
 """
 
 from __future__ import annotations
@@ -139,17 +139,18 @@ def split_row(
 
 
 def _without(b: ir.IRBuilder, numbers: Any, part: Any) -> Any:
-    """The rest of numbers; of those that are not finite there is none."""
+    """The rest of numbers; none where they or their part are not finite."""
     rest = b.fsub(numbers, part)
-    return b.select(b.fcmp_unordered("uno", rest, rest), splat(FLOATS, 0.0), rest)
+    nothing = splat(FLOATS, 0.0)
+    return b.select(b.fcmp_ordered("oeq", b.fsub(rest, rest), nothing), rest, nothing)
 
 
 @intrinsic(prefer_literal=True)
 def unpack(
-    typing_context: Any, packing: Any, as_numbers: Any, panel: Any, panel_bytes: Any, num_blocks: Any, out: Any
+    typing_context: Any, packing: Any, num_parts: Any, panel: Any, panel_bytes: Any, num_blocks: Any, out: Any
 ) -> Any:
-    """Write the codes of WIDTH panels as tiles of bfloat16, [block][panel]; or their numbers, rounded. `packing`, the
-    name of one, and `as_numbers` are constants."""
+    """Write the codes of WIDTH panels as tiles of bfloat16, [block][panel]; or, for x in one part, their numbers,
+    rounded. `packing`, the name of one, and `num_parts` are constants."""
     form = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
@@ -158,15 +159,15 @@ def unpack(
         def step(k: Any, _state: list[Any]) -> list[Any]:
             for j, block in enumerate(_blocks(b, form, panel, panel_bytes, k)):
                 target = b.add(out, b.mul(b.add(b.mul(k, INT64(WIDTH)), INT64(j)), INT64(TILE_BYTES)))
-                way = _scales(b, form, block) if as_numbers.literal_value else None
-                for do in _unpacking(b, form, block, target, way):
+                way = _scales(b, form, block) if num_parts.literal_value == 1 else None
+                for do in _block_steps(b, form, block, target, way):
                     do()
             return []
 
         loop_over(b, num_blocks, 1, [], step)
         return context.get_dummy_value()
 
-    return types.void(packing, as_numbers, *[types.int64] * 4), generate
+    return types.void(packing, num_parts, *[types.int64] * 4), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -174,7 +175,6 @@ def multiply(
     typing_context: Any,
     packing: Any,
     num_parts: Any,
-    as_numbers: Any,
     num_groups: Any,
     num_rows: Any,
     panel: Any,
@@ -186,20 +186,19 @@ def multiply(
     totals: Any,
 ) -> Any:
     """totals [group][panel][row of x][row of the panel] = the products of one or two groups of `num_rows` rows of x and
-    WIDTH panels. `unpacked` is what `unpack` wrote of them, `as_numbers` or not, and groups have TILE rows then; 0:
-    codes are unpacked on the way, each block before it is multiplied. The first three are constants; `scratch`:
+    WIDTH panels. `unpacked` is what `unpack` wrote of them, numbers if x is one part, and groups have TILE rows then;
+    0: codes are unpacked on the way, each block before it is multiplied. The first two are constants; `scratch`:
     SCRATCH_BYTES.
     """
-    form, parts, numbers = PACKINGS[packing.literal_value], num_parts.literal_value, as_numbers.literal_value
+    form, parts = PACKINGS[packing.literal_value], num_parts.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, _, num_groups, num_rows, panel, panel_bytes, num_blocks, unpacked, x, scratch, totals = arguments
-
+        _, _, num_groups, num_rows, panel, panel_bytes, num_blocks, unpacked, x, scratch, totals = arguments
         place = _Place(panel, panel_bytes, num_blocks, unpacked, x, scratch, totals)
 
         def of_groups(m: int, rows: Any, *, is_fused: bool) -> None:
             product = _Product(b, form, parts, m, place, rows, is_fused=is_fused)
-            if numbers and not is_fused:
+            if parts == 1 and not is_fused:
                 product.of_numbers()
             else:
                 product.of_codes()
@@ -215,7 +214,7 @@ def multiply(
                 by_value(b, num_groups, (1, 2), lambda m: of_groups(m, INT64(TILE), is_fused=False))
         return context.get_dummy_value()
 
-    return types.void(packing, num_parts, as_numbers, *[types.int64] * 9), generate
+    return types.void(packing, num_parts, *[types.int64] * 9), generate
 
 
 class _Place(NamedTuple):
@@ -247,7 +246,8 @@ class _Product:
         self._b, self._packing, self._num_parts, self._is_fused = b, packing, num_parts, is_fused
         self._num_rows, self._place = num_rows, place
         self._num_tiles = num_groups * WIDTH
-        self._part = b.mul(num_rows, INT64(STEP_BYTES))  # bytes, and of x_block
+        # Bytes of a part of a block of x, which a tile of totals has, too; and of all its parts and their sums.
+        self._part = b.mul(num_rows, INT64(STEP_BYTES))
         self._x_block = b.add(b.mul(self._part, INT64(num_parts)), INT64(STEP_BYTES))
         group = b.mul(self._x_block, place.num_blocks)
         self._groups = [b.add(place.x, b.mul(group, INT64(g))) for g in range(num_groups)]
@@ -304,12 +304,12 @@ class _Product:
         for j in range(WIDTH):
             load_tile(b, _B + j, self._codes_of(k, j), line)
         num_products = self._num_parts * self._num_tiles
-        load = load_tile if self._is_fused else load_tile_once
+        load_x = load_tile if self._is_fused else load_tile_once
         done = 0
         for i in reversed(range(self._num_parts)):  # the smallest first
             for g, group in enumerate(self._groups):
                 offset = b.add(b.mul(self._x_block, k), b.mul(self._part, INT64(i)))
-                load(b, _A + g, b.add(group, offset), line)
+                load_x(b, _A + g, b.add(group, offset), line)
                 for j in range(WIDTH):
                     multiply_tile(b, "tdpbf16ps", g * WIDTH + j, _A + g, _B + j)
                     for do in work[done * len(work) // num_products : (done + 1) * len(work) // num_products]:
@@ -317,14 +317,14 @@ class _Product:
                     done += 1
 
     def _unpacking(self, k: Any) -> list[Callable[[], None]]:
-        """Of block `k`, or behind the last one of that once more: steps, as of `_unpacking`. None if all are there."""
+        """Of block `k`, or behind the last one of that once more: `_block_steps`. None if all are there."""
         if not self._is_fused:
             return []
         b, place = self._b, self._place
         existing = b.select(b.icmp_signed("<", k, place.num_blocks), k, b.sub(place.num_blocks, INT64(1)))
         work = []
         for j, block in enumerate(_blocks(b, self._packing, place.panel, place.panel_bytes, existing)):
-            work += _unpacking(b, self._packing, block, self._codes_of(k, j), None)
+            work += _block_steps(b, self._packing, block, self._codes_of(k, j), None)
         return work
 
     def _adding(self, k: Any) -> list[Callable[[], None]]:
@@ -432,14 +432,14 @@ def _scales(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:
     return scale, _fma(b, scale, splat(FLOATS, 8.0), stored[0]) if stored else None
 
 
-def _unpacking(
+def _block_steps(
     b: ir.IRBuilder, packing: Packing, block: Any, out: Any, way: tuple[Any, Any] | None
 ) -> list[Callable[[], None]]:
     """What writes the codes of a block, signed, as a tile of bfloat16, step by step: [pair of numbers][row of the
     panel][number of the pair]. Where `way` has scales, and least numbers if there are any, it writes the numbers."""
     codes = b.add(block, INT64(2 * TILE * packing.num_halves))
 
-    def finish(found: Any, pair: int) -> None:
+    def write(found: Any, pair: int) -> None:
         """What was found is codes in bfloat16."""
         if way is not None:
             bits, (scale, least) = b.bitcast(found, INTS), way
@@ -452,7 +452,7 @@ def _unpacking(
         start = b.add(codes, INT64(2 * LANES * pair))
         parts = [load(b, b.add(start, INT64(LANES * i)), INT8S) for i in range(2)]
         low, high = (b.sitofp(b.sext(part, INTS), FLOATS) for part in parts)
-        finish(to_bfloat16_by_instruction(b, low, high), pair)
+        write(to_bfloat16_by_instruction(b, low, high), pair)
 
     def of_words(first: int) -> None:
         words = load(b, b.add(codes, INT64(STEP_BYTES * first // 4)), _WORDS)
@@ -460,7 +460,7 @@ def _unpacking(
         table = ir.Constant(_WORDS, 2 * [_bfloat16(code - 8) for code in range(16)])
         for j in range(4):
             shifted = b.lshr(words, splat(_WORDS, 4 * j)) if j else words
-            finish(call(b, "llvm.x86.avx512.permvar.hi.512", _WORDS, [table, shifted]), first + j)
+            write(call(b, "llvm.x86.avx512.permvar.hi.512", _WORDS, [table, shifted]), first + j)
 
     def fetch() -> None:
         for line in range(0, TILE * packing.block_bytes, STEP_BYTES):

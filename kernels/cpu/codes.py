@@ -8,15 +8,19 @@ scales multiply the sums of a block's 32 products:
     x  --split-->  1 or 3 parts  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
     float32     x in three parts, which sum up to it; sums and totals in float32
-    bfloat16    x as it is; likewise. Many rows are multiplied with numbers that were unpacked before, and rounded
+    bfloat16    x as it is; likewise. More rows than FUSED * TILE are multiplied with numbers that were unpacked before
+                and rounded to bfloat16
 
-That is no less exact than products of float32 and their sums, and three instructions for matrix tiles take the place of
-sixteen for vectors. (Henry, Tang and Heinecke, https://arxiv.org/abs/1904.06376, have float32 as three bfloat16; there
-both operands are split, and six products are needed.)
+What is rounded is rounded to float32, as products of float32 are; a code is taken for what is around the middle of its
+block, so that roundings are of that block's largest number, where least numbers are stored, and not of each. Three
+instructions for matrix tiles take the place of 512 for vectors. (Henry, Tang and Heinecke,
+https://arxiv.org/abs/1904.06376, have float32 as three bfloat16; there both operands are split, and six products are
+needed.) They take parts of x below 2^-126 for zero, and sums of codes are not scaled yet: numbers of x are exact from
+2^-103 on, and results finite up to 2^115.
 
-Rows of x are in groups of up to TILE that have one size, for tiles take longer the more rows they have. A row's result
-does not depend on the rows beside it, in bfloat16 among as few or as many: it takes its products in the order of
-`in_features`.
+Rows of x are in groups of up to TILE that have one size: what sums there are of them takes time, if no product. A row's
+result does not depend on the rows beside it, in bfloat16 up to FUSED * TILE rows or above: it takes its products in the
+order of `in_features`.
 
 16 rows of a weight, a panel, lie block by block: their scales, what a code of 0 means, then the codes of their 32
 numbers.
@@ -46,7 +50,7 @@ from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
 _NUM_PARTS = {torch.float32: 3, torch.bfloat16: 1}
-FUSED = 2  # groups of x that are multiplied with a block as it is unpacked: all that come in one go
+FUSED = 2  # groups of x that are multiplied together, and with a block as it is unpacked where there are no more
 
 _SOURCES = (
     *("call", "claims", "code_tiles", "digits", "features", "intrinsics", "many_rows", "matrix_tiles", "rows"),
@@ -98,7 +102,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> 
     parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
     first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
     split, entry = _functions(packing.name, num_parts)
-    split(num_rows, TILE * in_features, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
+    group_size = -(-num_rows // num_groups) * in_features
+    split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
     claims = new_claims(num_threads)
     arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
         first,
@@ -167,10 +172,9 @@ def _worker(packing: str, num_parts: int, sources: str) -> Any:
         thread, out_row = enter(claims), out_features * size
         num_groups = (num_rows + TILE - 1) // TILE
         group_rows = rows_of_group(num_rows, num_groups)
-        num_groups = (num_rows + group_rows - 1) // group_rows  # each has some rows
         group_bytes, totals_bytes = num_blocks * block_bytes(num_parts, group_rows), group_rows * STEP_BYTES
         num_chunks = (num_groups * group_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
-        chunk_groups = (num_groups + num_chunks - 1) // num_chunks
+        chunk_groups = max((num_groups + num_chunks - 1) // num_chunks, FUSED)
         num_chunks = (num_groups + chunk_groups - 1) // chunk_groups
         num_panels = out_features // TILE
         num_pairs = (num_panels + WIDTH - 1) // WIDTH
@@ -193,13 +197,12 @@ def _worker(packing: str, num_parts: int, sources: str) -> Any:
             panel, column = a[_WEIGHT] + first * panel_bytes, first * TILE * size
             bias = a[_BIAS] + column if a[_BIAS] != 0 else 0
             if codes != 0:
-                unpack(packing, is_short, panel, panel_bytes, num_blocks, codes)
+                unpack(packing, num_parts, panel, panel_bytes, num_blocks, codes)
             last_group = min((chunk + 1) * chunk_groups, num_groups)
             for group in range(chunk * chunk_groups, last_group, FUSED):
                 count, x = min(FUSED, last_group - group), a[_X] + group * group_bytes
                 multiply(
-                    packing, num_parts, is_short,
-                    count, group_rows, panel, panel_bytes, num_blocks, codes, x, scratch, totals,
+                    packing, num_parts, count, group_rows, panel, panel_bytes, num_blocks, codes, x, scratch, totals,
                 )  # fmt: skip
                 for i in range(count):
                     row = (group + i) * group_rows

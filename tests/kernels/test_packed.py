@@ -30,7 +30,7 @@ kernels = pytest.mark.parametrize(
     ("kernel", "dtype"), KERNELS, ids=[f"{k.__name__.rpartition('.')[2]}-{str(d)[6:]}" for k, d in KERNELS]
 )
 in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
-ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some have more than one part of x
+ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some of them come in more than one chunk
 packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
 
 
@@ -89,25 +89,73 @@ def test_bits_are_those_of_the_numbers(shape: tuple[int, int], packing: Packing)
             assert torch.equal(got, whole[:num_rows]), num_rows
 
 
-@kernels
+def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
+    """By number, in float64, the sizes of what it is the sum of, if a code of 4 bits is one around 8."""
+    halves, _ = packing.parts(rows)
+    scales, *least = halves.view(torch.float16).double().unflatten(1, (packing.num_halves, -1)).unbind(1)
+    middle = 8 * scales + least[0] if least else torch.zeros_like(scales)
+    of_codes = 128 * scales.abs() if packing.bits == 8 else 8 * scales.abs()
+    return (of_codes + middle.abs()).repeat_interleave(BLOCK, dim=1)
+
+
+def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, num_rows: int) -> None:
+    """At most four roundings of float32, of all that is summed up; in bfloat16 that of the result, and of numbers."""
+    allowed = 2**-22 * size
+    if got.dtype == torch.bfloat16:
+        allowed += 2**-8 * exact.abs() + (2**-8 * size if num_rows > 32 else 0)
+    assert ((got.double() - exact).abs() <= allowed).all(), num_rows
+
+
+@in_tiles
+@pytest.mark.parametrize("dtype", DTYPES)
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
-def test_no_less_exact_than_float32(shape: tuple[int, int], packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
-    """Two roundings of float32, of what the sizes of all products of a result sum up to; then that of the result. x has
-    all the bits that it can have, over a hundred binary orders of magnitude."""
+def test_what_is_rounded(shape: tuple[int, int], packing: Packing, dtype: torch.dtype) -> None:
+    """x has all the bits that it can have, over a hundred binary orders of magnitude, and some within a row."""
     assert ops.fits_packed(shape, dtype, torch.device("cpu"))
-    rows = packed(packing, *shape)
-    numbers, bias = unpack(rows, packing).double(), torch.randn(shape[0]).to(dtype)
-    x = (inputs(40, shape[1]) * 2.0 ** torch.randint(-50, 50, (40, 1))).to(dtype)
+    rows, generator = packed(packing, *shape), torch.Generator().manual_seed(1)
+    numbers, size = unpack(rows, packing).double(), sizes(rows, packing)
+    x = inputs(40, shape[1]) * 2.0 ** torch.randint(-5, 5, (40, shape[1]), generator=generator)
+    x = (x * 2.0 ** torch.randint(-50, 50, (40, 1), generator=generator)).to(dtype)
+    bias = torch.randn(shape[0], generator=generator).to(dtype)
     for num_rows in (1, 8, 21, 32, 40):
-        exact, size = (a[:num_rows].double() @ b.T for a, b in ((x, numbers), (x.abs(), numbers.abs())))
-        exact, size = exact + bias.double(), size + bias.double().abs()
-        got = product(kernel, x[:num_rows], rows, packing, bias)
-        assert got.dtype == dtype
-        allowed = 2**-22 * size
-        if dtype == torch.bfloat16:
-            allowed += 2**-8 * exact.abs() + (2**-9 * size if num_rows > 32 else 0)
-        assert ((got.double() - exact).abs() <= allowed).all(), num_rows
+        given = x[:num_rows]
+        exact, of_all = given.double() @ numbers.T, given.double().abs() @ size.T
+        check(product(codes, given, rows, packing), exact, of_all, num_rows)
+        biased = product(codes, given, rows, packing, bias)
+        check(biased, exact + bias.double(), of_all + bias.double().abs(), num_rows)
+
+
+@in_tiles
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_code_that_cancels_what_is_least(dtype: torch.dtype) -> None:
+    """All numbers are next to nothing, and what is rounded is not."""
+    packing = PACKINGS["q4_1"]
+    rows = packed(packing, 48, 96)
+    halves, codes_ = (part.clone() for part in packing.parts(rows))
+    scales = torch.rand(48, 3, generator=torch.Generator().manual_seed(2)).half()
+    halves.copy_(torch.cat([scales, -5 * scales.float()], dim=1).half().view(torch.uint8))
+    rows, x = torch.cat([halves, codes_.fill_(0x55)], dim=1), inputs(40, 96).to(dtype)
+    exact, of_all = x.double() @ unpack(rows, packing).double().T, x.double().abs() @ sizes(rows, packing).T
+    for num_rows in (1, 32, 40):
+        check(product(codes, x[:num_rows], rows, packing), exact[:num_rows], of_all[:num_rows], num_rows)
+
+
+@in_tiles
+def test_ends_of_float32() -> None:
+    """What becomes infinite in bfloat16 has no rest; what is below the smallest normal number is nothing there."""
+    packing = PACKINGS["q8_0"]
+    rows = torch.cat(
+        [torch.full((32, 1), 2.0).half().view(torch.uint8), torch.full((32, 32), 3, dtype=torch.uint8)], dim=1
+    )
+    for value, expected in ((3.4e38, torch.inf), (torch.inf, torch.inf), (1e33, 6e33), (1e-30, 6e-30), (1e-39, 0.0)):
+        x = torch.zeros(1, 32)
+        x[0, 5] = value
+        got = product(codes, x, rows, packing)
+        if value == torch.inf:
+            assert not got.isfinite().any()
+        else:
+            torch.testing.assert_close(got, torch.full((1, 32), expected), rtol=2**-23, atol=0)
 
 
 @kernels
@@ -236,25 +284,28 @@ def test_no_rows(dtype: torch.dtype) -> None:
 
 
 @kernels
+@pytest.mark.parametrize("recorded", [5, 20, 41])
 @pytest.mark.skipif(not IS_X86, reason="other layers of any number of rows are compiled on x86 alone")
-def test_any_number_of_rows_of_a_record(kernel: Any, dtype: torch.dtype) -> None:
-    """A record of 41 rows is repeated with others, but not with so few that another kernel would take them."""
-    packing = PACKINGS["q4_1"]
-    weight = kernel.lay_out(packed(packing, 96, 96), packing)
+def test_any_number_of_rows_of_a_record(recorded: int, kernel: Any, dtype: torch.dtype) -> None:
+    """A record of some rows is repeated with others, but not with so few that another kernel would take them."""
+    if kernel is panels and recorded <= FEW[-1]:
+        pytest.skip("so few rows are not recorded for others")
+    packing, bias = PACKINGS["q4_1"], torch.randn(80).to(dtype)
+    weight = kernel.lay_out(packed(packing, 80, 96), packing)
     x = torch.randn(163, 96).to(dtype)
     with torch.inference_mode():
-        record, _ = capture(lambda: kernel.linear(x[:41], weight, None, packing), Pool(), 41, 163, [x])
+        record, _ = capture(lambda: kernel.linear(x[:recorded], weight, bias, packing), Pool(), recorded, 163, [x])
         assert record.least_rows == (1 if kernel is codes else FEW[-1] + 1)
         for num_rows in (163, record.least_rows, 16, 17, 32, 33, 41, 100):
             x.copy_(torch.randn(163, 96))
             found = record.replay(num_rows).clone()
-            assert torch.equal(found, kernel.linear(x[:num_rows], weight, None, packing))
+            assert torch.equal(found, kernel.linear(x[:num_rows], weight, bias, packing))
 
 
 @pytest.mark.parametrize("shape", [(40, 96), (16, 96), (48, 80), (48, 16)])
 def test_what_does_not_fit(shape: tuple[int, int]) -> None:
     device = torch.device("cpu")
-    fits = shape == (16, 96) and WIDTH == 1 and not matrix_tiles.are_available()
+    fits = shape == (16, 96) and WIDTH == 1  # CPUs with matrix tiles have more
     assert ops.fits_packed(shape, torch.float32, device) is fits
     for dtype in {torch.float16, torch.bfloat16} - set(DTYPES):
         assert not ops.fits_packed((48, 96), dtype, device)
