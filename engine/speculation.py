@@ -32,8 +32,8 @@ _BYTES = 4  # of a token
 
 _MAX_TRUST = 16
 # Tokens in a step up to which one more is cheap: CPUs read weights for so many about as fast as for one, and multiply
-# packed ones in 1.4 (matrix tiles) or 2 times the time of one. Beyond, products take as long as they have rows, and a
-# draft what a token is worth (tests/benchmarks/RESULTS.md: what steps of 1 to 32 take).
+# packed ones in 1.4 (matrix tiles) or 2.3 times the time of one. Beyond, most products take as long as they have rows,
+# and a draft what a token is worth (tests/benchmarks/RESULTS.md: what steps of 1 to 32 take).
 _NUM_CHEAP = 8
 MAX_STEP_DRAFTS = _NUM_CHEAP - 1  # of all requests; workers have room for so many
 

@@ -2,9 +2,11 @@
 # mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
 """Words to multiply packed weights with in matrix tiles (see `codes`), as LLVM vectors and tiles.
 
-    A: 16 rows of x, 32 numbers of each    times    B: the codes of 16 rows of the weight    ->    C: 16 x 16 sums
+    A: some rows of x, 32 numbers of each    times    B: codes of 16 rows of the weight    ->    C: 16 sums a row of x
 
-    total += scale * C + least * (sum of the 32 numbers of x)
+    total += scale * C + middle * (sum of the 32 numbers of x)
+
+Codes of 4 bits are taken for 8 less than they are, so that `middle`, where least numbers are stored, is what 8 means.
 
 Everything works on addresses, and is for tile registers as `set_up` describes them.
 """
@@ -102,8 +104,9 @@ def split_row(
 ) -> Any:
     """Write a row of x as parts of bfloat16, and the sum of each block of it.
 
-    `num_parts`, a constant: 3 of float32, which sum up to it, or 1 of bfloat16. `block` and `part` are the bytes from
-    one to the next at `out`, the row's own place in the first; the sum of row number `row` is behind the parts.
+    `num_parts`, a constant: 3 of float32, which sum up to it (see `codes`), or 1 of bfloat16. `block` and `part` are
+    the bytes from one to the next at `out`, the row's own place in the first; the sum of row number `row` is behind the
+    parts.
     """
     count = num_parts.literal_value
 
@@ -159,7 +162,7 @@ def unpack(
         def step(k: Any, _state: list[Any]) -> list[Any]:
             for j, block in enumerate(_blocks(b, form, panel, panel_bytes, k)):
                 target = b.add(out, b.mul(b.add(b.mul(k, INT64(WIDTH)), INT64(j)), INT64(TILE_BYTES)))
-                way = _scales(b, form, block) if num_parts.literal_value == 1 else None
+                way = _ways_to_numbers(b, form, block) if num_parts.literal_value == 1 else None
                 for do in _block_steps(b, form, block, target, way):
                     do()
             return []
@@ -341,12 +344,12 @@ class _Product:
             for g, group in enumerate(self._groups):
                 if self._packing.has_least:
                     x_sum = load(b, b.add(b.add(group, behind), b.mul(r, INT64(4))), FLOAT)
-                for j, (scale, least) in enumerate(ways):
+                for j, (scale, middle) in enumerate(ways):
                     tile = g * WIDTH + j
                     place = b.add(self._total_of(tile), row)
                     total = load(b, place, FLOATS)
                     if self._packing.has_least:
-                        total = _fma(b, broadcast(b, x_sum, LANES), least, total)
+                        total = _fma(b, broadcast(b, x_sum, LANES), middle, total)
                     total = _fma(b, load(b, b.add(self._sums_of(k, tile), row), FLOATS), scale, total)
                     store(b, total, place)
 
@@ -426,17 +429,29 @@ def _blocks(b: ir.IRBuilder, packing: Packing, panel: Any, panel_bytes: Any, k: 
 
 
 def _scales(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:
-    """The scales of 16 rows, and what a code of 0 means there, where that is stored. Codes of 4 bits are less by 8."""
-    halves = [load(b, b.add(block, INT64(2 * TILE * i)), _HALVES) for i in range(packing.num_halves)]
-    scale, *stored = (widen_halves(b, half) for half in halves)
+    """The scales of 16 rows, and their middles where least numbers are stored."""
+    scale, *stored = _halves(b, packing, block)
     return scale, _fma(b, scale, splat(FLOATS, 8.0), stored[0]) if stored else None
+
+
+def _ways_to_numbers(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:
+    """The scales of 16 rows, and what a code of 0 means there."""
+    scale, *stored = _halves(b, packing, block)
+    if packing.bits == 8:
+        return scale, splat(FLOATS, 0.0)
+    return scale, stored[0] if stored else b.fmul(scale, splat(FLOATS, -8.0))
+
+
+def _halves(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
+    places = [b.add(block, INT64(2 * TILE * i)) for i in range(packing.num_halves)]
+    return [widen_halves(b, load(b, place, _HALVES)) for place in places]
 
 
 def _block_steps(
     b: ir.IRBuilder, packing: Packing, block: Any, out: Any, way: tuple[Any, Any] | None
 ) -> list[Callable[[], None]]:
     """What writes the codes of a block, signed, as a tile of bfloat16, step by step: [pair of numbers][row of the
-    panel][number of the pair]. Where `way` has scales, and least numbers if there are any, it writes the numbers."""
+    panel][number of the pair]. Where a way to them is given, it writes the numbers."""
     codes = b.add(block, INT64(2 * TILE * packing.num_halves))
 
     def write(found: Any, pair: int) -> None:
@@ -444,8 +459,7 @@ def _block_steps(
         if way is not None:
             bits, (scale, least) = b.bitcast(found, INTS), way
             low, high = b.shl(bits, splat(INTS, 16)), b.and_(bits, splat(INTS, -65536))
-            start = splat(FLOATS, 0.0) if least is None else least
-            found = to_bfloat16_pairs(b, *(_fma(b, b.bitcast(each, FLOATS), scale, start) for each in (low, high)))
+            found = to_bfloat16_pairs(b, *(_fma(b, b.bitcast(each, FLOATS), scale, least) for each in (low, high)))
         store(b, found, b.add(out, INT64(STEP_BYTES * pair)))
 
     def of_bytes(pair: int) -> None:
@@ -457,7 +471,7 @@ def _block_steps(
     def of_words(first: int) -> None:
         words = load(b, b.add(codes, INT64(STEP_BYTES * first // 4)), _WORDS)
         # A look-up takes the lower five bits of a word: four of a code, and one that may be anything.
-        table = ir.Constant(_WORDS, 2 * [_bfloat16(code - 8) for code in range(16)])
+        table = ir.Constant(_WORDS, 2 * [_bfloat16(code - (8 if way is None else 0)) for code in range(16)])
         for j in range(4):
             shifted = b.lshr(words, splat(_WORDS, 4 * j)) if j else words
             write(call(b, "llvm.x86.avx512.permvar.hi.512", _WORDS, [table, shifted]), first + j)

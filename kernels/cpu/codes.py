@@ -7,23 +7,22 @@ scales multiply the sums of a block's 32 products:
 
     x  --split-->  1 or 3 parts  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
-    float32     x in three parts, which sum up to it; sums and totals in float32
+    float32     x in three parts, which sum up to it from 2^-103 on; sums and totals in float32
     bfloat16    x as it is; likewise. More rows than FUSED * TILE are multiplied with numbers that were unpacked before
                 and rounded to bfloat16
 
-What is rounded is rounded to float32, as products of float32 are; a code is taken for what is around the middle of its
-block, so that roundings are of that block's largest number, where least numbers are stored, and not of each. Three
-instructions for matrix tiles take the place of 512 for vectors. (Henry, Tang and Heinecke,
-https://arxiv.org/abs/1904.06376, have float32 as three bfloat16; there both operands are split, and six products are
-needed.) They take parts of x below 2^-126 for zero, and sums of codes are not scaled yet: numbers of x are exact from
-2^-103 on, and results finite up to 2^115.
+What is rounded is rounded to float32, as products of float32 are; where least numbers are stored, what is summed up is
+of the size of the largest number that its block could have, and not of each. Three instructions for matrix tiles take
+the place of 512 for vectors. (Henry, Tang and Heinecke, https://arxiv.org/abs/1904.06376, have float32 as three
+bfloat16; there both operands are split, and six products are needed.) They take parts of x below 2^-126 for zero; and
+sums of codes, which are not scaled yet, are finite while no number of x is above 2^115.
 
 Rows of x are in groups of up to TILE that have one size: what sums there are of them takes time, if no product. A row's
-result does not depend on the rows beside it, in bfloat16 up to FUSED * TILE rows or above: it takes its products in the
-order of `in_features`.
+result does not depend on the rows beside it, in bfloat16 up to FUSED * TILE rows or above: it takes its blocks in their
+order.
 
-16 rows of a weight, a panel, lie block by block: their scales, what a code of 0 means, then the codes of their 32
-numbers.
+16 rows of a weight, a panel, lie block by block: their scales, their least numbers where those are stored, then the
+codes of their 32 numbers.
 """
 
 from __future__ import annotations
