@@ -8,7 +8,7 @@
 
 Codes of 4 bits are taken for 8 less than they are, so that `middle`, where least numbers are stored, is what 8 means.
 
-Everything works on addresses, and is for tile registers as `set_up` describes them.
+Everything works on addresses, and is for tile registers as `matrix_tiles.describe` has them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
 from . import matrix_tiles
-from .matrix_tiles import load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
+from .matrix_tiles import FIRST_A, FIRST_B, load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
     FLOAT,
@@ -56,18 +56,7 @@ AHEAD = 8192  # bytes, of what is unpacked later
 RING = 2  # blocks whose tiles are in memory
 SCRATCH_BYTES = (RING * WIDTH + 2 * 2 * WIDTH) * TILE_BYTES  # tiles of codes, and sums of this block and the one before
 
-_A, _B = 4, 6  # tile registers; sums are in those before
 _HALVES, _WORDS = ir.VectorType(INT16, LANES), ir.VectorType(INT16, 2 * LANES)
-
-
-@njit(error_model="numpy")
-def set_up(config: Any, num_rows: int) -> None:
-    """Write what `begin` reads, [64] uint8: tiles of 64 bytes in a row, those of x and of sums with `num_rows`."""
-    config[:] = 0
-    config[0] = 1
-    for tile in range(8):
-        config[16 + 2 * tile] = STEP_BYTES
-        config[48 + tile] = num_rows if tile < _B else TILE
 
 
 @njit(error_model="numpy")
@@ -78,7 +67,7 @@ def block_bytes(num_parts: int, num_rows: int) -> int:
 
 @intrinsic
 def begin(typing_context: Any, config: Any) -> Any:
-    """Before the first product of this thread. Address of what `set_up` writes."""
+    """Before the first product of this thread. Address of what `matrix_tiles.describe` writes."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         matrix_tiles.configure(b, arguments[0])
@@ -305,16 +294,16 @@ class _Product:
         tiles take their time."""
         b, line = self._b, INT64(STEP_BYTES)
         for j in range(WIDTH):
-            load_tile(b, _B + j, self._codes_of(k, j), line)
+            load_tile(b, FIRST_B + j, self._codes_of(k, j), line)
         num_products = self._num_parts * self._num_tiles
         load_x = load_tile if self._is_fused else load_tile_once
         done = 0
         for i in reversed(range(self._num_parts)):  # the smallest first
             for g, group in enumerate(self._groups):
                 offset = b.add(b.mul(self._x_block, k), b.mul(self._part, INT64(i)))
-                load_x(b, _A + g, b.add(group, offset), line)
+                load_x(b, FIRST_A + g, b.add(group, offset), line)
                 for j in range(WIDTH):
-                    multiply_tile(b, "tdpbf16ps", g * WIDTH + j, _A + g, _B + j)
+                    multiply_tile(b, "tdpbf16ps", g * WIDTH + j, FIRST_A + g, FIRST_B + j)
                     for do in work[done * len(work) // num_products : (done + 1) * len(work) // num_products]:
                         do()
                     done += 1

@@ -27,7 +27,6 @@ codes of their 32 numbers.
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import Any
 
@@ -38,13 +37,25 @@ from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .call import Arguments, RowFunction, enter_rows, take_rows
-from .claims import enter, new_claims, take_item
-from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, finish, multiply, set_up, split_row, unpack
+from .claims import enter, take_item
+from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, finish, multiply, split_row, unpack
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
-from .recording import CompiledCall, Rows
+from .matrix_tiles import describe
+from .packed_call import (
+    BIAS,
+    CLAIMS,
+    IN_FEATURES,
+    NUM_ARGUMENTS,
+    NUM_ROWS,
+    NUM_THREADS,
+    OUT,
+    OUT_FEATURES,
+    WEIGHT,
+    X,
+    run_product,
+)
 from .sources import digest_of
-from .threads import run_call
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
@@ -52,27 +63,24 @@ _NUM_PARTS = {torch.float32: 3, torch.bfloat16: 1}
 FUSED = 2  # groups of x that are multiplied together, and with a block as it is unpacked where there are no more
 
 _SOURCES = (
-    *("call", "claims", "code_tiles", "digits", "features", "intrinsics", "many_rows", "matrix_tiles", "rows"),
+    *(
+        "call",
+        "claims",
+        "code_tiles",
+        "digits",
+        "features",
+        "intrinsics",
+        "many_rows",
+        "matrix_tiles",
+        "packed_call",
+        "rows",
+    ),
     *("tile_product", "tiles", "turned_tiles", "vectors"),
 )
 
 _SPLIT = Arguments("x", "in_features", "parts", "num_x")
 _SPLIT_TYPE = _SPLIT.dtype
 _SPLIT_NS = 0.3  # about what an element takes
-
-# Places in the arguments of a product: addresses and sizes.
-(
-    _X,
-    _WEIGHT,
-    _BIAS,
-    _OUT,
-    _NUM_ROWS,
-    _OUT_FEATURES,
-    _IN_FEATURES,
-    _NUM_THREADS,
-    _CLAIMS,
-    _NUM_ARGUMENTS,
-) = range(10)
 
 
 def fits(out_features: int, in_features: int) -> bool:
@@ -95,27 +103,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> 
 
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
-    x, (num_rows, in_features), out_features = x.contiguous(), x.shape, weight.shape[0]
-    out, num_threads, num_parts = x.new_empty(num_rows, out_features), torch.get_num_threads(), _NUM_PARTS[x.dtype]
-    num_groups = -(-num_rows // TILE)
+    x, (num_rows, in_features) = x.contiguous(), x.shape
+    out, num_parts, num_groups = x.new_empty(num_rows, weight.shape[0]), _NUM_PARTS[x.dtype], -(-num_rows // TILE)
     parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
     first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
     split, entry = _functions(packing.name, num_parts)
     group_size = -(-num_rows // num_groups) * in_features
     split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
-    claims = new_claims(num_threads)
-    arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
-        first,
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        num_rows,
-        out_features,
-        in_features,
-        num_threads,
-        ctypes.addressof(claims),
-    )
-    run_call(CompiledCall(entry, arguments, claims, (Rows(8 * _NUM_ROWS),), is_idempotent=True))
+    run_product(entry, first, in_features, weight, bias, out, least_rows=1)
     return out
 
 
@@ -165,9 +160,9 @@ def _worker(packing: str, num_parts: int, sources: str) -> Any:
     def worker(address: int) -> None:
         """One thread: take panels until there are none."""
         sources  # noqa: B018 (likewise)
-        a = carray(pointer(address), (_NUM_ARGUMENTS,), np.int64)
-        num_rows, out_features, num_blocks = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES] // BLOCK
-        num_threads, claims, panel_bytes = a[_NUM_THREADS], a[_CLAIMS], num_blocks * panel_block
+        a = carray(pointer(address), (NUM_ARGUMENTS,), np.int64)
+        num_rows, out_features, num_blocks = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES] // BLOCK
+        num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, out_row = enter(claims), out_features * size
         num_groups = (num_rows + TILE - 1) // TILE
         group_rows = rows_of_group(num_rows, num_groups)
@@ -184,7 +179,7 @@ def _worker(packing: str, num_parts: int, sources: str) -> Any:
         totals = scratch + SCRATCH_BYTES
         unpacked = np.empty((0 if is_fused else num_blocks * WIDTH * TILE_BYTES) + STEP_BYTES, np.uint8)
         codes = 0 if is_fused else (unpacked.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
-        set_up(config, group_rows)
+        describe(config, group_rows)
         begin(own.ctypes.data)
         item, lap = -1, 0
         while True:
@@ -193,20 +188,20 @@ def _worker(packing: str, num_parts: int, sources: str) -> Any:
                 break
             # The last panels may be multiplied twice, by two threads even: to the same bits.
             chunk, first = item // num_pairs, min(item % num_pairs * WIDTH, num_panels - WIDTH)
-            panel, column = a[_WEIGHT] + first * panel_bytes, first * TILE * size
-            bias = a[_BIAS] + column if a[_BIAS] != 0 else 0
+            panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
+            bias = a[BIAS] + column if a[BIAS] != 0 else 0
             if codes != 0:
                 unpack(packing, num_parts, panel, panel_bytes, num_blocks, codes)
             last_group = min((chunk + 1) * chunk_groups, num_groups)
             for group in range(chunk * chunk_groups, last_group, FUSED):
-                count, x = min(FUSED, last_group - group), a[_X] + group * group_bytes
+                count, x = min(FUSED, last_group - group), a[X] + group * group_bytes
                 multiply(
                     packing, num_parts, count, group_rows, panel, panel_bytes, num_blocks, codes, x, scratch, totals,
                 )  # fmt: skip
                 for i in range(count):
                     row = (group + i) * group_rows
                     rows, place = min(group_rows, num_rows - row), totals + i * WIDTH * totals_bytes
-                    finish(is_short, place, totals_bytes, rows, bias, a[_OUT] + row * out_row + column, out_row)
+                    finish(is_short, place, totals_bytes, rows, bias, a[OUT] + row * out_row + column, out_row)
         end()
         own[0] = unpacked[0] = 0  # they live until here: Numba does not see who has their addresses
 

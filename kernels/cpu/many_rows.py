@@ -311,8 +311,8 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(BLOCK, np.float32)
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
-        other_form = np.empty((BLOCK * row_bytes if widened else 0) + STEP_BYTES, np.int8)
-        numbers = (other_form.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES  # of a block
+        wide = np.empty((BLOCK * row_bytes if widened else 0) + STEP_BYTES, np.int8)
+        numbers = (wide.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES  # of a block
         item, lap = -1, 0
         begin(product, a[_CONFIG])
         while True:
@@ -346,6 +346,6 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
                     finish(product, num_digits, num_a, place, a_sums, rows, meta, scales, biases, short, out, out_row)
         end(product)
         # They live until here: Numba does not see who has their addresses.
-        memory[0] = other_form[0] = bias[0] = 0
+        memory[0] = wide[0] = bias[0] = 0
 
     return worker

@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
+from numba import njit
 
 from .features import cpu_features
 from .tile_product import A_GOES_BY, B_GOES_BY, FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
 from .vectors import INT8, INT64, call, loop_over, prefetch
 
-_FIRST_A, _FIRST_B = 4, 6  # tile registers; sums are in those before
+FIRST_A, FIRST_B = 4, 6  # tile registers; sums are in those before
 
 INSTRUCTIONS = {torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}  # by the operands' type
 
@@ -44,17 +45,28 @@ def are_available() -> bool:
     return True
 
 
-def configuration() -> np.ndarray:
-    """What `configure` reads, [64] uint8: palette 1, and for all eight tiles 16 rows of 64 bytes."""
-    config = np.zeros(64, np.uint8)
+def _describe(config: Any, num_rows: int) -> None:
+    """Write what `configure` reads, [64] uint8: palette 1, and for all eight tiles their rows, of 64 bytes. Those from
+    FIRST_B on have TILE of them, and others `num_rows`."""
+    config[:] = 0
     config[0] = 1
-    config[16:32].view(np.uint16)[:] = STEP_BYTES
-    config[48:56] = TILE
+    for tile in range(8):
+        config[16 + 2 * tile] = STEP_BYTES
+        config[48 + tile] = num_rows if tile < FIRST_B else TILE
+
+
+describe = njit(error_model="numpy")(_describe)
+
+
+def configuration() -> np.ndarray:
+    """What `configure` reads, for tiles of TILE rows."""
+    config = np.empty(64, np.uint8)
+    _describe(config, TILE)
     return config
 
 
 def configure(b: ir.IRBuilder, config: Any) -> None:
-    """Generate: set this thread's tiles up. Address of `configuration`."""
+    """Generate: set this thread's tiles up. Address of what `describe` writes."""
     _call_tiles(b, "ldtilecfg", b.inttoptr(config, INT8.as_pointer()))
 
 
@@ -68,7 +80,7 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
     a, a_row, b_start, goes_by, row_bytes, fetch, fetch_lines, sums = operands
     for tile in range(num_a * num_b):
         zero_tile(b, tile)
-    a_tiles, b_tiles = range(_FIRST_A, _FIRST_A + num_a), range(_FIRST_B, _FIRST_B + num_b)
+    a_tiles, b_tiles = range(FIRST_A, FIRST_A + num_a), range(FIRST_B, FIRST_B + num_b)
     fetch_bytes = b.mul(fetch_lines, INT64(STEP_BYTES))
     a_goes_by, b_goes_by = (b.icmp_signed("==", goes_by, INT64(which)) for which in (A_GOES_BY, B_GOES_BY))
 
@@ -82,9 +94,9 @@ def multiply(b: ir.IRBuilder, instruction: str, num_a: int, num_b: int, operands
 
         for j, tile in enumerate(b_tiles):
             start = b.add(b_start, b.mul(b.add(b.mul(row_bytes, INT64(j)), k), INT64(TILE)))
-            _load(b, tile, start, INT64(STEP_BYTES), b_goes_by)
+            _load_by(b, tile, start, INT64(STEP_BYTES), b_goes_by)
         for i, tile in enumerate(a_tiles):
-            _load(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row, a_goes_by)
+            _load_by(b, tile, b.add(b.add(a, b.mul(a_row, INT64(TILE * i))), k), a_row, a_goes_by)
         # Behind the loads, which would find no line fill buffer that is free.
         with b.if_then(b.icmp_signed(">", fetch_lines, INT64(0))):
             loop_over(b, fetch_bytes, STEP_BYTES * FETCHED_AT_ONCE, [], fetch_some)
@@ -123,7 +135,7 @@ def store_tile(b: ir.IRBuilder, tile: int, start: Any) -> None:
     _call_tiles(b, "tilestored64", INT8(tile), b.inttoptr(start, INT8.as_pointer()), INT64(STEP_BYTES))
 
 
-def _load(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, goes_by: Any) -> None:
+def _load_by(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, goes_by: Any) -> None:
     """Generate: load 16 rows, which are so many bytes apart. `goes_by`, int1: not to stay in the first cache."""
     with b.if_else(goes_by) as (streamed, kept):
         with streamed:

@@ -16,7 +16,6 @@ Sums take their products in the order of `tile_product`, so that results have th
 
 from __future__ import annotations
 
-import ctypes
 from functools import cache
 from typing import Any
 
@@ -26,9 +25,22 @@ from numba import carray, cfunc, types
 from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
-from .claims import enter, new_claims, take_item
+from .claims import enter, take_item
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES, turn_rows
+from .packed_call import (
+    BIAS,
+    CLAIMS,
+    IN_FEATURES,
+    NUM_ARGUMENTS,
+    NUM_ROWS,
+    NUM_THREADS,
+    OUT,
+    OUT_FEATURES,
+    WEIGHT,
+    X,
+    run_product,
+)
 from .panel_vectors import (
     CODES,
     FEW,
@@ -42,32 +54,16 @@ from .panel_vectors import (
     size_of,
     unpack,
 )
-from .recording import CompiledCall, Rows
 from .sources import digest_of
-from .threads import run_call
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES, TILE
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32,)  # of x
 SPAN = CLASSES * IN_A_ROW  # numbers of a row, whose sums are added to the totals together
 
 _SOURCES = (
-    *("call", "claims", "digits", "features", "intrinsics", "many_rows", "panel_vectors"),
+    *("call", "claims", "digits", "features", "intrinsics", "many_rows", "packed_call", "panel_vectors"),
     *("rows", "tile_product", "tiles", "turned_tiles", "vectors"),
 )
-
-# Places in the arguments of a worker: addresses and sizes.
-(
-    _X,
-    _WEIGHT,
-    _BIAS,
-    _OUT,
-    _NUM_ROWS,
-    _OUT_FEATURES,
-    _IN_FEATURES,
-    _NUM_THREADS,
-    _CLAIMS,
-    _NUM_ARGUMENTS,
-) = range(10)
 
 
 def fits(out_features: int, in_features: int) -> bool:
@@ -90,25 +86,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> 
 
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
-    (num_rows, in_features), out_features = x.shape, weight.shape[0]
-    out, num_threads = x.new_empty(num_rows, out_features), torch.get_num_threads()
-    are_few = num_rows <= FEW[-1]
+    num_rows, in_features = x.shape
+    out, are_few = x.new_empty(num_rows, weight.shape[0]), num_rows <= FEW[-1]
     x = x.contiguous() if are_few else turn_rows(x)
-    claims = new_claims(num_threads)
-    arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        num_rows,
-        out_features,
-        in_features,
-        num_threads,
-        ctypes.addressof(claims),
-    )
-    rows = None if are_few else (Rows(8 * _NUM_ROWS),)
-    entry = _entry(packing.name)
-    run_call(CompiledCall(entry, arguments, claims, rows, is_idempotent=True, least_rows=FEW[-1] + 1))
+    least_rows = None if are_few else FEW[-1] + 1
+    run_product(_entry(packing.name), x.data_ptr(), in_features, weight, bias, out, least_rows)
     return out
 
 
@@ -124,9 +106,9 @@ def _worker(packing: str, sources: str) -> Any:
     def worker(address: int) -> None:
         """One thread: take panels until there are none."""
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
-        a = carray(pointer(address), (_NUM_ARGUMENTS,), np.int64)
-        num_rows, out_features, in_features = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES]
-        num_threads, claims, panel_bytes = a[_NUM_THREADS], a[_CLAIMS], in_features // BLOCK * panel_block
+        a = carray(pointer(address), (NUM_ARGUMENTS,), np.int64)
+        num_rows, out_features, in_features = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES]
+        num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], in_features // BLOCK * panel_block
         thread, x_row, out_row, are_few = enter(claims), 4 * in_features, 4 * out_features, num_rows <= FEW[-1]
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_rows = (num_rows + num_chunks * TILE - 1) // (num_chunks * TILE) * TILE
@@ -147,7 +129,7 @@ def _worker(packing: str, sources: str) -> Any:
             chunk, first = item // num_blocks, min(item % num_blocks * width, num_panels - width)
             row = chunk * chunk_rows
             count = min(chunk_rows, num_rows - row)
-            x, panel = a[_X] + row * x_row, a[_WEIGHT] + first * panel_bytes
+            x, panel = a[X] + row * x_row, a[WEIGHT] + first * panel_bytes
             for k in range(0, in_features, SPAN):
                 num_k, block = min(SPAN, in_features - k), panel + k // BLOCK * panel_block
                 if are_few:
@@ -164,8 +146,8 @@ def _worker(packing: str, sources: str) -> Any:
                         multiply(size, numbers, rows, class_k, is_first, totals + done * totals_row)
                         done += size
             column = 4 * PANEL * first
-            bias = a[_BIAS] + column if a[_BIAS] != 0 else 0
-            finish(totals, width, count, bias, a[_OUT] + row * out_row + column, out_row)
+            bias = a[BIAS] + column if a[BIAS] != 0 else 0
+            finish(totals, width, count, bias, a[OUT] + row * out_row + column, out_row)
         memory[0] = more_memory[0] = 0  # they live until here: Numba does not see who has their addresses
 
     return worker

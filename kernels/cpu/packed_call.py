@@ -1,0 +1,48 @@
+"""What products with packed weights are called with, whoever multiplies them (`codes`, `panels`)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .claims import new_claims
+from .recording import CompiledCall, Rows
+from .threads import run_call
+
+# Places in the arguments of a worker, int64: addresses and sizes.
+(
+    X,
+    WEIGHT,
+    BIAS,
+    OUT,
+    NUM_ROWS,
+    OUT_FEATURES,
+    IN_FEATURES,
+    NUM_THREADS,
+    CLAIMS,
+    NUM_ARGUMENTS,
+) = range(10)
+
+
+def run_product(
+    entry: Any, x: int, in_features: int, weight: Tensor, bias: Tensor | None, out: Tensor, least_rows: int | None
+) -> None:
+    """Fill `out` [num_rows, out_features] by the worker `entry` (a ctypes function pointer). `x` is the address of what
+    it takes for x; `least_rows`: from how many on it is this worker, None if it is for these rows alone."""
+    num_threads = torch.get_num_threads()
+    claims = new_claims(num_threads)
+    arguments = (ctypes.c_int64 * NUM_ARGUMENTS)(
+        x,
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        *out.shape,
+        in_features,
+        num_threads,
+        ctypes.addressof(claims),
+    )
+    rows = None if least_rows is None else (Rows(8 * NUM_ROWS),)
+    run_call(CompiledCall(entry, arguments, claims, rows, is_idempotent=True, least_rows=least_rows or 1))
