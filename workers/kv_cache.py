@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, shared_layers
 
+from . import host_memory
 from .layers.attention import KVScales, LayerCache
 
 
@@ -43,7 +43,7 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
     would touch all of them now.
     """
     if device.type == "cpu":
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
+        return host_memory.zeros(num_bytes)
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
 

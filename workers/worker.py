@@ -21,6 +21,7 @@ from quire.engine.speculation import MAX_STEP_DRAFTS, num_speculative_tokens
 from quire.kernels import fp8
 
 from .decode_graphs import CudaGraphBackend
+from .host_memory import gather_weights
 from .kv_cache import allocate_kv_cache
 from .launched_step import LaunchedStep
 from .layers.attention import KVScales
@@ -78,6 +79,8 @@ class Worker:
         check_weights_fit(weight_bytes, self.device, self._info.name)
         with building(self.device, self.dtype):
             model = blueprint.build(self._parallel)
+        if self.device.type == "cpu":
+            gather_weights(model.parameters())
         if self._config.model.load_format == "dummy":
             load_dummy(model)
         else:

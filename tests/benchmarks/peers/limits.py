@@ -1,4 +1,5 @@
-"""What the machine can do at most: memory bandwidth and matrix products, with all cores."""
+"""What the machine can do at most: memory bandwidth (in huge pages where there are any) and matrix products, with all
+cores."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from quire.workers.host_memory import zeros
 
 GIB = 1 << 30
 GEMM_SIZE = 2048
@@ -31,8 +34,8 @@ class Limits:
 def measure(num_threads: int) -> Limits:
     """Takes some seconds and 2 GiB."""
     torch.set_num_threads(num_threads)
-    source = torch.ones(GIB // 4)
-    target = torch.empty_like(source)
+    source, target = (zeros(GIB).view(torch.float32) for _ in range(2))
+    source.fill_(1.0)
     copy_s = _best_s(lambda: target.copy_(source))
     sum_s = _best_s(lambda: source.sum())
     return Limits(num_threads, 2 * GIB / copy_s / 1e9, GIB / sum_s / 1e9, _gemm(torch.float32), _gemm(torch.bfloat16))

@@ -1,0 +1,74 @@
+"""Weights and caches of the host on pages of 2 MiB."""
+
+from __future__ import annotations
+
+import re
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_llama import make_tiny_llama
+
+from quire.engine.config import ModelConfig
+from quire.engine.model_source import load_model_info
+from quire.workers.blueprints import blueprint_of
+from quire.workers.host_memory import gather_weights, zeros
+from quire.workers.parallel import ParallelContext
+
+_HUGE_PAGE = 2 << 20
+
+
+def _huge_bytes(address: int) -> int:
+    """In pages of 2 MiB, of the mapping that an address is in, by proc_pid_smaps(5)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1]) << 10
+    raise AssertionError("no such mapping")
+
+
+def _has_huge_pages() -> bool:
+    switch = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return switch.exists() and "[never]" not in switch.read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not _has_huge_pages(), reason="the system has them")
+def test_memory_is_in_huge_pages_once_it_is_touched() -> None:
+    memory = zeros(5 * _HUGE_PAGE)
+    assert _huge_bytes(memory.data_ptr()) == 0  # nobody has touched it
+    memory[::4096] = 1
+    assert _huge_bytes(memory.data_ptr()) >= 4 * _HUGE_PAGE  # of five; the system may be short of one
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4097, _HUGE_PAGE + 64])
+def test_memory_is_zero_and_aligned(num_bytes: int) -> None:
+    memory = zeros(num_bytes)
+    assert memory.shape == (num_bytes,)
+    assert memory.dtype == torch.uint8
+    assert not memory.any()
+    assert num_bytes == 0 or sys.platform != "linux" or memory.data_ptr() % _HUGE_PAGE == 0
+    memory.fill_(255)  # to its last byte
+
+
+def test_weights_lie_in_one_piece_side_by_side(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path, tie_word_embeddings=True)
+    info = load_model_info(ModelConfig(model=str(tmp_path)))
+    blueprint = blueprint_of(info)
+    model = blueprint.build(ParallelContext())
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    gather_weights(model.parameters())
+    blueprint.load(model, info, progress=False)
+    expected = blueprint.build(ParallelContext())
+    blueprint.load(expected, info, progress=False)
+
+    assert {name: parameter.shape for name, parameter in model.named_parameters()} == shapes
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+    assert model.head.weight is model.embedding.weight
+    places = sorted((parameter.data_ptr(), parameter.nbytes) for parameter in model.parameters())
+    gaps = [later - (place + size) for (place, size), (later, _) in pairwise(places)]
+    assert all(0 <= gap < 64 for gap in gaps)
