@@ -37,6 +37,7 @@ from .vectors import (
     broadcast,
     by_value,
     call,
+    fma,
     from_bfloat16,
     joined,
     load,
@@ -338,8 +339,8 @@ class _Product:
                     place = b.add(self._total_of(tile), row)
                     total = load(b, place, FLOATS)
                     if self._packing.has_least:
-                        total = _fma(b, broadcast(b, x_sum, LANES), middle, total)
-                    total = _fma(b, load(b, b.add(self._sums_of(k, tile), row), FLOATS), scale, total)
+                        total = fma(b, broadcast(b, x_sum, LANES), middle, total)
+                    total = fma(b, load(b, b.add(self._sums_of(k, tile), row), FLOATS), scale, total)
                     store(b, total, place)
 
         def of_rows() -> None:
@@ -407,10 +408,6 @@ def finish(
     return types.void(short, *[types.int64] * 6), generate
 
 
-def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    return call(b, "llvm.fma.v16f32", FLOATS, [x, y, z])
-
-
 def _blocks(b: ir.IRBuilder, packing: Packing, panel: Any, panel_bytes: Any, k: Any) -> list[Any]:
     """The address of block `k` of each panel."""
     offset = b.mul(k, INT64(TILE * packing.block_bytes))
@@ -420,7 +417,7 @@ def _blocks(b: ir.IRBuilder, packing: Packing, panel: Any, panel_bytes: Any, k: 
 def _scales(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:
     """The scales of 16 rows, and their middles where least numbers are stored."""
     scale, *stored = _halves(b, packing, block)
-    return scale, _fma(b, scale, splat(FLOATS, 8.0), stored[0]) if stored else None
+    return scale, fma(b, scale, splat(FLOATS, 8.0), stored[0]) if stored else None
 
 
 def _ways_to_numbers(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:
@@ -448,7 +445,7 @@ def _block_steps(
         if way is not None:
             bits, (scale, least) = b.bitcast(found, INTS), way
             low, high = b.shl(bits, splat(INTS, 16)), b.and_(bits, splat(INTS, -65536))
-            found = to_bfloat16_pairs(b, *(_fma(b, b.bitcast(each, FLOATS), scale, least) for each in (low, high)))
+            found = to_bfloat16_pairs(b, *(fma(b, b.bitcast(each, FLOATS), scale, least) for each in (low, high)))
         store(b, found, b.add(out, INT64(STEP_BYTES * pair)))
 
     def of_bytes(pair: int) -> None:

@@ -290,7 +290,18 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
 
 
 _SOURCES = digest_of(
-    *("attention_call", "claims", "decode", "exponential", "features", "heads", "intrinsics", "tile_product", "vectors")
+    *(
+        "attention_call",
+        "claims",
+        "decode",
+        "exponential",
+        "walk",
+        "features",
+        "heads",
+        "intrinsics",
+        "tile_product",
+        "vectors",
+    )
 )
 _plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
 _float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)

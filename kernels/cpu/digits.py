@@ -31,6 +31,7 @@ from .vectors import (
     LANES,
     broadcast,
     call,
+    fma,
     from_bfloat16,
     load,
     loop_over,
@@ -89,7 +90,7 @@ def quantize_row(typing_context: Any, x_bytes: Any, x: Any, in_features: Any, ou
             x = values(k)
             magnitude = call(b, "llvm.fabs.v16f32", FLOATS, [x])
             top = call(b, "llvm.maxnum.v16f32", FLOATS, [so_far[0], magnitude])
-            return [top, call(b, "llvm.fma.v16f32", FLOATS, [x, splat(FLOATS, 0.0), so_far[1]])]
+            return [top, fma(b, x, splat(FLOATS, 0.0), so_far[1])]
 
         tops, nothing = loop_over(b, in_features, LANES, [splat(FLOATS, 1e-30), splat(FLOATS, 0.0)], largest)
         top = call(b, "llvm.vector.reduce.fmax.v16f32", FLOAT, [tops])

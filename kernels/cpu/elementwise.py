@@ -2,12 +2,9 @@
 # (compiled functions and their views into memory are not Python to a type checker)
 """Norms, gated activations and rotations on CPU, compiled with Numba, in float32 and bfloat16.
 
-torch takes three to six operators for each of them, and for a few rows an operator's call costs more than its work. A
-row is widened into float32 scratch, worked on there (it stays in the first-level cache), and rounded when it is stored
-(`rows`); gates are vectors from end to end (`exponential`).
-
-The sum of a norm is reordered into vectors by the compiler, once for all: a row's result depends on its size alone.
-Other dtypes, and activations that need an error function, are left to torch.
+torch takes three to six operators for each of them, and for a few rows an operator's call costs more than its work.
+Here a row is walked along in vectors (`row_vectors`, `exponential`), in float32, and rounded when it is stored. A row's
+result depends on its size alone. Other dtypes, and activations that need an error function, are left to torch.
 """
 
 from __future__ import annotations
@@ -26,6 +23,7 @@ from . import cache
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .exponential import gate
 from .intrinsics import pointer
+from .row_vectors import add_rows, copy_bytes, scale_row, turn_halves
 from .rows import load_row, store_row
 from .sources import digest_of
 
@@ -170,24 +168,12 @@ def write_kv(
     )  # fmt: skip
 
 
-@njit(fastmath={"reassoc", "contract"}, error_model="numpy", cache=True)
-def _sum_of_squares(row: Any, size: int) -> Any:
-    total = np.float32(0.0)
-    for i in range(size):
-        total += row[i] * row[i]
-    return total
-
-
 def _norm_worker(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _NORM_TYPE)[0]
-        size, offset, multiplier = a.size, np.float32(a.offset), np.float32(a.multiplier)
-        row, other, weight = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
-        load_row(a.weight, size, a.short, weight)
-        for i in range(size):
-            weight[i] += offset
+        size, offset, multiplier, width = a.size, np.float32(a.offset), np.float32(a.multiplier), 2 if a.short else 4
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
@@ -195,20 +181,19 @@ def _norm_worker(sources: str) -> Any:
                 return
             for index in range(first, stop):
                 token, head = index // a.heads, index % a.heads
-                load_row(a.x + token * a.x_stride + head * a.head_stride, size, a.short, row)
-                if a.residual != 0:
-                    load_row(a.residual + token * a.residual_stride, size, a.short, other)
-                    for i in range(size):
-                        row[i] = other[i] + multiplier * row[i]
-                    total = a.sum + token * size * (2 if a.short else 4)
-                    store_row(row, size, a.short, total)
-                    if a.short:
-                        load_row(total, size, a.short, row)  # what was rounded is what is normalized
-                mean = np.float64(_sum_of_squares(row, size)) / size
-                scale = np.float32(1.0 / np.sqrt(mean + a.eps))
-                for i in range(size):
-                    row[i] = row[i] * scale * weight[i]
-                store_row(row, size, a.short, a.out + index * size * (2 if a.short else 4))
+                x = a.x + token * a.x_stride + head * a.head_stride
+                residual = a.residual + token * a.residual_stride
+                total, out = a.sum + token * size * width, a.out + index * size * width
+                if a.short:
+                    squares = add_rows(True, x, multiplier, residual, total, size)
+                else:
+                    squares = add_rows(False, x, multiplier, residual, total, size)
+                scale = np.float32(1.0 / np.sqrt(np.float64(squares) / size + a.eps))
+                given = total if a.residual != 0 else x  # what was rounded is what is normalized
+                if a.short:
+                    scale_row(True, given, scale, a.weight, offset, out, size)
+                else:
+                    scale_row(False, given, scale, a.weight, offset, out, size)
 
     return worker
 
@@ -237,42 +222,26 @@ def _gate_worker(sources: str) -> Any:
 
 
 @njit(fastmath={"contract"}, error_model="numpy", cache=True)
-def _turn(head: Any, cos: Any, sin: Any, num_pairs: int, interleaved: int) -> None:
-    """Rotate one head in float32 scratch."""
+def _turn_neighbours(row: Any, cos: int, sin: int, num_pairs: int) -> None:
+    """Rotate pairs of numbers side by side, in float32 scratch."""
+    cosines = carray(pointer(cos), (num_pairs,), np.float32)
+    sines = carray(pointer(sin), (num_pairs,), np.float32)
+    for i in range(num_pairs):
+        x, y = row[2 * i], row[2 * i + 1]
+        row[2 * i], row[2 * i + 1] = x * cosines[i] - y * sines[i], y * cosines[i] + x * sines[i]
+
+
+@njit(error_model="numpy")
+def _turn(head: int, cos: int, sin: int, num_pairs: int, interleaved: int, short: int, row: Any, out: int) -> None:
+    """Rotate a head's first 2 * num_pairs channels. `out` may be `head`; `row` is scratch."""
     if interleaved:
-        for i in range(num_pairs):
-            x, y = head[2 * i], head[2 * i + 1]
-            head[2 * i], head[2 * i + 1] = x * cos[i] - y * sin[i], y * cos[i] + x * sin[i]
+        load_row(head, 2 * num_pairs, short, row)
+        _turn_neighbours(row, cos, sin, num_pairs)
+        store_row(row, 2 * num_pairs, short, out)
+    elif short:
+        turn_halves(True, head, cos, sin, out, num_pairs)
     else:
-        for i in range(num_pairs):
-            x, y = head[i], head[i + num_pairs]
-            head[i], head[i + num_pairs] = x * cos[i] - y * sin[i], y * cos[i] + x * sin[i]
-
-
-@njit(error_model="numpy", cache=True)
-def _angles(address: int, token: int, num_pairs: int) -> Any:
-    """The cosines, or sines, of a token."""
-    return carray(pointer(address + token * num_pairs * 4), (num_pairs,), np.float32)
-
-
-@njit(error_model="numpy", cache=True)
-def _turn_heads(
-    heads: int,
-    num_heads: int,
-    head_stride: int,
-    cos: Any,
-    sin: Any,
-    interleaved: int,
-    short: int,
-    row: Any,
-    out: int,
-    out_stride: int,
-) -> None:
-    """Rotate the heads of one token, as many channels of each as `row` has, which is scratch."""
-    for head in range(num_heads):
-        load_row(heads + head * head_stride, len(row), short, row)
-        _turn(row, cos, sin, len(cos), interleaved)
-        store_row(row, len(row), short, out + head * out_stride)
+        turn_halves(False, head, cos, sin, out, num_pairs)
 
 
 def _rotate_worker(sources: str) -> Any:
@@ -287,11 +256,10 @@ def _rotate_worker(sources: str) -> Any:
             if item < 0:
                 return
             for token in range(first, stop):
-                cos, sin = _angles(a.cos, token, a.num_pairs), _angles(a.sin, token, a.num_pairs)
-                heads = a.heads + token * a.stride
-                _turn_heads(
-                    heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row, heads, a.head_stride
-                )
+                angle = 4 * token * a.num_pairs
+                for index in range(a.num_heads):
+                    head = a.heads + token * a.stride + index * a.head_stride
+                    _turn(head, a.cos + angle, a.sin + angle, a.num_pairs, a.interleaved, a.short, row, head)
 
     return worker
 
@@ -301,8 +269,9 @@ def _write_worker(sources: str) -> Any:
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _WRITE_TYPE)[0]
-        num_pairs, head_dim, width = a.num_pairs, a.head_dim, 2 if a.short else 4
-        row = np.empty(head_dim, np.float32)
+        num_pairs, width = a.num_pairs, 2 if a.short else 4
+        head_bytes, turned_bytes = a.head_dim * width, 2 * num_pairs * width
+        row = np.empty(2 * num_pairs, np.float32)
         slots = carray(pointer(a.slots), (a.num_rows,), np.int64)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
@@ -310,26 +279,28 @@ def _write_worker(sources: str) -> Any:
             if item < 0:
                 return
             for token in range(first, stop):
-                cos, sin = _angles(a.cos, token, num_pairs), _angles(a.sin, token, num_pairs)
-                heads = a.heads + token * a.stride
-                out, head_bytes = a.rotated + token * a.num_heads * head_dim * width, head_dim * width
-                _turn_heads(heads, a.num_heads, a.head_stride, cos, sin, a.interleaved, a.short, row, out, head_bytes)
+                cos, sin = a.cos + 4 * token * num_pairs, a.sin + 4 * token * num_pairs
+                for index in range(a.num_heads):
+                    head = a.heads + token * a.stride + index * a.head_stride
+                    out = a.rotated + (token * a.num_heads + index) * head_bytes
+                    _turn(head, cos, sin, num_pairs, a.interleaved, a.short, row, out)
+                    copy_bytes(head + turned_bytes, out + turned_bytes, head_bytes - turned_bytes)
                 if slots[token] < 0:
                     continue
-                for head in range(a.num_kv_heads):
-                    target = (slots[token] * a.num_kv_heads + head) * head_bytes
-                    load_row(a.key + token * a.key_stride + head * a.key_head_stride, head_dim, a.short, row)
-                    _turn(row, cos, sin, num_pairs, a.interleaved)
-                    store_row(row, head_dim, a.short, a.key_cache + target)
-                    load_row(a.value + token * a.value_stride + head * a.value_head_stride, head_dim, a.short, row)
-                    store_row(row, head_dim, a.short, a.value_cache + target)
+                for index in range(a.num_kv_heads):
+                    key = a.key + token * a.key_stride + index * a.key_head_stride
+                    value = a.value + token * a.value_stride + index * a.value_head_stride
+                    target = (slots[token] * a.num_kv_heads + index) * head_bytes
+                    _turn(key, cos, sin, num_pairs, a.interleaved, a.short, row, a.key_cache + target)
+                    copy_bytes(key + turned_bytes, a.key_cache + target + turned_bytes, head_bytes - turned_bytes)
+                    copy_bytes(value, a.value_cache + target, head_bytes)
 
     return worker
 
 
-_SOURCES = digest_of("call", "claims", "exponential", "intrinsics", "rows", "vectors")
+_SOURCES = digest_of("call", "claims", "exponential", "intrinsics", "row_vectors", "rows", "vectors", "walk")
 # About what an element takes, in nanoseconds.
-_norm = RowFunction(_norm_worker(_SOURCES), _NORM, 0.4, is_idempotent=True)
+_norm = RowFunction(_norm_worker(_SOURCES), _NORM, 0.25, is_idempotent=True)
 _gate = RowFunction(_gate_worker(_SOURCES), _GATE, 0.5, is_idempotent=True)
-_rotate = RowFunction(_rotate_worker(_SOURCES), _ROTATE, 0.4)
-_write = RowFunction(_write_worker(_SOURCES), _WRITE, 0.4, is_idempotent=True)
+_rotate = RowFunction(_rotate_worker(_SOURCES), _ROTATE, 0.3)
+_write = RowFunction(_write_worker(_SOURCES), _WRITE, 0.3, is_idempotent=True)

@@ -35,7 +35,7 @@ from .vectors import (
     LANES,
     add_quarters,
     broadcast,
-    call,
+    fma,
     from_bfloat16,
     join_quarters,
     load,
@@ -111,7 +111,7 @@ def score(
             for _ in range(LANES // CLASSES):
                 keys = _keys(b, [b.add(place, b.mul(d, INT64(width))) for place in places], width)
                 queries = [load(b, b.add(row, b.mul(d, INT64(_SIZE))), _QUARTER) for row in query_rows]
-                sums = [_fma(b, repeat_quarter(b, q), keys, total) for q, total in zip(queries, sums, strict=True)]
+                sums = [fma(b, repeat_quarter(b, q), keys, total) for q, total in zip(queries, sums, strict=True)]
                 d = b.add(d, INT64(CLASSES))
             return sums
 
@@ -163,7 +163,7 @@ def weigh(
             added = []
             for head, row in enumerate(weight_rows):
                 weight = broadcast(b, load(b, b.add(row, b.mul(i, INT64(_SIZE))), FLOAT), LANES)
-                added += [_fma(b, weight, value, sums[vectors * head + j]) for j, value in enumerate(loaded)]
+                added += [fma(b, weight, value, sums[vectors * head + j]) for j, value in enumerate(loaded)]
             return added
 
         zeros, number = [splat(FLOATS, 0.0)] * (heads * vectors), classes.literal_value
@@ -192,10 +192,6 @@ def _load(b: ir.IRBuilder, place: Any, width: int) -> Any:
     if width == _SIZE:
         return load(b, place, FLOATS)
     return from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES)))
-
-
-def _fma(b: ir.IRBuilder, x: Any, y: Any, sums: Any) -> Any:
-    return call(b, "llvm.fma.v16f32", FLOATS, [x, y, sums])
 
 
 @njit(error_model="numpy")

@@ -30,7 +30,7 @@ from .vectors import (
     LANES,
     broadcast,
     by_value,
-    call,
+    fma,
     joined,
     load,
     loop_over,
@@ -75,7 +75,7 @@ class _Block(NamedTuple):
     def number(self, b: ir.IRBuilder, words: Any, shift: Any) -> Any:
         """By the code of each row in its word, so many bits up."""
         code = b.and_(b.lshr(words, shift), splat(INTS, 15))
-        return _fma(b, b.sitofp(code, FLOATS), self.scale, self.least)
+        return fma(b, b.sitofp(code, FLOATS), self.scale, self.least)
 
     def number_of_byte(self, b: ir.IRBuilder, number: Any) -> Any:
         """By codes of 8 bits; which number, int64."""
@@ -117,10 +117,6 @@ def _fetch(b: ir.IRBuilder, packing: Packing, address: Any) -> None:
 def _block_at(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Any:
     """The address of the block whose first number is `k`."""
     return b.add(panel, b.mul(b.sdiv(k, INT64(BLOCK)), INT64(PANEL * packing.block_bytes)))
-
-
-def _fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
-    return call(b, "llvm.fma.v16f32", FLOATS, [x, y, z])
 
 
 def _add(b: ir.IRBuilder, is_first: Any, sums: Sequence[Any], place: Any) -> None:
@@ -188,7 +184,7 @@ def multiply(typing_context: Any, num_x: Any, numbers: Any, x: Any, num_k: Any, 
                     for i in range(m):
                         factor = broadcast(b, load(b, b.add(factors, INT64(4 * (k * TILE + i))), FLOAT), LANES)
                         for j, vector in enumerate(vectors):
-                            sums[i * n + j] = _fma(b, factor, vector, sums[i * n + j])
+                            sums[i * n + j] = fma(b, factor, vector, sums[i * n + j])
                 return sums
 
             sums = loop_over(b, num_k, STEP, [splat(FLOATS, 0.0)] * (m * n), step)
@@ -238,7 +234,7 @@ def multiply_few(
                     offset = b.mul(b.add(k, INT64(number)), INT64(4))
                     for i, row in enumerate(rows):
                         factor = broadcast(b, load(b, b.add(row, offset), FLOAT), LANES)
-                        sums[first + i] = _fma(b, factor, vector, sums[first + i])
+                        sums[first + i] = fma(b, factor, vector, sums[first + i])
                 return sums
 
             sums = loop_over(b, num_k, BLOCK, [splat(FLOATS, 0.0)] * (len(classes) * len(rows)), step)

@@ -43,7 +43,7 @@ from .vectors import (
     INTS,
     LANES,
     broadcast,
-    call,
+    fma,
     load,
     loop_over,
     splat,
@@ -133,10 +133,7 @@ def _soften(typing_context: Any, scores: Any, num_keys: Any, scale: Any, state: 
 
         def weigh(k: Any, totals: list[Any]) -> list[Any]:
             places = [b.add(scores, b.add(k, INT64(row * i))) for i in range(2)]
-            pair = [
-                exponential(b, call(b, "llvm.fma.v16f32", FLOATS, [load(b, place, FLOATS), scales, minus]))
-                for place in places
-            ]
+            pair = [exponential(b, fma(b, load(b, place, FLOATS), scales, minus)) for place in places]
             store(b, to_bfloat16_pairs(b, *pair), b.add(weights, b.udiv(k, INT64(2))))
             return [b.fadd(total, weight) for total, weight in zip(totals, pair, strict=True)]
 
@@ -161,7 +158,7 @@ def _add(typing_context: Any, sums: Any, factor: Any, added: Any, num_rows: Any)
         def step(k: Any, _state: list[Any]) -> list[Any]:
             place = b.add(sums, k)
             parts = [load(b, place, FLOATS), factors, load(b, b.add(added, k), FLOATS)]
-            store(b, call(b, "llvm.fma.v16f32", FLOATS, parts), place)
+            store(b, fma(b, *parts), place)
             return []
 
         loop_over(b, b.mul(num_rows, INT64(LANES * 4)), LANES * 4, [], step)
@@ -330,7 +327,17 @@ def _end_item(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any) -> None
 def worker() -> Any:
     """Compiled when it is first asked for, as not every CPU can."""
     sources = digest_of(
-        *("attention_call", "claims", "prompt_tiles", "prompt_plan", "digits", "exponential", "features", "heads"),
+        *(
+            "attention_call",
+            "claims",
+            "prompt_tiles",
+            "prompt_plan",
+            "digits",
+            "exponential",
+            "walk",
+            "features",
+            "heads",
+        ),
         *("intrinsics", "tiles", "vectors"),
         *("matrix_tiles", "tile_product", "turned_tiles", "vector_tiles"),
     )

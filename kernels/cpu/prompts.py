@@ -136,7 +136,7 @@ def _worker(dtype: type[np.generic], sources: str) -> Any:
 
 
 _SOURCES = digest_of(
-    *("attention_call", "claims", "prompts", "prompt_plan", "exponential", "features", "heads", "intrinsics"),
+    *("attention_call", "claims", "prompts", "prompt_plan", "exponential", "walk", "features", "heads", "intrinsics"),
     *("tile_product", "vectors"),
 )
 WORKERS = {torch.float32: _worker(np.float32, _SOURCES), torch.bfloat16: _worker(np.uint16, _SOURCES)}  # by the cache's

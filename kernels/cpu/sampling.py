@@ -300,7 +300,7 @@ def _exclude_worker(sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("call", "claims", "exponential", "intrinsics", "vectors")
+_SOURCES = digest_of("call", "claims", "exponential", "walk", "intrinsics", "vectors")
 _exclude = RowFunction(_exclude_worker(_SOURCES), _EXCLUDE, 0.3)
 _likeliest = RowFunction(_likeliest_worker(_SOURCES), _LIKELIEST, 0.15, is_idempotent=True)
 _draw = RowFunction(_draw_worker(_SOURCES), _DRAW, 2.0)

@@ -38,6 +38,7 @@ from .vectors import (
     at_most,
     broadcast,
     call,
+    fma,
     from_bfloat16,
     join_quarters,
     joined,
@@ -75,10 +76,6 @@ class Format:
     rows: int = 1  # of the weight that a vector holds: 1, or 4, for the order of `tile_product`
 
 
-def _fma(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
-    return call(b, "llvm.fma.v16f32", FLOATS, [x, weights, sums])
-
-
 def _widen_int8(b: ir.IRBuilder, weights: Any) -> Any:
     return b.sitofp(b.sext(weights, INTS), FLOATS)
 
@@ -89,8 +86,8 @@ def _widen_bfloat16(b: ir.IRBuilder, pairs: Any) -> tuple[Any, Any]:
     return b.bitcast(even, FLOATS), b.bitcast(odd, FLOATS)
 
 
-def _fma_bfloat16(b: ir.IRBuilder, x: list[Any], weights: tuple[Any, Any], sums: Any) -> Any:
-    return _fma(b, x[1], weights[1], _fma(b, x[0], weights[0], sums))
+def fma_bfloat16(b: ir.IRBuilder, x: list[Any], weights: tuple[Any, Any], sums: Any) -> Any:
+    return fma(b, x[1], weights[1], fma(b, x[0], weights[0], sums))
 
 
 def _dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
@@ -110,11 +107,11 @@ _LONG_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((4, 4), (4, 4))
 _DIGITS = ((4, 2), (4, 2))
 
 FORMATS = {
-    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, _fma, *_QUARTERS, rows=4),
+    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, fma, *_QUARTERS, rows=4),
     "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, *_WIDE, "avx512bf16"),
-    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, *_LONG_QUARTERS, parts=2, rows=4),
+    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, fma_bfloat16, *_LONG_QUARTERS, parts=2, rows=4),
     "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_DIGITS, "avx512vnni", NUM_DIGITS, NUM_DIGITS),
-    "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, _fma, *_LONG),
+    "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, fma, *_LONG),
 }
 
 

@@ -67,6 +67,11 @@ def broadcast(b: ir.IRBuilder, value: Any, count: int) -> Any:
     return take(b, single, [0] * count)
 
 
+def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
+    """x * y + z of float32, rounded once."""
+    return call(b, "llvm.fma.v16f32", FLOATS, [x, y, z])
+
+
 def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
     """The totals of four vectors, of float32 or int32, in one of four lanes.
 
