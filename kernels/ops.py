@@ -195,8 +195,10 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = 
     return backend_for(x.device).linear_fp8(x, weight, scales, bias)
 
 
-def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None) -> Tensor:
-    """x @ unpack(weight).T + bias, in the dtype of `x`.
+def linear_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x @ unpack(weight).T + bias.
 
     What `linear` computes with these numbers, which are never all in memory. Sums and what is summed are rounded to
     float32: of the size of each number, or of the largest that its block could have. In bfloat16, numbers may be
@@ -206,9 +208,10 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
         x: [num_rows, in_features], float32 or bfloat16.
         weight: [out_features, packing.row_bytes(in_features)] uint8, contiguous, as `lay_out_packed` orders it.
         bias: [out_features], the dtype of `x`.
+        out_dtype: of the result, float32 or what `x` has (the default).
     Returns [num_rows, out_features], a new tensor.
     """
-    return backend_for(x.device).linear_packed(x, weight, packing, bias)
+    return backend_for(x.device).linear_packed(x, weight, packing, bias, out_dtype or x.dtype)
 
 
 def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:

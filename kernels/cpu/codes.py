@@ -98,16 +98,18 @@ def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     return join_blocks(halves, numbers[..., ::2] | numbers[..., 1::2] << 4).view(rows.shape)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> Tensor:
-    """x @ weight.T + bias, in the dtype of x and bias, float32 or bfloat16.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
+    """x @ weight.T + bias. x and bias are both float32 or bfloat16; `out_dtype` is theirs, or float32.
 
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
     x, (num_rows, in_features) = x.contiguous(), x.shape
-    out, num_parts, num_groups = x.new_empty(num_rows, weight.shape[0]), _NUM_PARTS[x.dtype], -(-num_rows // TILE)
+    out = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype)
+    bias = None if bias is None else bias.to(out_dtype)
+    num_parts, num_groups = _NUM_PARTS[x.dtype], -(-num_rows // TILE)
     parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
     first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    split, entry = _functions(packing.name, num_parts)
+    split, entry = _functions(packing.name, num_parts, out_dtype)
     group_size = -(-num_rows // num_groups) * in_features
     split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
     run_product(entry, first, in_features, weight, bias, out, least_rows=1)
@@ -115,11 +117,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> 
 
 
 @cache
-def _functions(packing: str, num_parts: int) -> tuple[RowFunction, Any]:
+def _functions(packing: str, num_parts: int, out_dtype: torch.dtype) -> tuple[RowFunction, Any]:
     """What splits rows of x, and what multiplies them."""
     sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
     split = RowFunction(_split_worker(num_parts, sources), _SPLIT, _SPLIT_NS, is_idempotent=True)
-    return split, _worker(packing, num_parts, f"{sources} {PACKINGS[packing]}").ctypes
+    return split, _worker(packing, num_parts, out_dtype == torch.bfloat16, f"{sources} {PACKINGS[packing]}").ctypes
 
 
 @njit(error_model="numpy")
@@ -152,9 +154,8 @@ def _split_worker(num_parts: int, sources: str) -> Any:
     return worker
 
 
-def _worker(packing: str, num_parts: int, sources: str) -> Any:
-    panel_block, is_short = TILE * PACKINGS[packing].block_bytes, num_parts == 1
-    size = 2 if is_short else 4
+def _worker(packing: str, num_parts: int, is_short: bool, sources: str) -> Any:
+    panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:

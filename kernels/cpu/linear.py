@@ -63,7 +63,9 @@ class _PackedKernel(Protocol):
 
     def lay_out(self, rows: Tensor, packing: Packing) -> Tensor: ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> Tensor: ...
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype
+    ) -> Tensor: ...
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -106,11 +108,11 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
     return _widened(x, weight, scales, bias, x.dtype)
 
 
-def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor:
+def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.linear_packed`."""
     if len(x) == 0:
-        return x.new_empty(0, len(weight))
-    return _packed_kernel().linear(x, weight, bias, packing)
+        return x.new_empty(0, len(weight), dtype=out_dtype)
+    return _packed_kernel().linear(x, weight, bias, packing, out_dtype)
 
 
 def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:

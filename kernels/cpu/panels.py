@@ -81,13 +81,13 @@ def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     return join_blocks(halves, pairs.permute(0, 2, 3, 1, 4)).view(rows.shape)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing) -> Tensor:
-    """x @ weight.T + bias, float32.
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
+    """x @ weight.T + bias, float32, as `out_dtype` is.
 
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
     num_rows, in_features = x.shape
-    out, are_few = x.new_empty(num_rows, weight.shape[0]), num_rows <= FEW[-1]
+    out, are_few = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype), num_rows <= FEW[-1]
     x = x.contiguous() if are_few else turn_rows(x)
     least_rows = None if are_few else FEW[-1] + 1
     run_product(_entry(packing.name), x.data_ptr(), in_features, weight, bias, out, least_rows)

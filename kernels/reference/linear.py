@@ -24,9 +24,9 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
     return linear(x, weight.float() * scales[:, None], bias)
 
 
-def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor:
+def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.linear_packed`."""
-    return linear(x, unpack(weight, packing), bias)
+    return linear(x.float(), unpack(weight, packing), None if bias is None else bias.float()).to(out_dtype)
 
 
 def lay_out_packed(rows: Tensor, _packing: Packing) -> Tensor:

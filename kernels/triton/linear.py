@@ -33,9 +33,9 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
     return _linear_weight8(x, weight.view(torch.uint8), scales, bias, e4m3_format(x.device))
 
 
-def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None) -> Tensor:
+def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.linear_packed`."""
-    return F.linear(x, unpack(weight, packing).to(x.dtype), bias)
+    return F.linear(x, unpack(weight, packing).to(x.dtype), bias).to(out_dtype)
 
 
 def lay_out_packed(rows: Tensor, _packing: Packing) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +55,7 @@ def inputs(num_rows: int, in_features: int) -> torch.Tensor:
 def product(
     kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    got: torch.Tensor = kernel.linear(x, kernel.lay_out(rows, packing), bias, packing)
+    got: torch.Tensor = kernel.linear(x, kernel.lay_out(rows, packing), bias, packing, x.dtype)
     return got
 
 
@@ -191,12 +192,12 @@ def test_nothing_is_written_behind_the_result(
     packing, made = PACKINGS["q4_1"], panels._entry if kernel is panels else codes._functions
     rows = packed(packing, 32, 96)
     weight, x = kernel.lay_out(rows, packing), inputs(num_rows, 96).to(dtype)
-    expected = kernel.linear(x, weight, None, packing)
+    expected = kernel.linear(x, weight, None, packing, dtype)
     monkeypatch.setattr(kernel, "CHUNK_BYTES", 1 << 11)
     made.cache_clear()
     memory = torch.full((num_rows + 200, 32), 7.0, dtype=dtype)
-    monkeypatch.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])
-    got, behind = kernel.linear(x, weight, None, packing).clone(), memory[num_rows:].clone()
+    monkeypatch.setattr(torch.Tensor, "new_empty", lambda _x, *shape, **_dtype: memory[: shape[0]])
+    got, behind = kernel.linear(x, weight, None, packing, dtype).clone(), memory[num_rows:].clone()
     monkeypatch.undo()
     made.cache_clear()
     assert torch.equal(got, expected)
@@ -214,6 +215,25 @@ def test_the_reference_agrees(packing: Packing, dtype: torch.dtype) -> None:
     rounding = 1e-5 if dtype == torch.float32 else 2**-7
     got = ops.linear_packed(x, ops.lay_out_packed(rows, packing), packing, bias)
     torch.testing.assert_close(got, expected, rtol=rounding, atol=20 * rounding)
+
+
+@in_tiles
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 16, 33])
+@packings
+def test_results_may_be_left_in_float32(num_rows: int, packing: Packing, has_bias: bool) -> None:
+    """Rounded, they are those in bfloat16, whatever the backend."""
+    rows, x = packed(packing, 80, 96), torch.randn(num_rows, 96).bfloat16()
+    bias = torch.randn(80).bfloat16() if has_bias else None
+    for backend in (None, "reference"):
+        with forced_backend(backend) if backend else nullcontext():
+            weight = ops.lay_out_packed(rows, packing)
+            short = ops.linear_packed(x, weight, packing, bias)
+            whole = ops.linear_packed(x, weight, packing, bias, out_dtype=torch.float32)
+            empty = ops.linear_packed(x[:0], weight, packing, bias, out_dtype=torch.float32)
+        assert (short.dtype, whole.dtype, empty.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+        assert torch.equal(whole.bfloat16(), short)
+        assert not torch.equal(whole, short.float())
 
 
 @kernels
@@ -294,12 +314,14 @@ def test_any_number_of_rows_of_a_record(recorded: int, kernel: Any, dtype: torch
     weight = kernel.lay_out(packed(packing, 80, 96), packing)
     x = torch.randn(163, 96).to(dtype)
     with torch.inference_mode():
-        record, _ = capture(lambda: kernel.linear(x[:recorded], weight, bias, packing), Pool(), recorded, 163, [x])
+        record, _ = capture(
+            lambda: kernel.linear(x[:recorded], weight, bias, packing, dtype), Pool(), recorded, 163, [x]
+        )
         assert record.least_rows == (1 if kernel is codes else FEW[-1] + 1)
         for num_rows in (163, record.least_rows, 16, 17, 32, 33, 41, 100):
             x.copy_(torch.randn(163, 96))
             found = record.replay(num_rows).clone()
-            assert torch.equal(found, kernel.linear(x[:num_rows], weight, bias, packing))
+            assert torch.equal(found, kernel.linear(x[:num_rows], weight, bias, packing, dtype))
 
 
 @pytest.mark.parametrize("shape", [(40, 96), (16, 96), (48, 80), (48, 16)])

@@ -45,7 +45,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32, whole on every rank."""
-        return self._parallel.all_gather(self.weight.linear(hidden, self.bias))[:, : self._vocab_size].float()
+        return self._parallel.all_gather(self.weight.logits(hidden, self.bias))[:, : self._vocab_size].float()
 
 
 class PositionEmbedding(nn.Module):

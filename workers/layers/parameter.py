@@ -83,6 +83,10 @@ class ShardedParameter(nn.Parameter):
         """[num_rows, in_features] -> [num_rows, out_features], by this matrix [out_features, in_features]."""
         return ops.linear(x, self, bias)
 
+    def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`linear`, in float32 if that is what the kernel has before it rounds."""
+        return self.linear(x, bias)
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size], rows of this matrix."""
         return F.embedding(token_ids, self)
@@ -132,6 +136,9 @@ class PackedParameter(ShardedParameter):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias)
+
+    def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return ops.linear_packed(x, self.data, self.packing, bias, out_dtype=torch.float32)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         assert self.numbers is not None
