@@ -214,6 +214,14 @@ def linear_packed(
     return backend_for(x.device).linear_packed(x, weight, packing, bias, out_dtype or x.dtype)
 
 
+def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+    """activation(gate) * up, where `linear_packed` gives gates and then as many ups: see `activate_and_mul`.
+
+    Neither may be rounded to the dtype of `x` before. Returns [num_rows, out_features / 2], a new tensor.
+    """
+    return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation)
+
+
 def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:
     """Packed rows in the order in which the backend of their device multiplies them.
 

@@ -24,6 +24,7 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
 from . import matrix_tiles
+from .exponential import gated
 from .matrix_tiles import FIRST_A, FIRST_B, load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
@@ -47,6 +48,7 @@ from .vectors import (
     store,
     sum_lanes,
     take,
+    to_bfloat16,
     to_bfloat16_by_instruction,
     to_bfloat16_pairs,
     widen_halves,
@@ -370,6 +372,42 @@ class _Product:
 
 
 @intrinsic(prefer_literal=True)
+def finish_gated(
+    typing_context: Any,
+    short: Any,
+    totals: Any,
+    panel_bytes: Any,
+    num_rows: Any,
+    gate_bias: Any,
+    up_bias: Any,
+    out: Any,
+    out_row: Any,
+    scale: Any,
+    cube: Any,
+) -> Any:
+    """`finish` of a panel of gates and one of ups: what `exponential.gate` makes of them. Scale and cube: float32."""
+    is_short = short.literal_value
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, totals, panel_bytes, num_rows, gate_bias, up_bias, out, out_row, scale, cube = arguments
+        factors = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
+        added = [_bias(b, bias, is_short) for bias in (gate_bias, up_bias)]
+
+        def of_row(row: Any, _state: list[Any]) -> list[Any]:
+            start = b.add(totals, b.mul(row, INT64(STEP_BYTES)))
+            places = (start, b.add(start, panel_bytes))
+            x, up = (b.fadd(load(b, place, FLOATS), each) for place, each in zip(places, added, strict=True))
+            result = gated(b, x, up, factors)
+            store(b, to_bfloat16(b, result) if is_short else result, b.add(out, b.mul(row, out_row)))
+            return []
+
+        loop_over(b, num_rows, 1, [], of_row)
+        return context.get_dummy_value()
+
+    return types.void(short, *[types.int64] * 7, types.float32, types.float32), generate
+
+
+@intrinsic(prefer_literal=True)
 def finish(
     typing_context: Any, short: Any, totals: Any, panel_bytes: Any, num_rows: Any, bias: Any, out: Any, out_row: Any
 ) -> Any:
@@ -379,16 +417,7 @@ def finish(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, totals, panel_bytes, num_rows, bias, out, out_row = arguments
-        added = []
-        for j in range(WIDTH):
-            before = b.block
-            with b.if_then(b.icmp_signed("!=", bias, INT64(0))):
-                if is_short:
-                    given = from_bfloat16(b, load(b, b.add(bias, INT64(2 * LANES * j)), _HALVES))
-                else:
-                    given = load(b, b.add(bias, INT64(4 * LANES * j)), FLOATS)
-                inside = b.block
-            added.append(joined(b, (splat(FLOATS, -0.0), before), (given, inside)))
+        added = [_bias(b, bias, is_short, j) for j in range(WIDTH)]
 
         def of_row(row: Any, _state: list[Any]) -> list[Any]:
             start = b.add(totals, b.mul(row, INT64(STEP_BYTES)))
@@ -406,6 +435,16 @@ def finish(
         return context.get_dummy_value()
 
     return types.void(short, *[types.int64] * 6), generate
+
+
+def _bias(b: ir.IRBuilder, bias: Any, is_short: bool, panel: int = 0) -> Any:
+    """Of a panel's 16 rows, as float32; what changes nothing where there is none."""
+    before = b.block
+    with b.if_then(b.icmp_signed("!=", bias, INT64(0))):
+        place = b.add(bias, INT64((2 if is_short else 4) * LANES * panel))
+        given = from_bfloat16(b, load(b, place, _HALVES)) if is_short else load(b, place, FLOATS)
+        inside = b.block
+    return joined(b, (splat(FLOATS, -0.0), before), (given, inside))
 
 
 def _blocks(b: ir.IRBuilder, packing: Packing, panel: Any, panel_bytes: Any, k: Any) -> list[Any]:

@@ -38,7 +38,8 @@ from torch import Tensor
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
-from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, finish, multiply, split_row, unpack
+from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, finish, finish_gated, multiply, split_row, unpack
+from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
 from .matrix_tiles import describe
@@ -68,6 +69,7 @@ _SOURCES = (
         "claims",
         "code_tiles",
         "digits",
+        "exponential",
         "features",
         "intrinsics",
         "many_rows",
@@ -75,7 +77,7 @@ _SOURCES = (
         "packed_call",
         "rows",
     ),
-    *("tile_product", "tiles", "turned_tiles", "vectors"),
+    *("tile_product", "tiles", "turned_tiles", "vectors", "walk"),
 )
 
 _SPLIT = Arguments("x", "in_features", "parts", "num_x")
@@ -103,25 +105,47 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out
 
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
-    x, (num_rows, in_features) = x.contiguous(), x.shape
-    out = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype)
-    bias = None if bias is None else bias.to(out_dtype)
-    num_parts, num_groups = _NUM_PARTS[x.dtype], -(-num_rows // TILE)
-    parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
-    first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    split, entry = _functions(packing.name, num_parts, out_dtype)
-    group_size = -(-num_rows // num_groups) * in_features
-    split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
-    run_product(entry, first, in_features, weight, bias, out, least_rows=1)
+    out = x.new_empty(len(x), len(weight), dtype=out_dtype)
+    _multiply(x, weight, None if bias is None else bias.to(out_dtype), packing, out, None)
     return out
 
 
+def fits_gated(out_features: int, activation: str) -> bool:
+    """Whether `linear_gated` can do it."""
+    return out_features % (2 * TILE) == 0 and activation in GATES
+
+
+def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, activation: str) -> Tensor:
+    """activation(gate) * up, in the dtype of x and bias, where `linear` gives gates, then as many ups. They are not
+    rounded before: a panel of gates is multiplied together with its panel of ups."""
+    out = x.new_empty(len(x), len(weight) // 2)
+    _multiply(x, weight, bias, packing, out, GATES[activation])
+    return out
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out: Tensor, gate: tuple[float, float] | None
+) -> None:
+    """Fill `out`, whose dtype the bias has."""
+    x, (num_rows, in_features) = x.contiguous(), x.shape
+    num_parts, num_groups = _NUM_PARTS[x.dtype], -(-num_rows // TILE)
+    parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
+    first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
+    split, entry = _splitter(num_parts), _entry(packing.name, num_parts, out.dtype == torch.bfloat16, gate)
+    group_size = -(-num_rows // num_groups) * in_features
+    split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
+    run_product(entry, first, in_features, weight, bias, out, least_rows=1)
+
+
 @cache
-def _functions(packing: str, num_parts: int, out_dtype: torch.dtype) -> tuple[RowFunction, Any]:
-    """What splits rows of x, and what multiplies them."""
-    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
-    split = RowFunction(_split_worker(num_parts, sources), _SPLIT, _SPLIT_NS, is_idempotent=True)
-    return split, _worker(packing, num_parts, out_dtype == torch.bfloat16, f"{sources} {PACKINGS[packing]}").ctypes
+def _splitter(num_parts: int) -> RowFunction:
+    return RowFunction(_split_worker(num_parts, digest_of(*_SOURCES)), _SPLIT, _SPLIT_NS, is_idempotent=True)
+
+
+@cache
+def _entry(packing: str, num_parts: int, is_short: bool, gate: tuple[float, float] | None) -> Any:
+    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}"
+    return _worker(packing, num_parts, is_short, gate, sources).ctypes
 
 
 @njit(error_model="numpy")
@@ -154,8 +178,9 @@ def _split_worker(num_parts: int, sources: str) -> Any:
     return worker
 
 
-def _worker(packing: str, num_parts: int, is_short: bool, sources: str) -> Any:
+def _worker(packing: str, num_parts: int, is_short: bool, gate: tuple[float, float] | None, sources: str) -> Any:
     panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
+    is_gated, (scale, cube) = gate is not None, gate or (0.0, 0.0)
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -171,8 +196,10 @@ def _worker(packing: str, num_parts: int, is_short: bool, sources: str) -> Any:
         num_chunks = (num_groups * group_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_groups = max((num_groups + num_chunks - 1) // num_chunks, FUSED)
         num_chunks = (num_groups + chunk_groups - 1) // chunk_groups
-        num_panels = out_features // TILE
-        num_pairs = (num_panels + WIDTH - 1) // WIDTH
+        num_panels = out_features // TILE  # of results
+        num_pairs = num_panels if is_gated else (num_panels + WIDTH - 1) // WIDTH
+        # From a panel to the one that is multiplied with it: the next, or that of the ups.
+        next_panel = num_panels * panel_bytes if is_gated else panel_bytes
         is_fused = num_groups <= FUSED
         own = np.empty(SCRATCH_BYTES + FUSED * WIDTH * TILE_BYTES + 2 * STEP_BYTES, np.uint8)
         config = own[:STEP_BYTES]
@@ -188,21 +215,30 @@ def _worker(packing: str, num_parts: int, is_short: bool, sources: str) -> Any:
             if item < 0:
                 break
             # The last panels may be multiplied twice, by two threads even: to the same bits.
-            chunk, first = item // num_pairs, min(item % num_pairs * WIDTH, num_panels - WIDTH)
+            chunk, pair = item // num_pairs, item % num_pairs
+            first = pair if is_gated else min(pair * WIDTH, num_panels - WIDTH)
             panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
             bias = a[BIAS] + column if a[BIAS] != 0 else 0
             if codes != 0:
-                unpack(packing, num_parts, panel, panel_bytes, num_blocks, codes)
+                unpack(packing, num_parts, panel, next_panel, num_blocks, codes)
             last_group = min((chunk + 1) * chunk_groups, num_groups)
             for group in range(chunk * chunk_groups, last_group, FUSED):
                 count, x = min(FUSED, last_group - group), a[X] + group * group_bytes
                 multiply(
-                    packing, num_parts, count, group_rows, panel, panel_bytes, num_blocks, codes, x, scratch, totals,
+                    packing, num_parts, count, group_rows, panel, next_panel, num_blocks, codes, x, scratch, totals,
                 )  # fmt: skip
                 for i in range(count):
                     row = (group + i) * group_rows
                     rows, place = min(group_rows, num_rows - row), totals + i * WIDTH * totals_bytes
-                    finish(is_short, place, totals_bytes, rows, bias, a[OUT] + row * out_row + column, out_row)
+                    target = a[OUT] + row * out_row + column
+                    if is_gated:
+                        up_bias = bias + out_row if bias != 0 else 0
+                        finish_gated(
+                            is_short, place, totals_bytes, rows, bias, up_bias, target, out_row, np.float32(scale),
+                            np.float32(cube),
+                        )  # fmt: skip
+                    else:
+                        finish(is_short, place, totals_bytes, rows, bias, target, out_row)
         end()
         own[0] = unpacked[0] = 0  # they live until here: Numba does not see who has their addresses
 

@@ -21,7 +21,7 @@ from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
 from . import cache
 from .call import Arguments, RowFunction, enter_rows, take_rows
-from .exponential import gate
+from .exponential import GATES, gate
 from .intrinsics import pointer
 from .row_vectors import add_rows, copy_bytes, scale_row, turn_halves
 from .rows import load_row, store_row
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from ..elementwise import Rotation
 
 _COMPILED = (torch.float32, torch.bfloat16)
-_SILU_SCALE, _GELU_SCALE, _GELU_CUBE = 1.0, 2.0 * (2.0 / np.pi) ** 0.5, 0.044715
 
 _NORM = Arguments(
     "heads", "x", "x_stride", "head_stride", "residual", "residual_stride", "weight", "out", "sum", "size", "short",
@@ -84,13 +83,13 @@ def add_rms_norm(
 def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """See `elementwise.activate_and_mul`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    if activation in ("gelu", "relu"):
+    if activation not in GATES:
         gate, up = gate_up.split(size, dim=1)
         return ACTIVATIONS[activation](gate).mul_(up)
     if gate_up.dtype not in _COMPILED:
         return reference.activate_and_mul(gate_up, activation)
     out = gate_up.new_empty(num_rows, size)
-    scale, cube = (_SILU_SCALE, 0.0) if activation == "silu" else (_GELU_SCALE, _GELU_CUBE)
+    scale, cube = GATES[activation]
     width = gate_up.itemsize
     _gate(
         num_rows, size,
@@ -201,7 +200,6 @@ def _norm_worker(sources: str) -> Any:
 def _gate_worker(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy", fastmath={"contract"})
     def worker(address: int) -> None:
-        """x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) = 2 sigmoid(2u), gelu by tanh."""
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _GATE_TYPE)[0]
         size, scale, cube, width = a.size, np.float32(a.scale), np.float32(a.cube), 2 if a.short else 4

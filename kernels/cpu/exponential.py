@@ -15,6 +15,9 @@ from numba.extending import intrinsic
 from .vectors import FLOAT, FLOATS, INTS, LANES, broadcast, call, fma, splat
 from .walk import load_lanes, store_lanes, sum_of, walk
 
+# Scale and cube of `gate`, by activation: x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) =
+# 2 sigmoid(2u), gelu by tanh.
+GATES = {"silu": (1.0, 0.0), "gelu_tanh": (2.0 * (2.0 / math.pi) ** 0.5, 0.044715)}
 FARTHEST = 87.0  # exp(-87) is 2e-38: what is below is 0
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Cephes' expf: a polynomial for [-ln(2) / 2, ln(2) / 2].
@@ -67,21 +70,25 @@ def gate(typing_context: Any, like: Any, gates: Any, ups: Any, out: Any, count: 
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, gates, ups, out, count, scale, cube = arguments
-        scales, cubes = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
-        one = splat(FLOATS, 1.0)
+        factors = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
 
         def step(k: Any, mask: Any, state: list[Any]) -> list[Any]:
             x, up = (load_lanes(b, place, k, mask, 0.0, is_short=is_short) for place in (gates, ups))
-            # scale * (x + cube * x^3), its sign turned
-            turned = b.fneg(b.fmul(scales, b.fmul(x, fma(b, b.fmul(cubes, x), x, one))))
-            activated = b.fdiv(x, b.fadd(one, exponential(b, turned)))
-            store_lanes(b, b.fmul(activated, up), out, k, mask, is_short=is_short)
+            store_lanes(b, gated(b, x, up, factors), out, k, mask, is_short=is_short)
             return state
 
         walk(b, count, [], step)
         return context.get_dummy_value()
 
     return types.void(like, *[types.int64] * 4, types.float32, types.float32), generate
+
+
+def gated(b: ir.IRBuilder, x: Any, up: Any, factors: tuple[Any, Any]) -> Any:
+    """What `gate` stores, of a vector of each."""
+    (scales, cubes), one = factors, splat(FLOATS, 1.0)
+    # scale * (x + cube * x^3), its sign turned
+    turned = b.fneg(b.fmul(scales, b.fmul(x, fma(b, b.fmul(cubes, x), x, one))))
+    return b.fmul(b.fdiv(x, b.fadd(one, exponential(b, turned))), up)
 
 
 def exponential(b: ir.IRBuilder, x: Any) -> Any:

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from ..packed import Packing
 from . import codes, few_rows, many_rows, matrix_tiles, panels
+from .elementwise import activate_and_mul
 from .features import dots_are_fast
 from .intrinsics import IS_X86
 from .recording import as_one_action
@@ -113,6 +114,13 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
     if len(x) == 0:
         return x.new_empty(0, len(weight), dtype=out_dtype)
     return _packed_kernel().linear(x, weight, bias, packing, out_dtype)
+
+
+def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+    """See `ops.linear_gated_packed`."""
+    if _packed_kernel() is codes and len(x) > 0 and codes.fits_gated(len(weight), activation):
+        return codes.linear_gated(x, weight, bias, packing, activation)
+    return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
 
 
 def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:

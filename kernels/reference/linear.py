@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..packed import BLOCK, ROWS, Packing, unpack
+from .elementwise import activate_and_mul
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -27,6 +28,11 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
 def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.linear_packed`."""
     return linear(x.float(), unpack(weight, packing), None if bias is None else bias.float()).to(out_dtype)
+
+
+def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+    """See `ops.linear_gated_packed`."""
+    return activate_and_mul(linear_packed(x, weight, packing, bias, torch.float32), activation).to(x.dtype)
 
 
 def lay_out_packed(rows: Tensor, _packing: Packing) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..packed import Packing, unpack
 from . import tiles
+from .elementwise import activate_and_mul
 from .linear_kernels import weight8_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
 
@@ -36,6 +37,11 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
 def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """See `ops.linear_packed`."""
     return F.linear(x, unpack(weight, packing).to(x.dtype), bias).to(out_dtype)
+
+
+def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+    """See `ops.linear_gated_packed`."""
+    return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
 
 
 def lay_out_packed(rows: Tensor, _packing: Packing) -> Tensor:

@@ -28,7 +28,7 @@ from quire.workers.model_runner import ModelRunner
 
 OPERATIONS = (
     "add_rms_norm", "rms_norm", "activate_and_mul", "rotate", "rotate_and_write_kv", "write_kv", "paged_attention",
-    "linear", "linear_int8", "linear_packed", "experts", "exclude_tokens", "draw_tokens",
+    "linear", "linear_int8", "linear_packed", "linear_gated_packed", "experts", "exclude_tokens", "draw_tokens",
 )  # fmt: skip
 
 

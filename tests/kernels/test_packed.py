@@ -19,6 +19,7 @@ from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.panel_vectors import FEW, WIDTH
 from quire.kernels.dispatch import forced_backend
+from quire.kernels.elementwise import activate_and_mul
 from quire.kernels.packed import BLOCK, PACKINGS, Packing, unpack
 
 # (out_features, in_features): an odd number of panels, sums of one span and of more, and parts of a span.
@@ -189,7 +190,7 @@ def test_nothing_is_written_behind_the_result(
     num_rows: int, kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows so long that x comes in several chunks, whose number is rounded: the last must not be one of no rows."""
-    packing, made = PACKINGS["q4_1"], panels._entry if kernel is panels else codes._functions
+    packing, made = PACKINGS["q4_1"], kernel._entry
     rows = packed(packing, 32, 96)
     weight, x = kernel.lay_out(rows, packing), inputs(num_rows, 96).to(dtype)
     expected = kernel.linear(x, weight, None, packing, dtype)
@@ -234,6 +235,46 @@ def test_results_may_be_left_in_float32(num_rows: int, packing: Packing, has_bia
         assert (short.dtype, whole.dtype, empty.dtype) == (torch.bfloat16, torch.float32, torch.float32)
         assert torch.equal(whole.bfloat16(), short)
         assert not torch.equal(whole, short.float())
+
+
+@in_tiles
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 100])
+@packings
+def test_gated_bits_are_those_of_both_steps(
+    packing: Packing, num_rows: int, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what was not rounded in between; and behind the result nothing is written."""
+    rows, x = packed(packing, 160, 96), torch.randn(num_rows, 96).to(dtype)
+    weight = codes.lay_out(rows, packing)
+    for bias in (None, torch.randn(160).to(dtype)):
+        both = codes.linear(x, weight, bias, packing, torch.float32)
+        expected = activate_and_mul(both, activation).to(dtype)
+        memory = torch.full((num_rows + 100, 80), 7.0, dtype=dtype)
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])  # noqa: B023
+            codes.linear_gated(x, weight, bias, packing, activation)
+        assert torch.equal(memory[:num_rows], expected)
+        assert (memory[num_rows:] == 7.0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+@pytest.mark.parametrize("out_features", [96, 80])
+@packings
+def test_gates_of_any_kind_and_size(packing: Packing, out_features: int, activation: str, dtype: torch.dtype) -> None:
+    """In one step where a kernel can, in two where it cannot; as the reference has it."""
+    if not ops.fits_packed((out_features, 96), dtype, torch.device("cpu")):
+        pytest.skip("not packed on this CPU")
+    rows, x, bias = packed(packing, out_features, 96), torch.randn(7, 96).to(dtype), torch.randn(out_features).to(dtype)
+    with forced_backend("reference"):
+        expected = ops.linear_gated_packed(x, rows, packing, bias, activation)
+    got = ops.linear_gated_packed(x, ops.lay_out_packed(rows, packing), packing, bias, activation)
+    empty = ops.linear_gated_packed(x[:0], ops.lay_out_packed(rows, packing), packing, bias, activation)
+    assert (got.dtype, empty.shape) == (dtype, (0, out_features // 2))
+    rounding = 1e-5 if dtype == torch.float32 else 2**-6
+    torch.testing.assert_close(got, expected, rtol=rounding, atol=40 * rounding)
 
 
 @kernels

@@ -53,6 +53,10 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
         part = parallel.split(size)
         super().__init__(in_features, [(name, size, part) for name in names], bias=bias)
 
+    def gated(self, x: Tensor, activation: str) -> Tensor:
+        """[num_tokens, in_features] -> [num_tokens, this rank's part]: activation(gate) * up, of two projections."""
+        return self.weight.linear_gated(x, self.bias, activation)
+
 
 class QKVParallelLinear(ColumnParallelLinear):
     """The query, key and value projections of the heads of one rank."""

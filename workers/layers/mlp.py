@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from quire.kernels.activation import ACTIVATIONS
-from quire.kernels.elementwise import activate_and_mul
 
 from ..models.spec import MLPSpec
 from ..parallel import ParallelContext
@@ -25,7 +24,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
-        out: Tensor = self.down(activate_and_mul(self.gate_up(x), self._activation))
+        out: Tensor = self.down(self.gate_up.gated(x, self._activation))
         return out
 
 

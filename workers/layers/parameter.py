@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from quire.kernels import fp8, ops
+from quire.kernels.elementwise import activate_and_mul
 from quire.kernels.packed import BLOCK, ROWS, Packing
 
 from ..models.spec import WHOLE
@@ -83,6 +84,10 @@ class ShardedParameter(nn.Parameter):
         """[num_rows, in_features] -> [num_rows, out_features], by this matrix [out_features, in_features]."""
         return ops.linear(x, self, bias)
 
+    def linear_gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """[num_rows, in_features] -> [num_rows, out_features / 2]: `activate_and_mul` of `linear`."""
+        return activate_and_mul(self.linear(x, bias), activation)
+
     def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """`linear`, in float32 if that is what the kernel has before it rounds."""
         return self.linear(x, bias)
@@ -136,6 +141,9 @@ class PackedParameter(ShardedParameter):
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias)
+
+    def linear_gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        return ops.linear_gated_packed(x, self.data, self.packing, bias, activation)
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias, out_dtype=torch.float32)
