@@ -211,6 +211,8 @@ def linear_packed(
         out_dtype: of the result, float32 or what `x` has (the default).
     Returns [num_rows, out_features], a new tensor.
     """
+    if out_dtype not in (None, x.dtype, torch.float32):
+        raise ValueError(f"out_dtype must be float32 or that of x, {x.dtype}, got {out_dtype}")
     return backend_for(x.device).linear_packed(x, weight, packing, bias, out_dtype or x.dtype)
 
 
@@ -219,6 +221,8 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
 
     Neither may be rounded to the dtype of `x` before. Returns [num_rows, out_features / 2], a new tensor.
     """
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
     return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation)
 
 

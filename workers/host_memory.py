@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ _ALIGNMENT = 64  # bytes: a line of the cache, and a whole number of any dtype
 def zeros(num_bytes: int) -> Tensor:
     """[num_bytes] uint8. The system gives the memory page by page, each when it is first touched."""
     if sys.platform != "linux" or num_bytes == 0:
-        return torch.zeros(num_bytes, dtype=torch.uint8)
+        return torch.from_numpy(np.zeros(num_bytes, np.uint8))
     memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -34,7 +35,8 @@ def zeros(num_bytes: int) -> Tensor:
 
 def gather_weights(parameters: Iterable[nn.Parameter]) -> None:
     """Move those of our own layers, which are on the host and not loaded yet, to one piece of such memory, where they
-    are zero. One by one most matrices are smaller than a page or lie across two."""
+    are zero. One by one most matrices are smaller than a page or lie across two. What belongs to a parameter beside its
+    data (scales, the numbers of a packed embedding) stays where it is."""
     parameters = [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
     sizes = [-(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT for parameter in parameters]
     memory = zeros(sum(sizes))

@@ -154,7 +154,6 @@ def rows_of_group(num_rows: int, num_groups: int) -> int:
     return (num_rows + num_groups - 1) // num_groups if num_groups <= FUSED else TILE
 
 
-@cache
 def _split_worker(num_parts: int, sources: str) -> Any:
     x_bytes = 4 if num_parts > 1 else 2
 

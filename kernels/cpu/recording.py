@@ -32,7 +32,7 @@ class CompiledCall(NamedTuple):
     """`function(address of the arguments)`, called by every thread at once; they divide the work by `claims`.
 
     An idempotent call computes the same however often a part of it is computed, as long as nobody overwrites what it
-    reads: it writes nothing that it reads.
+    reads: it writes nothing that it reads, but what it has just written itself.
     """
 
     function: Any  # ctypes function pointer: void (void *)

@@ -1,6 +1,6 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="misc, untyped-decorator"
-"""Norms and rotations of a row in memory, as LLVM vectors. Loops over scalars take four times as long.
+"""Norms and rotations of a row in memory, as LLVM vectors. Loops over scalars take about twice as long.
 
 Rows are float32 or, where the constant `short` says so, bfloat16. All is computed in float32.
 """

@@ -86,7 +86,7 @@ def _widen_bfloat16(b: ir.IRBuilder, pairs: Any) -> tuple[Any, Any]:
     return b.bitcast(even, FLOATS), b.bitcast(odd, FLOATS)
 
 
-def fma_bfloat16(b: ir.IRBuilder, x: list[Any], weights: tuple[Any, Any], sums: Any) -> Any:
+def _fma_bfloat16(b: ir.IRBuilder, x: list[Any], weights: tuple[Any, Any], sums: Any) -> Any:
     return fma(b, x[1], weights[1], fma(b, x[0], weights[0], sums))
 
 
@@ -109,7 +109,7 @@ _DIGITS = ((4, 2), (4, 2))
 FORMATS = {
     "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, fma, *_QUARTERS, rows=4),
     "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, *_WIDE, "avx512bf16"),
-    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, fma_bfloat16, *_LONG_QUARTERS, parts=2, rows=4),
+    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, *_LONG_QUARTERS, parts=2, rows=4),
     "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_DIGITS, "avx512vnni", NUM_DIGITS, NUM_DIGITS),
     "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, fma, *_LONG),
 }

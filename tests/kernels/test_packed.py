@@ -237,6 +237,14 @@ def test_results_may_be_left_in_float32(num_rows: int, packing: Packing, has_bia
         assert not torch.equal(whole, short.float())
 
 
+def test_what_the_kernels_cannot_do_is_named() -> None:
+    weight, x = packed(PACKINGS["q4_1"], 64, 96), torch.randn(3, 96)
+    with pytest.raises(ValueError, match="out_dtype must be float32"):
+        ops.linear_packed(x, weight, PACKINGS["q4_1"], out_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        ops.linear_gated_packed(x, weight, PACKINGS["q4_1"], None, "swish")
+
+
 @in_tiles
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])

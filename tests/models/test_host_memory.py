@@ -36,12 +36,13 @@ def _has_huge_pages() -> bool:
     return switch.exists() and "[never]" not in switch.read_text()
 
 
-@pytest.mark.skipif(sys.platform != "linux" or not _has_huge_pages(), reason="the system has them")
+@pytest.mark.skipif(sys.platform != "linux" or not _has_huge_pages(), reason="the system has none")
 def test_memory_is_in_huge_pages_once_it_is_touched() -> None:
     memory = zeros(5 * _HUGE_PAGE)
-    assert _huge_bytes(memory.data_ptr()) == 0  # nobody has touched it
+    before = _huge_bytes(memory.data_ptr())  # others may be in the same mapping
     memory[::4096] = 1
-    assert _huge_bytes(memory.data_ptr()) >= 4 * _HUGE_PAGE  # of five; the system may be short of one
+    added = _huge_bytes(memory.data_ptr()) - before
+    assert 4 * _HUGE_PAGE <= added <= 5 * _HUGE_PAGE  # the system may be short of one
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4097, _HUGE_PAGE + 64])

@@ -45,7 +45,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32, whole on every rank."""
-        return self._parallel.all_gather(self.weight.logits(hidden, self.bias))[:, : self._vocab_size].float()
+        # Of several ranks one may hold its share packed and another not: what they gather is in one dtype.
+        multiply = self.weight.logits if self._parallel.tensor_size == 1 else self.weight.linear
+        return self._parallel.all_gather(multiply(hidden, self.bias))[:, : self._vocab_size].float()
 
 
 class PositionEmbedding(nn.Module):
