@@ -24,7 +24,6 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
 from . import matrix_tiles
-from .exponential import gated
 from .matrix_tiles import FIRST_A, FIRST_B, load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
@@ -40,7 +39,6 @@ from .vectors import (
     call,
     fma,
     from_bfloat16,
-    joined,
     load,
     loop_over,
     prefetch,
@@ -48,7 +46,6 @@ from .vectors import (
     store,
     sum_lanes,
     take,
-    to_bfloat16,
     to_bfloat16_by_instruction,
     to_bfloat16_pairs,
     widen_halves,
@@ -142,17 +139,17 @@ def _without(b: ir.IRBuilder, numbers: Any, part: Any) -> Any:
 
 @intrinsic(prefer_literal=True)
 def unpack(
-    typing_context: Any, packing: Any, num_parts: Any, panel: Any, panel_bytes: Any, num_blocks: Any, out: Any
+    typing_context: Any, packing: Any, num_parts: Any, panel: Any, panel_step: Any, num_blocks: Any, out: Any
 ) -> Any:
-    """Write the codes of WIDTH panels as tiles of bfloat16, [block][panel]; or, for x in one part, their numbers,
-    rounded. `packing`, the name of one, and `num_parts` are constants."""
+    """Write the codes of WIDTH panels, `panel_step` bytes from one to the next, as tiles of bfloat16, [block][panel];
+    or, for x in one part, their numbers, rounded. `packing`, the name of one, and `num_parts` are constants."""
     form = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, panel, panel_bytes, num_blocks, out = arguments
+        _, _, panel, panel_step, num_blocks, out = arguments
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            for j, block in enumerate(_blocks(b, form, panel, panel_bytes, k)):
+            for j, block in enumerate(_blocks(b, form, panel, panel_step, k)):
                 target = b.add(out, b.mul(b.add(b.mul(k, INT64(WIDTH)), INT64(j)), INT64(TILE_BYTES)))
                 way = _ways_to_numbers(b, form, block) if num_parts.literal_value == 1 else None
                 for do in _block_steps(b, form, block, target, way):
@@ -173,7 +170,7 @@ def multiply(
     num_groups: Any,
     num_rows: Any,
     panel: Any,
-    panel_bytes: Any,
+    panel_step: Any,
     num_blocks: Any,
     unpacked: Any,
     x: Any,
@@ -181,15 +178,16 @@ def multiply(
     totals: Any,
 ) -> Any:
     """totals [group][panel][row of x][row of the panel] = the products of one or two groups of `num_rows` rows of x and
-    WIDTH panels. `unpacked` is what `unpack` wrote of them, numbers if x is one part, and groups have TILE rows then;
-    0: codes are unpacked on the way, each block before it is multiplied. The first two are constants; `scratch`:
-    SCRATCH_BYTES.
+    WIDTH panels, `panel_step` bytes from one to the next.
+
+    `unpacked` is what `unpack` wrote of them, numbers if x is one part, and groups have TILE rows then; 0: codes are
+    unpacked on the way, each block before it is multiplied. The first two are constants; `scratch`: SCRATCH_BYTES.
     """
     form, parts = PACKINGS[packing.literal_value], num_parts.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, num_groups, num_rows, panel, panel_bytes, num_blocks, unpacked, x, scratch, totals = arguments
-        place = _Place(panel, panel_bytes, num_blocks, unpacked, x, scratch, totals)
+        _, _, num_groups, num_rows, panel, panel_step, num_blocks, unpacked, x, scratch, totals = arguments
+        place = _Place(panel, panel_step, num_blocks, unpacked, x, scratch, totals)
 
         def of_groups(m: int, rows: Any, *, is_fused: bool) -> None:
             product = _Product(b, form, parts, m, place, rows, is_fused=is_fused)
@@ -216,7 +214,7 @@ class _Place(NamedTuple):
     """LLVM values of `multiply`'s arguments."""
 
     panel: Any
-    panel_bytes: Any
+    panel_step: Any
     num_blocks: Any
     unpacked: Any
     x: Any
@@ -318,7 +316,7 @@ class _Product:
         b, place = self._b, self._place
         existing = b.select(b.icmp_signed("<", k, place.num_blocks), k, b.sub(place.num_blocks, INT64(1)))
         work = []
-        for j, block in enumerate(_blocks(b, self._packing, place.panel, place.panel_bytes, existing)):
+        for j, block in enumerate(_blocks(b, self._packing, place.panel, place.panel_step, existing)):
             work += _block_steps(b, self._packing, block, self._codes_of(k, j), None)
         return work
 
@@ -327,7 +325,7 @@ class _Product:
         b = self._b
         ways = [
             _scales(b, self._packing, block)
-            for block in _blocks(b, self._packing, self._place.panel, self._place.panel_bytes, k)
+            for block in _blocks(b, self._packing, self._place.panel, self._place.panel_step, k)
         ]
         behind = b.add(b.mul(self._x_block, k), b.mul(self._part, INT64(self._num_parts)))
 
@@ -371,86 +369,10 @@ class _Product:
         return self._b.add(self._place.totals, self._b.mul(self._part, INT64(tile)))
 
 
-@intrinsic(prefer_literal=True)
-def finish_gated(
-    typing_context: Any,
-    short: Any,
-    totals: Any,
-    panel_bytes: Any,
-    num_rows: Any,
-    gate_bias: Any,
-    up_bias: Any,
-    out: Any,
-    out_row: Any,
-    scale: Any,
-    cube: Any,
-) -> Any:
-    """`finish` of a panel of gates and one of ups: what `exponential.gate` makes of them. Scale and cube: float32."""
-    is_short = short.literal_value
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, totals, panel_bytes, num_rows, gate_bias, up_bias, out, out_row, scale, cube = arguments
-        factors = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
-        added = [_bias(b, bias, is_short) for bias in (gate_bias, up_bias)]
-
-        def of_row(row: Any, _state: list[Any]) -> list[Any]:
-            start = b.add(totals, b.mul(row, INT64(STEP_BYTES)))
-            places = (start, b.add(start, panel_bytes))
-            x, up = (b.fadd(load(b, place, FLOATS), each) for place, each in zip(places, added, strict=True))
-            result = gated(b, x, up, factors)
-            store(b, to_bfloat16(b, result) if is_short else result, b.add(out, b.mul(row, out_row)))
-            return []
-
-        loop_over(b, num_rows, 1, [], of_row)
-        return context.get_dummy_value()
-
-    return types.void(short, *[types.int64] * 7, types.float32, types.float32), generate
-
-
-@intrinsic(prefer_literal=True)
-def finish(
-    typing_context: Any, short: Any, totals: Any, panel_bytes: Any, num_rows: Any, bias: Any, out: Any, out_row: Any
-) -> Any:
-    """Store the totals of WIDTH panels, `panel_bytes` from one to the next, as rows of results, with the bias if its
-    address is not 0. `short`, a constant: they are bfloat16 and not float32, as the bias is."""
-    is_short = short.literal_value
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, totals, panel_bytes, num_rows, bias, out, out_row = arguments
-        added = [_bias(b, bias, is_short, j) for j in range(WIDTH)]
-
-        def of_row(row: Any, _state: list[Any]) -> list[Any]:
-            start = b.add(totals, b.mul(row, INT64(STEP_BYTES)))
-            places = [b.add(start, b.mul(panel_bytes, INT64(j))) for j in range(WIDTH)]
-            results = [b.fadd(load(b, place, FLOATS), each) for place, each in zip(places, added, strict=True)]
-            target = b.add(out, b.mul(row, out_row))
-            if is_short:
-                store(b, to_bfloat16_by_instruction(b, *results), target)
-            else:
-                for j, result in enumerate(results):
-                    store(b, result, b.add(target, INT64(STEP_BYTES * j)))
-            return []
-
-        loop_over(b, num_rows, 1, [], of_row)
-        return context.get_dummy_value()
-
-    return types.void(short, *[types.int64] * 6), generate
-
-
-def _bias(b: ir.IRBuilder, bias: Any, is_short: bool, panel: int = 0) -> Any:
-    """Of a panel's 16 rows, as float32; what changes nothing where there is none."""
-    before = b.block
-    with b.if_then(b.icmp_signed("!=", bias, INT64(0))):
-        place = b.add(bias, INT64((2 if is_short else 4) * LANES * panel))
-        given = from_bfloat16(b, load(b, place, _HALVES)) if is_short else load(b, place, FLOATS)
-        inside = b.block
-    return joined(b, (splat(FLOATS, -0.0), before), (given, inside))
-
-
-def _blocks(b: ir.IRBuilder, packing: Packing, panel: Any, panel_bytes: Any, k: Any) -> list[Any]:
+def _blocks(b: ir.IRBuilder, packing: Packing, panel: Any, panel_step: Any, k: Any) -> list[Any]:
     """The address of block `k` of each panel."""
     offset = b.mul(k, INT64(TILE * packing.block_bytes))
-    return [b.add(b.add(panel, b.mul(panel_bytes, INT64(j))), offset) for j in range(WIDTH)]
+    return [b.add(b.add(panel, b.mul(panel_step, INT64(j))), offset) for j in range(WIDTH)]
 
 
 def _scales(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:

@@ -38,7 +38,8 @@ from torch import Tensor
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
-from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, finish, finish_gated, multiply, split_row, unpack
+from .code_results import finish
+from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, multiply, split_row, unpack
 from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
@@ -67,6 +68,7 @@ _SOURCES = (
     *(
         "call",
         "claims",
+        "code_results",
         "code_tiles",
         "digits",
         "exponential",
@@ -106,7 +108,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
     out = x.new_empty(len(x), len(weight), dtype=out_dtype)
-    _multiply(x, weight, None if bias is None else bias.to(out_dtype), packing, out, None)
+    _multiply(x, weight, bias, packing, out)
     return out
 
 
@@ -119,19 +121,19 @@ def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packin
     """activation(gate) * up, in the dtype of x and bias, where `linear` gives gates, then as many ups. They are not
     rounded before: a panel of gates is multiplied together with its panel of ups."""
     out = x.new_empty(len(x), len(weight) // 2)
-    _multiply(x, weight, bias, packing, out, GATES[activation])
+    _multiply(x, weight, bias, packing, out, activation)
     return out
 
 
 def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out: Tensor, gate: tuple[float, float] | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out: Tensor, activation: str = ""
 ) -> None:
-    """Fill `out`, whose dtype the bias has."""
+    """Fill `out`. With an activation, the weight is of gates and then as many ups."""
     x, (num_rows, in_features) = x.contiguous(), x.shape
     num_parts, num_groups = _NUM_PARTS[x.dtype], -(-num_rows // TILE)
     parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
     first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    split, entry = _splitter(num_parts), _entry(packing.name, num_parts, out.dtype == torch.bfloat16, gate)
+    split, entry = _splitter(num_parts), _entry(packing.name, num_parts, out.dtype == torch.bfloat16, activation)
     group_size = -(-num_rows // num_groups) * in_features
     split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
     run_product(entry, first, in_features, weight, bias, out, least_rows=1)
@@ -143,9 +145,10 @@ def _splitter(num_parts: int) -> RowFunction:
 
 
 @cache
-def _entry(packing: str, num_parts: int, is_short: bool, gate: tuple[float, float] | None) -> Any:
+def _entry(packing: str, num_parts: int, is_short: bool, activation: str) -> Any:
+    """What multiplies parts of x; `is_short`: its results are bfloat16."""
     sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}"
-    return _worker(packing, num_parts, is_short, gate, sources).ctypes
+    return _worker(packing, num_parts, is_short, activation, sources).ctypes
 
 
 @njit(error_model="numpy")
@@ -177,9 +180,10 @@ def _split_worker(num_parts: int, sources: str) -> Any:
     return worker
 
 
-def _worker(packing: str, num_parts: int, is_short: bool, gate: tuple[float, float] | None, sources: str) -> Any:
+def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sources: str) -> Any:
     panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
-    is_gated, (scale, cube) = gate is not None, gate or (0.0, 0.0)
+    is_gated, has_short_bias = activation != "", num_parts == 1
+    bias_bytes = TILE * (2 if has_short_bias else 4)
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -197,8 +201,8 @@ def _worker(packing: str, num_parts: int, is_short: bool, gate: tuple[float, flo
         num_chunks = (num_groups + chunk_groups - 1) // chunk_groups
         num_panels = out_features // TILE  # of results
         num_pairs = num_panels if is_gated else (num_panels + WIDTH - 1) // WIDTH
-        # From a panel to the one that is multiplied with it: the next, or that of the ups.
-        next_panel = num_panels * panel_bytes if is_gated else panel_bytes
+        step = num_panels if is_gated else 1  # to the panel that is multiplied with one: the next, or that of the ups
+        panel_step, bias_step = step * panel_bytes, step * bias_bytes
         is_fused = num_groups <= FUSED
         own = np.empty(SCRATCH_BYTES + FUSED * WIDTH * TILE_BYTES + 2 * STEP_BYTES, np.uint8)
         config = own[:STEP_BYTES]
@@ -215,29 +219,24 @@ def _worker(packing: str, num_parts: int, is_short: bool, gate: tuple[float, flo
                 break
             # The last panels may be multiplied twice, by two threads even: to the same bits.
             chunk, pair = item // num_pairs, item % num_pairs
-            first = pair if is_gated else min(pair * WIDTH, num_panels - WIDTH)
+            first = pair if is_gated else min(WIDTH * pair, num_panels - WIDTH)
             panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
-            bias = a[BIAS] + column if a[BIAS] != 0 else 0
+            bias = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0
             if codes != 0:
-                unpack(packing, num_parts, panel, next_panel, num_blocks, codes)
+                unpack(packing, num_parts, panel, panel_step, num_blocks, codes)
             last_group = min((chunk + 1) * chunk_groups, num_groups)
             for group in range(chunk * chunk_groups, last_group, FUSED):
                 count, x = min(FUSED, last_group - group), a[X] + group * group_bytes
                 multiply(
-                    packing, num_parts, count, group_rows, panel, next_panel, num_blocks, codes, x, scratch, totals,
+                    packing, num_parts, count, group_rows, panel, panel_step, num_blocks, codes, x, scratch, totals,
                 )  # fmt: skip
                 for i in range(count):
                     row = (group + i) * group_rows
                     rows, place = min(group_rows, num_rows - row), totals + i * WIDTH * totals_bytes
-                    target = a[OUT] + row * out_row + column
-                    if is_gated:
-                        up_bias = bias + out_row if bias != 0 else 0
-                        finish_gated(
-                            is_short, place, totals_bytes, rows, bias, up_bias, target, out_row, np.float32(scale),
-                            np.float32(cube),
-                        )  # fmt: skip
-                    else:
-                        finish(is_short, place, totals_bytes, rows, bias, target, out_row)
+                    finish(
+                        activation, is_short, has_short_bias, place, totals_bytes, rows, bias, bias_step,
+                        a[OUT] + row * out_row + column, out_row,
+                    )  # fmt: skip
         end()
         own[0] = unpacked[0] = 0  # they live until here: Numba does not see who has their addresses
 

@@ -21,9 +21,9 @@ from ..activation import ACTIVATIONS
 from ..reference import elementwise as reference
 from . import cache
 from .call import Arguments, RowFunction, enter_rows, take_rows
-from .exponential import GATES, gate
+from .exponential import GATES
 from .intrinsics import pointer
-from .row_vectors import add_rows, copy_bytes, scale_row, turn_halves
+from .row_vectors import add_rows, copy_bytes, gate_row, scale_row, turn_halves
 from .rows import load_row, store_row
 from .sources import digest_of
 
@@ -183,16 +183,10 @@ def _norm_worker(sources: str) -> Any:
                 x = a.x + token * a.x_stride + head * a.head_stride
                 residual = a.residual + token * a.residual_stride
                 total, out = a.sum + token * size * width, a.out + index * size * width
-                if a.short:
-                    squares = add_rows(True, x, multiplier, residual, total, size)
-                else:
-                    squares = add_rows(False, x, multiplier, residual, total, size)
+                squares = add_rows(a.short, x, multiplier, residual, total, size)
                 scale = np.float32(1.0 / np.sqrt(np.float64(squares) / size + a.eps))
                 given = total if a.residual != 0 else x  # what was rounded is what is normalized
-                if a.short:
-                    scale_row(True, given, scale, a.weight, offset, out, size)
-                else:
-                    scale_row(False, given, scale, a.weight, offset, out, size)
+                scale_row(a.short, given, scale, a.weight, offset, out, size)
 
     return worker
 
@@ -203,7 +197,6 @@ def _gate_worker(sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _GATE_TYPE)[0]
         size, scale, cube, width = a.size, np.float32(a.scale), np.float32(a.cube), 2 if a.short else 4
-        short, single = np.empty(0, np.uint16), np.empty(0, np.float32)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
@@ -211,10 +204,7 @@ def _gate_worker(sources: str) -> Any:
                 return
             for index in range(first, stop):
                 gates, out = a.gate_up + index * a.stride, a.out + index * size * width
-                if a.short:
-                    gate(short, gates, gates + size * width, out, size, scale, cube)
-                else:
-                    gate(single, gates, gates + size * width, out, size, scale, cube)
+                gate_row(a.short, gates, gates + size * width, scale, cube, out, size)
 
     return worker
 
@@ -236,10 +226,8 @@ def _turn(head: int, cos: int, sin: int, num_pairs: int, interleaved: int, short
         load_row(head, 2 * num_pairs, short, row)
         _turn_neighbours(row, cos, sin, num_pairs)
         store_row(row, 2 * num_pairs, short, out)
-    elif short:
-        turn_halves(True, head, cos, sin, out, num_pairs)
     else:
-        turn_halves(False, head, cos, sin, out, num_pairs)
+        turn_halves(short, head, cos, sin, out, num_pairs)
 
 
 def _rotate_worker(sources: str) -> Any:

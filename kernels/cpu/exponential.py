@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 from .vectors import FLOAT, FLOATS, INTS, LANES, broadcast, call, fma, splat
 from .walk import load_lanes, store_lanes, sum_of, walk
 
-# Scale and cube of `gate`, by activation: x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) =
+# Scale and cube of `gated`, by activation: x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) =
 # 2 sigmoid(2u), gelu by tanh.
 GATES = {"silu": (1.0, 0.0), "gelu_tanh": (2.0 * (2.0 / math.pi) ** 0.5, 0.044715)}
 FARTHEST = 87.0  # exp(-87) is 2e-38: what is below is 0
@@ -62,29 +62,8 @@ def soften(typing_context: Any, numbers: Any, count: Any, top: Any) -> Any:
     return types.float32(types.int64, types.int64, types.float32), generate
 
 
-@intrinsic
-def gate(typing_context: Any, like: Any, gates: Any, ups: Any, out: Any, count: Any, scale: Any, cube: Any) -> Any:
-    """`count` times x / (1 + exp(-scale * (x + cube * x^3))) * up, in the type of `like`: float32, or bfloat16 as
-    uint16."""
-    is_short = like.dtype.bitwidth == 16
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, gates, ups, out, count, scale, cube = arguments
-        factors = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
-
-        def step(k: Any, mask: Any, state: list[Any]) -> list[Any]:
-            x, up = (load_lanes(b, place, k, mask, 0.0, is_short=is_short) for place in (gates, ups))
-            store_lanes(b, gated(b, x, up, factors), out, k, mask, is_short=is_short)
-            return state
-
-        walk(b, count, [], step)
-        return context.get_dummy_value()
-
-    return types.void(like, *[types.int64] * 4, types.float32, types.float32), generate
-
-
 def gated(b: ir.IRBuilder, x: Any, up: Any, factors: tuple[Any, Any]) -> Any:
-    """What `gate` stores, of a vector of each."""
+    """x / (1 + exp(-scale * (x + cube * x^3))) * up; `factors` are vectors of scale and cube, see GATES."""
     (scales, cubes), one = factors, splat(FLOATS, 1.0)
     # scale * (x + cube * x^3), its sign turned
     turned = b.fneg(b.fmul(scales, b.fmul(x, fma(b, b.fmul(cubes, x), x, one))))

@@ -1,8 +1,10 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
-# mypy: disable-error-code="misc, untyped-decorator"
-"""Norms and rotations of a row in memory, as LLVM vectors. Loops over scalars take about twice as long.
+# mypy: disable-error-code="call-arg, misc, no-untyped-call, untyped-decorator"
+"""Norms, gated activations and rotations of a row in memory, as LLVM vectors: norms and rotations take half the time of
+loops over scalars.
 
-Rows are float32 or, where the constant `short` says so, bfloat16. All is computed in float32.
+Rows are float32 or, where `short` is not 0, bfloat16, which is a constant of the code for either. All is computed in
+float32.
 """
 
 from __future__ import annotations
@@ -10,17 +12,51 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
+from .exponential import gated
 from .vectors import FLOAT, FLOATS, INT8, INT64, LANES, broadcast, call, fma, splat
 from .walk import load_lanes, store_lanes, sum_of, walk
 
 
-@intrinsic(prefer_literal=True)
-def add_rows(typing_context: Any, short: Any, x: Any, factor: Any, other: Any, out: Any, count: Any) -> Any:
+@njit(error_model="numpy")
+def add_rows(short: int, x: int, factor: Any, other: int, out: int, count: int) -> Any:
     """Store other + factor * x, `count` numbers of each. Returns the sum of the squares of what is stored; where
     `other` is 0, of x, and nothing is stored."""
+    return _add_rows(True, x, factor, other, out, count) if short else _add_rows(False, x, factor, other, out, count)
+
+
+@njit(error_model="numpy")
+def scale_row(short: int, x: int, scale: Any, weight: int, offset: Any, out: int, count: int) -> None:
+    """Store x * scale * (weight + offset), `count` numbers of each."""
+    if short:
+        _scale_row(True, x, scale, weight, offset, out, count)
+    else:
+        _scale_row(False, x, scale, weight, offset, out, count)
+
+
+@njit(error_model="numpy")
+def gate_row(short: int, gates: int, ups: int, scale: Any, cube: Any, out: int, count: int) -> None:
+    """Store what `exponential.gated` makes of `count` gates and ups."""
+    if short:
+        _gate_row(True, gates, ups, scale, cube, out, count)
+    else:
+        _gate_row(False, gates, ups, scale, cube, out, count)
+
+
+@njit(error_model="numpy")
+def turn_halves(short: int, head: int, cos: int, sin: int, out: int, count: int) -> None:
+    """Rotate `count` pairs, each a number of a head's first half and one of its second. `out` may be `head`; cosines
+    and sines are float32."""
+    if short:
+        _turn_halves(True, head, cos, sin, out, count)
+    else:
+        _turn_halves(False, head, cos, sin, out, count)
+
+
+@intrinsic(prefer_literal=True)
+def _add_rows(typing_context: Any, short: Any, x: Any, factor: Any, other: Any, out: Any, count: Any) -> Any:
     is_short = short.literal_value
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
@@ -54,10 +90,9 @@ def add_rows(typing_context: Any, short: Any, x: Any, factor: Any, other: Any, o
 
 
 @intrinsic(prefer_literal=True)
-def scale_row(
+def _scale_row(
     typing_context: Any, short: Any, x: Any, scale: Any, weight: Any, offset: Any, out: Any, count: Any
 ) -> Any:
-    """Store x * scale * (weight + offset), `count` numbers of each."""
     is_short = short.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
@@ -78,9 +113,29 @@ def scale_row(
 
 
 @intrinsic(prefer_literal=True)
-def turn_halves(typing_context: Any, short: Any, head: Any, cos: Any, sin: Any, out: Any, count: Any) -> Any:
-    """Rotate `count` pairs, each a number of a head's first half and one of its second. `out` may be `head`; cosines
-    and sines are float32."""
+def _gate_row(
+    typing_context: Any, short: Any, gates: Any, ups: Any, scale: Any, cube: Any, out: Any, count: Any
+) -> Any:
+    is_short = short.literal_value
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, gates, ups, scale, cube, out, count = arguments
+        factors = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
+
+        def step(k: Any, mask: Any, state: list[Any]) -> list[Any]:
+            gate, up = (load_lanes(b, place, k, mask, 0.0, is_short=is_short) for place in (gates, ups))
+            store_lanes(b, gated(b, gate, up, factors), out, k, mask, is_short=is_short)
+            return state
+
+        walk(b, count, [], step)
+        return context.get_dummy_value()
+
+    arguments = (types.int64, types.int64, types.float32, types.float32, types.int64, types.int64)
+    return types.void(short, *arguments), generate
+
+
+@intrinsic(prefer_literal=True)
+def _turn_halves(typing_context: Any, short: Any, head: Any, cos: Any, sin: Any, out: Any, count: Any) -> Any:
     is_short = short.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:

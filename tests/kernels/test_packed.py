@@ -259,12 +259,35 @@ def test_gated_bits_are_those_of_both_steps(
     for bias in (None, torch.randn(160).to(dtype)):
         both = codes.linear(x, weight, bias, packing, torch.float32)
         expected = activate_and_mul(both, activation).to(dtype)
-        memory = torch.full((num_rows + 100, 80), 7.0, dtype=dtype)
-        with monkeypatch.context() as patched:
-            patched.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])  # noqa: B023
-            codes.linear_gated(x, weight, bias, packing, activation)
-        assert torch.equal(memory[:num_rows], expected)
-        assert (memory[num_rows:] == 7.0).all()
+        for chunk_bytes in (codes.CHUNK_BYTES, 1 << 11):
+            memory = torch.full((num_rows + 100, 80), 7.0, dtype=dtype)
+            with monkeypatch.context() as patched:
+                patched.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])  # noqa: B023
+                patched.setattr(codes, "CHUNK_BYTES", chunk_bytes)
+                codes._entry.cache_clear()
+                codes.linear_gated(x, weight, bias, packing, activation)
+            codes._entry.cache_clear()
+            assert torch.equal(memory[:num_rows], expected)
+            assert (memory[num_rows:] == 7.0).all()
+
+
+@in_tiles
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("recorded", [5, 20, 41])
+def test_any_number_of_rows_of_gates(recorded: int, dtype: torch.dtype) -> None:
+    """And of results in float32 with a bias in bfloat16: a record of some rows is repeated with others."""
+    packing, bias = PACKINGS["q4_1"], torch.randn(160).to(dtype)
+    weight, x = codes.lay_out(packed(packing, 160, 96), packing), torch.randn(163, 96).to(dtype)
+    for run in (
+        lambda x: codes.linear_gated(x, weight, bias, packing, "silu"),
+        lambda x: codes.linear(x, weight, bias, packing, torch.float32),
+    ):
+        with torch.inference_mode():
+            record, _ = capture(lambda run=run: run(x[:recorded]), Pool(), recorded, 163, [x])
+            for num_rows in (163, 1, 16, 17, 32, 33, 41, 100):
+                x.copy_(torch.randn(163, 96))
+                found = record.replay(num_rows).clone()
+                assert torch.equal(found, run(x[:num_rows]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
 from quire.engine.tokenizer import load_tokenizer
+from quire.kernels.cpu import matrix_tiles
 from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
 from quire.workers.layers.linear import shard_heads
@@ -31,7 +33,7 @@ from quire.workers.model_check import check_model
 from quire.workers.models.families import FAMILIES
 from quire.workers.parallel import Grid, ParallelContext, interface_of, split_range
 from quire.workers.quantization import PackedBlueprint, blueprint_for
-from quire.workers.worker import Worker
+from quire.workers.worker import Worker, building
 
 
 def info_of(path: Path | str, **fields: object) -> ModelInfo:
@@ -227,6 +229,21 @@ def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
         assert num_bytes(ours.parameters()) - twice < num_bytes(theirs.parameters())
 
 
+@pytest.mark.skipif(not matrix_tiles.are_available(), reason="bfloat16 stays packed in matrix tiles alone")
+def test_ranks_gather_logits_of_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of two has a row less, so that its share of the head is no whole panels and is unpacked."""
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, vocab_size=223, tie_word_embeddings=False)
+    blueprint = blueprint_for(ModelConfig(model=str(path)), info_of(path), torch.device("cpu"))
+    gathered: list[torch.Tensor] = []
+    monkeypatch.setattr(ParallelContext, "all_gather", lambda _self, tensor: gathered.append(tensor) or tensor)
+    for rank, is_packed in ((0, True), (1, False)):
+        with building(torch.device("cpu"), torch.bfloat16):
+            model = blueprint.build(ParallelContext(rank, Grid(tensor_size=2)))
+        assert isinstance(model.head.weight, PackedParameter) is is_packed
+        assert model.head.logits(torch.zeros(1, 96, dtype=torch.bfloat16)).dtype == torch.float32
+    assert [each.dtype for each in gathered] == [torch.bfloat16, torch.bfloat16]
+
+
 def test_pieces_that_are_packed_differently(tmp_path: Path) -> None:
     """V in another way than Q and K, as many files have it: their common matrix is unpacked."""
     model = make_tiny_llama(tmp_path, hidden_size=96, intermediate_size=128)
@@ -243,6 +260,8 @@ def test_a_tied_head_that_is_packed(tmp_path: Path) -> None:
     path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0, tie_word_embeddings=True, vocab_size=208)
     model = load(info_of(path)).model
     weight = model.embedding.weight
+    places = sorted((each.data_ptr(), each.nbytes) for each in model.parameters())
+    assert all(0 <= place - (before + size) < 64 for (before, size), (place, _) in pairwise(places))  # `host_memory`
     assert model.head is model.embedding
     assert isinstance(weight, PackedParameter)
     numbers = numbers_of(weight)
