@@ -37,9 +37,9 @@ def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # Ray would hide the GPUs from an actor that asks for none, and warns that this will change.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Ray makes its workers as nice as can be (15). On a machine with other work they would not come to theirs:
+        # Ray gives its workers a nice value of 15. On a machine with other work they would not come to theirs:
         # beside two busy processes on two cores, an engine was not ready after 300 s, instead of 21.
-        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),
+        "RAY_worker_niceness": os.environ.get("RAY_worker_niceness", "0"),  # noqa: SIM112 (Ray's own spelling)
         # A proxy that dies is back in 6 s instead of 30.
         "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1",

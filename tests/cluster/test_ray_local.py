@@ -11,7 +11,7 @@ import ray
 from quire.cluster.ray_local import environment
 
 
-def test_what_ray_starts_is_as_urgent_as_who_asked(cluster: str) -> None:  # noqa: ARG001 (this process is connected)
+def test_what_ray_starts_is_as_urgent_as_who_asked(cluster: str) -> None:
     """At Ray's own 15, an engine gets a thirtieth of a core that another process wants."""
 
     @ray.remote(num_cpus=0)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import fp8, ops
+from quire.kernels.packed import BLOCK, PACKINGS, Packing
 
 from .shapes import LayerShape
 from .work import Work, attention_work, experts_work, linear_work, write_kv_work
@@ -137,30 +138,43 @@ def _write_kv(
 def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Gate and up: the largest matrix of a layer."""
     out_features, in_features = 2 * shape.intermediate_size, shape.hidden_size
-    for weight_dtype in (dtype, torch.int8, fp8.DTYPE):
-        if weight_dtype == fp8.DTYPE and device.type == "cpu":
-            continue  # there to save memory, and known to be slow
+    packing = PACKINGS["q4_1"]
+    weights: dict[str, torch.dtype | Packing] = {str(dtype).removeprefix("torch."): dtype, "int8": torch.int8}
+    if device.type != "cpu":  # there it is to save memory, and known to be slow
+        weights["fp8"] = fp8.DTYPE
+    if ops.fits_packed((out_features, in_features), dtype, device):
+        weights[packing.name] = packing
+    for kind, weight in weights.items():
         for num_rows in sizes.rows:
-            work = linear_work(
-                num_rows, out_features, in_features, size=dtype.itemsize, weight_size=weight_dtype.itemsize
-            )
-            kind = {torch.int8: "int8", fp8.DTYPE: "fp8"}.get(weight_dtype, str(dtype).removeprefix("torch."))
+            bits = 8 * packing.block_bytes // BLOCK if isinstance(weight, Packing) else 8 * weight.itemsize
+            work = linear_work(num_rows, out_features, in_features, size=dtype.itemsize, weight_bits=bits)
             yield Case(
                 "linear",
                 f"{kind} {out_features} x {in_features}, {num_rows} rows",
                 work,
                 dtype,
-                lambda rows=num_rows, kind=weight_dtype: linear_run(  # type: ignore[misc]
-                    rows, out_features, in_features, device, dtype, kind
+                lambda rows=num_rows, weight=weight: linear_run(  # type: ignore[misc]
+                    rows, out_features, in_features, device, dtype, weight
                 ),
             )
 
 
 def linear_run(
-    num_rows: int, out_features: int, in_features: int, device: torch.device, dtype: torch.dtype, weight: torch.dtype
+    num_rows: int,
+    out_features: int,
+    in_features: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    weight: torch.dtype | Packing,
 ) -> Run:
-    """A linear layer with weights of a dtype."""
+    """A linear layer with weights of a dtype, or packed."""
     x = torch.randn(num_rows, in_features, device=device, dtype=dtype)
+    if isinstance(weight, Packing):
+        packed = torch.randint(256, (out_features, weight.row_bytes(in_features)), dtype=torch.uint8)
+        halves, _ = weight.parts(packed)
+        halves.copy_(torch.randn(out_features, halves.shape[1] // 2).half().view(torch.uint8))
+        laid_out = ops.lay_out_packed(packed.to(device), weight)
+        return lambda: ops.linear_packed(x, laid_out, weight)
     numbers = torch.randn(out_features, in_features, device=device, dtype=dtype)
     if weight == dtype:
         return lambda: ops.linear(x, numbers)
