@@ -1,8 +1,8 @@
 """Paged attention on CPU, each request for itself.
 
-Where the cache `decode.fits`, requests with one query token go to the compiled kernel there, and those with several to
-one of `prompt_tiles`, for bfloat16 where the CPU is fastest with it and scores have neither cap nor sinks, or of
-`prompts`. Of other caches the visible part is gathered for dense attention in torch.
+Where the cache `decode.fits`, in the type of the query or in 8 bits, requests with one query token go to the compiled
+kernel there, and those with several to one of `prompt_tiles`, for bfloat16 where the CPU is fastest with it and scores
+have neither cap nor sinks, or of `prompts`. Of other caches the visible part is gathered for dense attention in torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import fp8
 from . import decode, prompt_tiles, prompts
-from .attention_call import Shape
+from .attention_call import Layer, Shape
 from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
 from .tile_product import TILE
@@ -43,20 +43,20 @@ def paged_attention(
     value_scale: float,
 ) -> Tensor:
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
-    if not decode.fits(key_cache):
+    if not decode.fits(query, key_cache):
         _attend_gathered(
             query, key_cache, value_cache, metadata, out, scale * key_scale, value_scale, sliding_window, softcap, sinks
         )
         return out
     shape = Shape.of(query, key_cache, scale, sliding_window, softcap)
     decodes = _decode_plan(metadata, shape)
+    layer = Layer(query, key_cache, value_cache, out, sinks, key_scale, value_scale)
     if decodes is not None:
-        decodes.attend(query, key_cache, value_cache, out, sinks)
+        decodes.attend(layer)
     in_tiles = prompt_tiles.fits(key_cache) and softcap is None and sinks is None
     plan = _prompt_plan(metadata, shape, TILE if in_tiles else 1)
     if plan is not None:
-        worker = prompt_tiles.worker() if in_tiles else prompts.WORKERS[key_cache.dtype]
-        plan.attend(worker, query, key_cache, value_cache, out, sinks)
+        plan.attend(prompt_tiles.worker() if in_tiles else prompts.WORKERS.of(query.dtype, key_cache.dtype), layer)
     return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .. import fp8
 from .claims import new_claims
 from .recording import CompiledCall
 
@@ -17,7 +19,9 @@ _FIELDS = (
     *("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan"),
     *("claims", "num_threads", "number", "scratch"),  # of the call, as the plan understands them
 )
-LAYER = np.dtype([(name, np.int64) for name in _FIELDS])  # what differs from layer to layer. Strides are in elements
+_SCALES = ("key_scale", "value_scale")  # of caches in 8 bits; 1 of others
+# What differs from layer to layer. Strides are in elements.
+LAYER = np.dtype([*((name, np.int64) for name in _FIELDS), *((name, np.float64) for name in _SCALES)])
 
 
 class Shape(NamedTuple):
@@ -57,22 +61,49 @@ def new_plan(dtype: np.dtype[np.void], shape: Shape) -> npt.NDArray[np.void]:
 
 
 class _Layer(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in _FIELDS]
+    _fields_ = [*((name, ctypes.c_int64) for name in _FIELDS), *((name, ctypes.c_double) for name in _SCALES)]
 
 
-def layer_call(
-    worker: Any,
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    out: Tensor,
-    sinks: Tensor | None,
-    plan: npt.NDArray[Any],
-    number: int = 0,
-    scratch: int = 0,
-) -> CompiledCall:
+# As compiled functions see them.
+_NUMBERS: dict[torch.dtype, type[np.generic]] = {
+    torch.float32: np.float32,
+    torch.bfloat16: np.uint16,
+    fp8.DTYPE: np.uint8,
+}
+
+
+class Workers:
+    """Compiled functions, by what query and caches are: those for one dtype of both are made at once, those for caches
+    in 8 bits when they are first asked for."""
+
+    def __init__(self, make: Callable[[type[np.generic], type[np.generic]], Any]) -> None:
+        self._make = make
+        self._made: dict[tuple[torch.dtype, torch.dtype], Any] = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            self.of(dtype, dtype)
+
+    def of(self, query: torch.dtype, cache: torch.dtype) -> Any:
+        if (query, cache) not in self._made:
+            self._made[query, cache] = self._make(_NUMBERS[query], _NUMBERS[cache])
+        return self._made[query, cache]
+
+
+class Layer(NamedTuple):
+    """What one layer is given."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    out: Tensor
+    sinks: Tensor | None
+    key_scale: float
+    value_scale: float
+
+
+def layer_call(worker: Any, layer: Layer, plan: npt.NDArray[Any], number: int = 0, scratch: int = 0) -> CompiledCall:
     """A call of a compiled function with a record of LAYER. Whoever makes it keeps alive what that has the addresses
     of."""
+    query, key_cache, value_cache, out, sinks, *scales = layer
     num_threads = torch.get_num_threads()
     claims = new_claims(num_threads)
     arguments = _Layer(
@@ -88,5 +119,6 @@ def layer_call(
         num_threads,
         number,
         scratch,
+        *scales,
     )
     return CompiledCall(worker.ctypes, arguments, claims, (), is_idempotent=True)

@@ -27,7 +27,8 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from .attention_call import LAYER, Shape, layer_call, new_plan, plan_type
+from .. import fp8
+from .attention_call import LAYER, Layer, Shape, Workers, layer_call, new_plan, plan_type
 from .claims import RUN, enter, take_item
 from .heads import AHEAD, AT_ONCE, CHUNK, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
@@ -51,9 +52,10 @@ _NUM_TURNS = 4
 _MANY_CALLS = 1 << 32  # of one plan
 
 
-def fits(cache: Tensor) -> bool:
+def fits(query: Tensor, cache: Tensor) -> bool:
     """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] can be read so: others are gathered."""
-    return cache.dtype in _DTYPES and cache.shape[-1] % LANES == 0
+    is_known = query.dtype in _DTYPES and cache.dtype in (query.dtype, fp8.DTYPE)
+    return is_known and cache.shape[-1] % LANES == 0
 
 
 class DecodePlan:
@@ -113,14 +115,12 @@ class DecodePlan:
             fields[name] = values.ctypes.data
         fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
-    def attend(self, query: Tensor, key_cache: Tensor, value_cache: Tensor, out: Tensor, sinks: Tensor | None) -> None:
-        """Attend in one layer, whose caches `fits`. Writes the rows of `out`, contiguous, that were planned."""
+    def attend(self, layer: Layer) -> None:
+        """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned."""
         self._num_calls += 1
         turn = self._num_calls % _NUM_TURNS
-        worker = _float32_worker if query.dtype == torch.float32 else _bfloat16_worker
-        call = layer_call(
-            worker, query, key_cache, value_cache, out, sinks, self._record, number=self._num_calls, scratch=turn
-        )
+        worker = WORKERS.of(layer.query.dtype, layer.key_cache.dtype)
+        call = layer_call(worker, layer, self._record, number=self._num_calls, scratch=turn)
         run_call(call._replace(scratch=self._address + turn))
 
 
@@ -158,7 +158,7 @@ def _planner(sources: str) -> Any:
 
 
 @njit(error_model="numpy")
-def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: bool, out: Any) -> None:
+def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: bool, value_scale: Any, out: Any) -> None:
     """Merge the items first .. last - 1 of a request, [items, heads, head_dim + 2], into out [heads, head_dim].
 
     A sink [heads] is one more item before them, with a weight of 1 and no value.
@@ -173,7 +173,7 @@ def _merge_items(partial: Any, first: int, last: int, sinks: Any, has_sinks: boo
         for item in range(first, last):
             found = partial[item, head]
             total, top = merge(total, top, merged, found[head_dim], found[head_dim + 1], found[:head_dim])
-        divide(merged, total, out[head])
+        divide(merged, total, value_scale, out[head])
 
 
 @njit(error_model="numpy")
@@ -188,7 +188,7 @@ def _is_last(finished: int, item: int, first: int, last: int, call: int) -> bool
 
 @njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
-    """One thread: take items until there are none. `query` is flat; bfloat16 is there as uint16, like `like`."""
+    """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
     group, block_size = num_heads // num_kv_heads, plan.block_size
     head_bytes = head_dim * like.itemsize
@@ -207,7 +207,8 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     finished = plan.finished + 8 * first_place
     call = load_acquire(layer.claims) // RUN * _MANY_CALLS + layer.number
     sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
-    scale, softcap = np.float32(plan.scale), np.float32(plan.softcap)
+    scale, softcap = np.float32(plan.scale * layer.key_scale), np.float32(plan.softcap)
+    value_scale = np.float32(layer.value_scale)
 
     q = np.empty((num_heads, head_dim), np.float32)
     acc = np.empty((num_heads, head_dim), np.float32)  # not yet divided by the sum of weights
@@ -266,25 +267,19 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                 partial[item, head, d] = acc[head, d]
         first, last = first_item[owner], first_item[owner + 1]
         if _is_last(finished, item, first, last, call):
-            _merge_items(partial, first, last, sinks, layer.sinks != 0, out[tokens[owner]])
+            _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, out[tokens[owner]])
 
 
-@njit(error_model="numpy")
-def _attend_in(address: int, like: Any) -> None:
-    """`like` is an array of the type in which memory is seen."""
-    layer = carray(pointer(address), (1,), LAYER)[0]
-    plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
-    many = np.int64(1) << 31
-    query = carray(pointer(layer.query), (many,), like.dtype)
-    out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), like.dtype)
-    _attend(layer, plan, query, out, like)
-
-
-def _worker(dtype: type[np.generic], sources: str) -> Any:
+def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
-        _attend_in(address, np.empty(0, dtype))
+        layer = carray(pointer(address), (1,), LAYER)[0]
+        plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
+        many = np.int64(1) << 31
+        query = carray(pointer(layer.query), (many,), query_type)
+        out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), query_type)
+        _attend(layer, plan, query, out, np.empty(0, cache_type))
 
     return worker
 
@@ -304,4 +299,4 @@ _SOURCES = digest_of(
     )
 )
 _plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
-_float32_worker, _bfloat16_worker = _worker(np.float32, _SOURCES), _worker(np.uint16, _SOURCES)
+WORKERS = Workers(lambda query_type, cache_type: _worker(query_type, cache_type, _SOURCES))

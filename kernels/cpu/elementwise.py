@@ -22,6 +22,7 @@ from ..reference import elementwise as reference
 from . import cache
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .exponential import GATES
+from .float8 import store_float8
 from .intrinsics import pointer
 from .row_vectors import add_rows, copy_bytes, gate_row, scale_row, turn_halves
 from .rows import load_row, store_row
@@ -41,7 +42,7 @@ _ROTATE = Arguments("heads", "num_heads", "stride", "head_stride", "cos", "sin",
 _WRITE = Arguments(
     "heads", "num_heads", "stride", "head_stride", "cos", "sin", "num_pairs", "interleaved", "short",
     "key", "num_kv_heads", "key_stride", "key_head_stride", "value", "value_stride", "value_head_stride",
-    "key_cache", "value_cache", "slots", "head_dim", "rotated",
+    "key_cache", "value_cache", "slots", "head_dim", "rotated", "in_bytes", floats=("key_scale", "value_scale"),
 )  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def rotate_and_write_kv(
     value_scale: float,
 ) -> Tensor:
     """See `elementwise.rotate_and_write_kv`. Queries become a new tensor, as of `add_rms_norm`."""
-    if query.dtype not in _COMPILED or key_cache.dtype == fp8.BYTES:
+    if query.dtype not in _COMPILED:
         key = key.clone(memory_format=torch.contiguous_format)
         rotate(query, rotation)
         rotate(key, rotation)
@@ -140,6 +141,7 @@ def rotate_and_write_kv(
         key.data_ptr(), num_kv_heads, key.stride(0) * width, key.stride(1) * width,
         value.data_ptr(), value.stride(0) * width, value.stride(1) * width,
         key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim, rotated.data_ptr(),
+        key_cache.dtype == fp8.BYTES, key_scale, value_scale,
     )  # fmt: skip
     return rotated
 
@@ -154,7 +156,7 @@ def write_kv(
     value_scale: float,
 ) -> None:
     """See `ops.write_kv`: as `rotate_and_write_kv`, with no query and nothing to rotate."""
-    if key.dtype not in _COMPILED or key_cache.dtype == fp8.BYTES:
+    if key.dtype not in _COMPILED:
         cache.write_kv(key, value, key_cache, value_cache, slot_mapping, key_scale, value_scale)
         return
     (num_tokens, num_kv_heads, head_dim), width = key.shape, key.itemsize
@@ -164,6 +166,7 @@ def write_kv(
         key.data_ptr(), num_kv_heads, key.stride(0) * width, key.stride(1) * width,
         value.data_ptr(), value.stride(0) * width, value.stride(1) * width,
         key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim, 0,
+        key_cache.dtype == fp8.BYTES, key_scale, value_scale,
     )  # fmt: skip
 
 
@@ -257,13 +260,14 @@ def _write_worker(sources: str) -> Any:
         a = carray(pointer(address), (1,), _WRITE_TYPE)[0]
         num_pairs, width = a.num_pairs, 2 if a.short else 4
         head_bytes, turned_bytes = a.head_dim * width, 2 * num_pairs * width
-        row = np.empty(2 * num_pairs, np.float32)
+        row = np.empty(max(2 * num_pairs, a.head_dim), np.float32)
+        turned = np.empty(head_bytes, np.uint8)  # a key, on its way into a cache in 8 bits
         slots = carray(pointer(a.slots), (a.num_rows,), np.int64)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
             if item < 0:
-                return
+                break
             for token in range(first, stop):
                 cos, sin = a.cos + 4 * token * num_pairs, a.sin + 4 * token * num_pairs
                 for index in range(a.num_heads):
@@ -276,15 +280,23 @@ def _write_worker(sources: str) -> Any:
                 for index in range(a.num_kv_heads):
                     key = a.key + token * a.key_stride + index * a.key_head_stride
                     value = a.value + token * a.value_stride + index * a.value_head_stride
-                    target = (slots[token] * a.num_kv_heads + index) * head_bytes
-                    _turn(key, cos, sin, num_pairs, a.interleaved, a.short, row, a.key_cache + target)
-                    copy_bytes(key + turned_bytes, a.key_cache + target + turned_bytes, head_bytes - turned_bytes)
-                    copy_bytes(value, a.value_cache + target, head_bytes)
+                    place = slots[token] * a.num_kv_heads + index
+                    target = turned.ctypes.data if a.in_bytes else a.key_cache + place * head_bytes
+                    _turn(key, cos, sin, num_pairs, a.interleaved, a.short, row, target)
+                    copy_bytes(key + turned_bytes, target + turned_bytes, head_bytes - turned_bytes)
+                    if a.in_bytes:
+                        place *= a.head_dim
+                        key_scale, value_scale = np.float32(a.key_scale), np.float32(a.value_scale)
+                        store_float8(target, a.head_dim, a.short, key_scale, row, a.key_cache + place)
+                        store_float8(value, a.head_dim, a.short, value_scale, row, a.value_cache + place)
+                    else:
+                        copy_bytes(value, a.value_cache + place * head_bytes, head_bytes)
+        turned[0] = 0  # it lives until here: Numba does not see who has its address
 
     return worker
 
 
-_SOURCES = digest_of("call", "claims", "exponential", "intrinsics", "row_vectors", "rows", "vectors", "walk")
+_SOURCES = digest_of("call", "claims", "exponential", "float8", "intrinsics", "row_vectors", "rows", "vectors", "walk")
 # About what an element takes, in nanoseconds.
 _norm = RowFunction(_norm_worker(_SOURCES), _NORM, 0.25, is_idempotent=True)
 _gate = RowFunction(_gate_worker(_SOURCES), _GATE, 0.5, is_idempotent=True)

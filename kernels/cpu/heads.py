@@ -30,6 +30,7 @@ from .tile_product import CLASSES
 from .vectors import (
     FLOAT,
     FLOATS,
+    INT8,
     INT16,
     INT64,
     LANES,
@@ -37,6 +38,7 @@ from .vectors import (
     broadcast,
     fma,
     from_bfloat16,
+    from_float8,
     join_quarters,
     load,
     loop_over,
@@ -95,7 +97,8 @@ def score(
     """Dot products of `num_heads` queries with the keys at AT_ONCE offsets, [heads, offsets] float32 at `scores`.
 
     query [num_heads, head_dim] is float32; `scores_row` bytes are between heads. Constant: `num_heads`, up to AT_ONCE.
-    Keys have the type of `like`, an array: float32, or bfloat16 as uint16. The keys AHEAD offsets behind are fetched.
+    Keys have the type of `like`, an array: float32, bfloat16 as uint16, or e4m3fn as uint8. The keys AHEAD offsets
+    behind are fetched.
     """
     heads, width = num_heads.literal_value, like.dtype.bitwidth // 8
 
@@ -184,14 +187,15 @@ def _keys(b: ir.IRBuilder, places: list[Any], width: int) -> Any:
     """A quarter of a vector from each of four places."""
     if width == _SIZE:
         return join_quarters(b, [load(b, place, _QUARTER) for place in places])
-    halves = ir.VectorType(INT16, CLASSES)
-    return from_bfloat16(b, join_quarters(b, [load(b, place, halves) for place in places]))
+    kind, widened = (INT16, from_bfloat16) if width == 2 else (INT8, from_float8)
+    return widened(b, join_quarters(b, [load(b, place, ir.VectorType(kind, CLASSES)) for place in places]))
 
 
 def _load(b: ir.IRBuilder, place: Any, width: int) -> Any:
     if width == _SIZE:
         return load(b, place, FLOATS)
-    return from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES)))
+    kind, widened = (INT16, from_bfloat16) if width == 2 else (INT8, from_float8)
+    return widened(b, load(b, place, ir.VectorType(kind, LANES)))
 
 
 @njit(error_model="numpy")
@@ -277,8 +281,8 @@ def merge(total: Any, top: Any, sums: Any, new_total: Any, new_top: Any, new: An
 
 
 @njit(error_model="numpy")
-def divide(sums: Any, total: Any, out: Any) -> None:
-    """`out` = sums / total, in its type."""
-    share = np.float32(1.0) / total
+def divide(sums: Any, total: Any, value_scale: Any, out: Any) -> None:
+    """`out` = value_scale * sums / total, in its type."""
+    share = value_scale / total
     for d in range(len(sums)):
         out[d] = narrowed(sums[d] * share, out[d])

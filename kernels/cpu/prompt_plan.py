@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
-from .attention_call import Shape, layer_call, new_plan, plan_type
+from .attention_call import Layer, Shape, layer_call, new_plan, plan_type
 from .matrix_tiles import configuration
 from .threads import run_call
 
@@ -60,15 +59,7 @@ class PromptPlan:
         fields["table_stride"] = block_table.strides[0] // block_table.itemsize
         fields["num_items"] = len(owners) * self._shape.num_kv_heads
 
-    def attend(
-        self,
-        worker: Any,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        out: Tensor,
-        sinks: Tensor | None,
-    ) -> None:
-        """Attend in one layer by a compiled function of `prompts` or `prompt_tiles`. Writes the rows of `out`,
+    def attend(self, worker: Any, layer: Layer) -> None:
+        """Attend in one layer by a compiled function of `prompts` or `prompt_tiles`. Writes the rows of its `out`,
         contiguous, that were planned."""
-        run_call(layer_call(worker, query, key_cache, value_cache, out, sinks, self._record))
+        run_call(layer_call(worker, layer, self._record))

@@ -17,10 +17,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, cfunc, njit, types
 
-from .attention_call import LAYER
+from .attention_call import LAYER, Workers
 from .claims import enter, take_item
 from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group
 from .intrinsics import pointer, widened
@@ -34,10 +33,11 @@ _TILE = 4  # rows whose keys end at one place
 
 @njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
-    """One thread: take items until there are none. Memory is flat; bfloat16 is there as uint16, like `like`."""
+    """One thread: take items until there are none. Memory is flat; caches have the type of `like`, see `heads`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
     group, block_size, window = num_heads // num_kv_heads, plan.block_size, plan.window
-    scale, softcap = np.float32(plan.scale), np.float32(plan.softcap)
+    scale, softcap = np.float32(plan.scale * layer.key_scale), np.float32(plan.softcap)
+    value_scale = np.float32(layer.value_scale)
     sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
     num_parts = num_items // num_kv_heads
     table = carray(pointer(plan.block_table), (np.int64(1) << 31,), np.int32)
@@ -112,25 +112,19 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     totals[r], tops[r] = merge(totals[r], tops[r], acc[r], new_totals[i], new_tops[i], added[i])
         for row in range(num_rows):
             base = ((token + row // group) * num_heads + kv_head * group + row % group) * head_dim
-            divide(acc[row], totals[row], out[base : base + head_dim])
+            divide(acc[row], totals[row], value_scale, out[base : base + head_dim])
 
 
-@njit(error_model="numpy")
-def _attend_in(address: int, like: Any) -> None:
-    """`like` is an array of the type in which memory is seen."""
-    layer = carray(pointer(address), (1,), LAYER)[0]
-    plan = carray(pointer(layer.plan), (1,), PLAN)[0]
-    many = np.int64(1) << 40  # the length of a view plays no part in its addresses
-    query = carray(pointer(layer.query), (many,), like.dtype)
-    out = carray(pointer(layer.out), (many,), like.dtype)
-    _attend(layer, plan, query, out, like)
-
-
-def _worker(dtype: type[np.generic], sources: str) -> Any:
+def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
-        _attend_in(address, np.empty(0, dtype))
+        layer = carray(pointer(address), (1,), LAYER)[0]
+        plan = carray(pointer(layer.plan), (1,), PLAN)[0]
+        many = np.int64(1) << 40  # the length of a view plays no part in its addresses
+        query = carray(pointer(layer.query), (many,), query_type)
+        out = carray(pointer(layer.out), (many,), query_type)
+        _attend(layer, plan, query, out, np.empty(0, cache_type))
 
     return worker
 
@@ -139,4 +133,4 @@ _SOURCES = digest_of(
     *("attention_call", "claims", "prompts", "prompt_plan", "exponential", "walk", "features", "heads", "intrinsics"),
     *("tile_product", "vectors"),
 )
-WORKERS = {torch.float32: _worker(np.float32, _SOURCES), torch.bfloat16: _worker(np.uint16, _SOURCES)}  # by the cache's
+WORKERS = Workers(lambda query_type, cache_type: _worker(query_type, cache_type, _SOURCES))

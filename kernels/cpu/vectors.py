@@ -136,6 +136,20 @@ def from_bfloat16(b: ir.IRBuilder, halves: Any) -> Any:
     return b.bitcast(b.shl(wide, splat(wide.type, 16)), ir.VectorType(FLOAT, count))
 
 
+def from_float8(b: ir.IRBuilder, codes: Any) -> Any:
+    """e4m3fn (`kernels.fp8`), as int8, become float32. An exponent is 120 less there; for subnormal numbers, see
+    `widen_halves`."""
+    ints, floats = ir.VectorType(INT32, codes.type.count), ir.VectorType(FLOAT, codes.type.count)
+    bits = b.zext(codes, ints)
+    magnitude = b.shl(b.and_(bits, splat(ints, 0x7F)), splat(ints, 20))
+    least = splat(ints, 121 << 23)
+    subnormal = b.bitcast(b.fsub(b.bitcast(b.add(magnitude, least), floats), b.bitcast(least, floats)), ints)
+    is_normal = b.icmp_signed(">=", magnitude, splat(ints, 1 << 23))
+    number = b.select(is_normal, b.add(magnitude, splat(ints, 120 << 23)), subnormal)
+    number = b.select(b.icmp_signed("==", magnitude, splat(ints, 0x7F << 20)), splat(ints, 0x7FC00000), number)
+    return b.bitcast(b.or_(number, b.shl(b.and_(bits, splat(ints, 0x80)), splat(ints, 24))), floats)
+
+
 def widen_halves(b: ir.IRBuilder, halves: Any) -> Any:
     """float16, as int16, become float32: by an instruction where the CPU has it.
 

@@ -7,6 +7,7 @@ part that fails is named, and the others go on. On a machine with a GPU that is 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import signal
@@ -17,12 +18,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from rich.console import Console
 
 from quire.cluster.bench.machine import describe_machine, package_versions
 
+from .peers.servers import end
+
 COLUMNS = "200"  # of tables that are made for a terminal
-STOP_S = 60.0  # for a part that is told to end, with its servers
 PYTHON = "python"  # stands for this one
 
 
@@ -80,7 +83,7 @@ def run(part: Part, folder: Path, tell: Callable[[str], None]) -> Outcome:
     started = time.monotonic()
     with (folder / f"{part.name}.log").open("wb") as log, (folder / f"{part.name}.out").open("w+b") as out:
         # A session of its own: Ctrl-C here must not reach it before it is ended in order.
-        process = subprocess.Popen(
+        process = psutil.Popen(
             words,
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -91,26 +94,13 @@ def run(part: Part, folder: Path, tell: Callable[[str], None]) -> Outcome:
         try:
             while process.poll() is None:
                 tell(f"{part.name} · {time.monotonic() - started:.0f} s")
-                try:
+                with contextlib.suppress(psutil.TimeoutExpired):
                     process.wait(1.0)
-                except subprocess.TimeoutExpired:
-                    continue
         finally:
-            _end(process)
+            end(process)
         out.seek(0)
         printed = out.read().decode(errors="replace")
     return Outcome(part, command, time.monotonic() - started, process.returncode, printed.strip("\n"))
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM and some patience, where it still runs; then it is killed."""
-    if process.poll() is None:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def report(facts: str, outcomes: Sequence[Outcome]) -> str:

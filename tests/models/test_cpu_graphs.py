@@ -63,7 +63,7 @@ def test_recorded_steps_sample_the_same(dtype: torch.dtype) -> None:
         ({"quantization": "int8"}, True),
         ({"enforce_eager": True}, False),
         ({"dtype": "float16"}, False),
-        ({"kv_cache_dtype": "fp8_e4m3"}, False),
+        ({"kv_cache_dtype": "fp8_e4m3"}, True),
     ],
     ids=["float32", "int8", "enforce_eager", "float16", "fp8-cache"],
 )

@@ -100,7 +100,7 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, psutil.Process]]:
             _wait_until_ready(process, url + server.ready_path, server.name, log)
             yield url, process
         finally:
-            _end(process)
+            end(process)
 
 
 def _wait_until_ready(process: psutil.Popen, url: str, name: str, log: Path) -> None:
@@ -117,8 +117,8 @@ def _wait_until_ready(process: psutil.Popen, url: str, name: str, log: Path) -> 
         time.sleep(POLL_S)
 
 
-def _end(process: psutil.Popen) -> None:
-    """SIGINT and some patience, then whatever is left is killed."""
+def end(process: psutil.Popen) -> None:
+    """SIGINT and some patience, then whatever is left of it and what it has started is killed."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [process, *process.children(recursive=True)]
         process.send_signal(signal.SIGINT)
