@@ -53,7 +53,7 @@ def paged_attention(
     layer = Layer(query, key_cache, value_cache, out, sinks, key_scale, value_scale)
     if decodes is not None:
         decodes.attend(layer)
-    in_tiles = prompt_tiles.fits(key_cache) and softcap is None and sinks is None
+    in_tiles = prompt_tiles.fits(query, key_cache) and softcap is None and sinks is None
     plan = _prompt_plan(metadata, shape, TILE if in_tiles else 1)
     if plan is not None:
         plan.attend(prompt_tiles.worker() if in_tiles else prompts.WORKERS.of(query.dtype, key_cache.dtype), layer)

@@ -18,6 +18,7 @@ from .recording import CompiledCall
 _FIELDS = (
     *("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan"),
     *("claims", "num_threads", "number", "scratch"),  # of the call, as the plan understands them
+    "cache_bytes",  # of a number
 )
 _SCALES = ("key_scale", "value_scale")  # of caches in 8 bits; 1 of others
 # What differs from layer to layer. Strides are in elements.
@@ -119,6 +120,7 @@ def layer_call(worker: Any, layer: Layer, plan: npt.NDArray[Any], number: int = 
         num_threads,
         number,
         scratch,
+        key_cache.itemsize,
         *scales,
     )
     return CompiledCall(worker.ctypes, arguments, claims, (), is_idempotent=True)

@@ -33,6 +33,7 @@ from .vectors import (
     INT8,
     INT16,
     INT64,
+    INTS,
     LANES,
     add_quarters,
     broadcast,
@@ -77,6 +78,38 @@ def turn(typing_context: Any, like: Any, keys: Any, offsets: Any, head_dim: Any,
             return []
 
         loop_over(b, head_dim, LANES, [], step)
+        return context.get_dummy_value()
+
+    return types.void(like, *[types.int64] * 5), generate
+
+
+@intrinsic
+def widen_codes(
+    typing_context: Any, like: Any, source: Any, offsets: Any, num_rows: Any, head_dim: Any, target: Any
+) -> Any:
+    """Rows of e4m3fn at offsets become rows one behind the other, of the type of `like`: float32, or bfloat16 as
+    uint16, which has each of these numbers."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, source, offsets, num_rows, head_dim, target = arguments
+        size = like.dtype.bitwidth // 8
+
+        def row(i: Any, _state: list[Any]) -> list[Any]:
+            place = b.add(source, load(b, b.add(offsets, b.mul(i, INT64(8))), INT64))
+            out = b.add(target, b.mul(b.mul(i, head_dim), INT64(size)))
+
+            def step(d: Any, _state: list[Any]) -> list[Any]:
+                numbers = _load(b, b.add(place, d), 1)
+                if size == 2:
+                    upper = b.lshr(b.bitcast(numbers, INTS), splat(INTS, 16))
+                    numbers = b.trunc(upper, ir.VectorType(INT16, LANES))
+                store(b, numbers, b.add(out, b.mul(d, INT64(size))))
+                return []
+
+            loop_over(b, head_dim, LANES, [], step)
+            return []
+
+        loop_over(b, num_rows, 1, [], row)
         return context.get_dummy_value()
 
     return types.void(like, *[types.int64] * 5), generate

@@ -29,7 +29,7 @@ from torch import Tensor, bfloat16
 from .attention_call import LAYER
 from .claims import enter, take_item
 from .exponential import exponential
-from .heads import CHUNK
+from .heads import CHUNK, widen_codes
 from .intrinsics import pointer
 from .prompt_plan import PLAN
 from .sources import digest_of
@@ -59,10 +59,10 @@ _PAIRS = STEP_BYTES // 2  # keys, or elements of head_dim, that one step of a pr
 _VALUES_ROW = 2 * CHUNK  # bytes: values of a chunk, turned
 
 
-def fits(key_cache: Tensor) -> bool:
+def fits(query: Tensor, key_cache: Tensor) -> bool:
     """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] is read so: whole tiles within a block."""
     _, block_size, _, head_dim = key_cache.shape
-    return IS_FAST and key_cache.dtype == bfloat16 and block_size % TILE == 0 and head_dim % _PAIRS == 0
+    return IS_FAST and query.dtype == bfloat16 and block_size % TILE == 0 and head_dim % _PAIRS == 0
 
 
 @intrinsic
@@ -168,12 +168,14 @@ def _add(typing_context: Any, sums: Any, factor: Any, added: Any, num_rows: Any)
 
 
 @intrinsic
-def _store(typing_context: Any, sums: Any, totals: Any, head_dim: Any, num_tokens: Any, out: Any, out_row: Any) -> Any:
-    """sums [head_dim, 16] / totals [16] as `num_tokens` rows of bfloat16, which `out_row` bytes are between."""
+def _store(
+    typing_context: Any, scale: Any, sums: Any, totals: Any, head_dim: Any, num_tokens: Any, out: Any, out_row: Any
+) -> Any:
+    """scale * sums [head_dim, 16] / totals [16] as `num_tokens` rows of bfloat16, which `out_row` bytes are between."""
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        sums, totals, head_dim, num_tokens, out, out_row = arguments
-        shares = b.fdiv(splat(FLOATS, 1.0), load(b, totals, FLOATS))
+        scale, sums, totals, head_dim, num_tokens, out, out_row = arguments
+        shares = b.fdiv(broadcast(b, scale, LANES), load(b, totals, FLOATS))
 
         def step(d: Any, _state: list[Any]) -> list[Any]:
             first = b.add(sums, b.mul(d, INT64(LANES * 4)))
@@ -188,14 +190,14 @@ def _store(typing_context: Any, sums: Any, totals: Any, head_dim: Any, num_token
         loop_over(b, head_dim, _PAIRS, [], step)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), generate
+    return types.void(types.float32, *[types.int64] * 6), generate
 
 
 class _Sizes(NamedTuple):
     """Bytes."""
 
     row: int  # a vector of float32
-    head: int  # of a token in a cache
+    head: int  # of a token in a cache of bfloat16
     token: int  # likewise, all its KV heads
     queries: int  # a tile, turned: [head_dim / 2, 16, 2] bfloat16
     sums: int  # of a tile: [head_dim, 16] float32
@@ -212,6 +214,7 @@ class _Memory(NamedTuple):
     scores: int  # of a tile: [CHUNK, 16] float32
     weights: int  # likewise: [CHUNK / 2, 16, 2] bfloat16
     added: int  # what a product gives: [_PAIRS, 16] float32
+    widened: int  # of a chunk of caches in 8 bits: keys, then values, [CHUNK, head_dim] bfloat16
 
 
 class _Item(NamedTuple):
@@ -263,7 +266,7 @@ def _begin_item(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any) -> No
 
 @njit(error_model="numpy")
 def _place(plan: Any, item: Any, sizes: Any, position: int) -> Any:
-    """Bytes from the start of a cache to a position of the item's request, in its KV head."""
+    """Bytes from the start of a cache of bfloat16 to a position of the item's request, in its KV head."""
     block_size = plan.block_size
     block = carray(pointer(item.blocks), (np.int64(1) << 31,), np.int32)[position // block_size]
     return (block * block_size + position % block_size) * sizes.token + item.kv_head * sizes.head
@@ -274,11 +277,16 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
     """The keys from position `chunk` on. What is counted here counts from there."""
     offsets = np.empty(CHUNK, np.int64)
     low, high = max(chunk, item.first_key) - chunk, min(chunk + CHUNK, item.position + item.num_tokens) - chunk
-    start = low // _PAIRS * _PAIRS
-    for i in range(start, (high + _PAIRS - 1) // _PAIRS * _PAIRS):  # beside the keys, their values, without weight
+    start, end = low // _PAIRS * _PAIRS, (high + _PAIRS - 1) // _PAIRS * _PAIRS
+    for i in range(start, end):  # beside the keys, their values, without weight
         offsets[i] = _place(plan, item, sizes, chunk + max(low, min(high - 1, i)))
+    key_cache, value_cache = layer.key_cache, layer.value_cache
+    is_widened = layer.cache_bytes == 1
+    if is_widened:
+        key_cache, value_cache = np.int64(memory.widened), np.int64(memory.widened + CHUNK * sizes.head)
+        _widen(layer, plan, offsets[start:end], start, key_cache, value_cache)
     for i in range(start, high, _PAIRS):
-        _turn_values(layer.value_cache, offsets[i:].ctypes.data, plan.head_dim, memory.values + 2 * i)
+        _turn_values(value_cache, offsets[i:].ctypes.data, plan.head_dim, memory.values + 2 * i)
     group = plan.num_heads // plan.num_kv_heads
     for span in range(item.num_spans):
         own = item.position + span * TILE - chunk  # the key that the first lane has computed itself
@@ -288,14 +296,29 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
         for tile in range(span * group, (span + 1) * group):
             for i in range(start, stop, TILE):
                 if i + TILE > low:
-                    keys = layer.key_cache + _place(plan, item, sizes, chunk + i)
+                    keys = key_cache + (offsets[i] if is_widened else _place(plan, item, sizes, chunk + i))
+                    key_row = sizes.head if is_widened else sizes.token
                     queries, scores = memory.queries + tile * sizes.queries, memory.scores + i * sizes.row
-                    multiply(PRODUCT, 0, 1, 1, keys, sizes.token, queries, 0, sizes.head, 0, 0, scores)
-            _weigh_values(plan, sizes, memory, tile, _Keys(start, stop, own))
+                    multiply(PRODUCT, 0, 1, 1, keys, key_row, queries, 0, sizes.head, 0, 0, scores)
+            scale = np.float32(plan.scale * layer.key_scale)
+            _weigh_values(plan, scale, sizes, memory, tile, _Keys(start, stop, own))
 
 
 @njit(error_model="numpy")
-def _weigh_values(plan: Any, sizes: Any, memory: Any, tile: int, keys: Any) -> None:
+def _widen(layer: Any, plan: Any, offsets: Any, start: int, keys: Any, values: Any) -> None:
+    """Of caches in 8 bits, what lies at these offsets (of bfloat16) becomes bfloat16, from row `start` on; offsets are
+    those of the rows then."""
+    short, row_bytes = np.empty(0, np.uint16), 2 * plan.head_dim
+    for i in range(len(offsets)):
+        offsets[i] //= 2
+    for given, target in ((layer.key_cache, keys), (layer.value_cache, values)):
+        widen_codes(short, given, offsets.ctypes.data, len(offsets), plan.head_dim, target + start * row_bytes)
+    for i in range(len(offsets)):
+        offsets[i] = (start + i) * row_bytes
+
+
+@njit(error_model="numpy")
+def _weigh_values(plan: Any, scale: Any, sizes: Any, memory: Any, tile: int, keys: Any) -> None:
     """The scores of a tile become weights, and the values times them are added to its sums."""
     start, stop, own = keys
     num_keys = (stop - start + _PAIRS - 1) // _PAIRS * _PAIRS
@@ -305,7 +328,7 @@ def _weigh_values(plan: Any, sizes: Any, memory: Any, tile: int, keys: Any) -> N
     for i in range(max(start, own + 1), start + num_keys):
         _hide(memory.scores + i * sizes.row, i - own, TILE)
     state, sums = memory.states + tile * sizes.state, memory.sums + tile * sizes.sums
-    _soften(memory.scores + start * sizes.row, num_keys, np.float32(plan.scale), state, memory.weights)
+    _soften(memory.scores + start * sizes.row, num_keys, scale, state, memory.weights)
     for d in range(0, plan.head_dim, _PAIRS):
         values = memory.values + d * _VALUES_ROW + 2 * start
         multiply(PRODUCT, 0, 2, 1, values, _VALUES_ROW, memory.weights, 0, 2 * num_keys, 0, 0, memory.added)
@@ -320,7 +343,8 @@ def _end_item(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any) -> None
         totals = memory.states + tile * sizes.state + sizes.row
         out = layer.out + (item.token + first) * out_row + head * sizes.head
         num_tokens = min(TILE, item.num_tokens - first)
-        _store(memory.sums + tile * sizes.sums, totals, plan.head_dim, num_tokens, out, out_row)
+        scale = np.float32(layer.value_scale)
+        _store(scale, memory.sums + tile * sizes.sums, totals, plan.head_dim, num_tokens, out, out_row)
 
 
 @cache
@@ -355,6 +379,7 @@ def worker() -> Any:
         )
         most = plan.item_tokens // TILE * (plan.num_heads // plan.num_kv_heads)  # tiles
         of_chunk = head_dim * _VALUES_ROW + CHUNK * row + CHUNK * row // 2
+        of_chunk += 2 * CHUNK * sizes.head if layer.cache_bytes == 1 else 0
         owned = np.empty(
             STEP_BYTES + most * (sizes.queries + sizes.sums + sizes.state) + of_chunk + _PAIRS * row, np.int8
         )
@@ -364,7 +389,8 @@ def worker() -> Any:
         values = states + most * sizes.state
         scores = values + head_dim * _VALUES_ROW
         weights = scores + CHUNK * row
-        memory = _Memory(queries, sums, states, values, scores, weights, weights + CHUNK * row // 2)
+        added = weights + CHUNK * row // 2
+        memory = _Memory(queries, sums, states, values, scores, weights, added, added + _PAIRS * row)
         begin(PRODUCT, plan.tiles)
         thread, number, lap = enter(layer.claims), -1, 0
         while True:

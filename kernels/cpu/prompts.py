@@ -21,7 +21,7 @@ from numba import carray, cfunc, njit, types
 
 from .attention_call import LAYER, Workers
 from .claims import enter, take_item
-from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group
+from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group, widen_codes
 from .intrinsics import pointer, widened
 from .prompt_plan import PLAN
 from .sources import digest_of
@@ -33,7 +33,8 @@ _TILE = 4  # rows whose keys end at one place
 
 @njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
-    """One thread: take items until there are none. Memory is flat; caches have the type of `like`, see `heads`."""
+    """One thread: take items until there are none. Memory is flat. Caches have the type of `like`, see `heads`; if they
+    are in 8 bits, what they become, chunk by chunk, has."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
     group, block_size, window = num_heads // num_kv_heads, plan.block_size, plan.window
     scale, softcap = np.float32(plan.scale * layer.key_scale), np.float32(plan.softcap)
@@ -55,6 +56,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     turned, single = np.zeros((head_dim, CHUNK), np.float32), np.empty(0, np.float32)
     columns = np.arange(head_dim) * (CHUNK * 4)  # where the rows of `turned` are, in bytes
     offsets = np.empty(CHUNK, np.int64)
+    wide = np.empty((2, CHUNK if layer.cache_bytes == 1 else 0, head_dim), np.float32)
     thread, item, lap = enter(layer.claims), -1, 0
     while True:
         item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
@@ -80,9 +82,14 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             for i in range(aligned, (end + LANES - 1) // LANES * LANES):
                 at = chunk + max(begin, min(end - 1, i))  # places beside the keys repeat one: nobody looks at them
                 slot = blocks[at // block_size] * block_size + at % block_size
-                offsets[i] = (slot * num_kv_heads + kv_head) * head_dim * like.itemsize
+                offsets[i] = (slot * num_kv_heads + kv_head) * head_dim * layer.cache_bytes
+            keys, values = layer.key_cache, layer.value_cache
+            if layer.cache_bytes == 1:
+                keys, values = np.int64(wide[0].ctypes.data), np.int64(wide[1].ctypes.data)
+                padded_end = (end + LANES - 1) // LANES * LANES
+                _widen(single, layer, offsets, aligned, padded_end, head_dim, keys, values)
             for i in range(aligned, end, LANES):
-                turn(like, layer.key_cache, offsets[i:].ctypes.data, head_dim, turned[0, i:].ctypes.data, CHUNK * 4)
+                turn(like, keys, offsets[i:].ctypes.data, head_dim, turned[0, i:].ctypes.data, CHUNK * 4)
             for row in range(0, num_rows, _TILE):
                 num_tile = min(_TILE, num_rows - row)
                 # Keys of the last token of the tile; the others have weights of 0 there.
@@ -105,7 +112,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     seen[high:tile_end] = np.float32(0.0)
                 weigh_group(
                     like, 0, 1, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
-                    layer.value_cache, offsets[begin:].ctypes.data, tile_end - begin, added.ctypes.data, head_dim * 4,
+                    values, offsets[begin:].ctypes.data, tile_end - begin, added.ctypes.data, head_dim * 4,
                 )  # fmt: skip
                 for i in range(num_tile):
                     r = row + i
@@ -115,7 +122,21 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             divide(acc[row], totals[row], value_scale, out[base : base + head_dim])
 
 
+@njit(error_model="numpy")
+def _widen(like: Any, layer: Any, offsets: Any, begin: int, end: int, head_dim: int, keys: int, values: int) -> None:
+    """Keys and values at `offsets` from `begin` to `end` become rows of the type of `like`, where their offsets are
+    then."""
+    row_bytes = head_dim * like.itemsize
+    for given, target in ((layer.key_cache, keys), (layer.value_cache, values)):
+        places = offsets[begin:].ctypes.data
+        widen_codes(like, given, places, end - begin, head_dim, target + begin * row_bytes)
+    for i in range(begin, end):
+        offsets[i] = i * row_bytes
+
+
 def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:
+    numbers = np.float32 if cache_type is np.uint8 else cache_type
+
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
@@ -124,7 +145,7 @@ def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources:
         many = np.int64(1) << 40  # the length of a view plays no part in its addresses
         query = carray(pointer(layer.query), (many,), query_type)
         out = carray(pointer(layer.out), (many,), query_type)
-        _attend(layer, plan, query, out, np.empty(0, cache_type))
+        _attend(layer, plan, query, out, np.empty(0, numbers))
 
     return worker
 

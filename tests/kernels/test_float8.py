@@ -70,10 +70,14 @@ def test_every_code_is_read_as_its_number(dtype: torch.dtype) -> None:
         Case(((1, 700), *MIXED, (300, 300)), num_heads=9, num_kv_heads=3, fp8=True),
         Case(((1, 300), (40, 300)), sliding_window=33, softcap=5.0, sinks=True, head_dim=80, fp8=True),
         Case(((1, 300), (1, 40), (1, 1)), num_heads=9, num_kv_heads=3, dtype=BF16, fp8=True),
+        Case(((300, 700), (33, 300), (2, 257), (1, 40)), num_heads=9, num_kv_heads=3, dtype=BF16, fp8=True),
+        Case(((100, 200), (40, 300)), sliding_window=33, head_dim=128, block_size=32, dtype=BF16, fp8=True),
+        Case(((100, 200),), softcap=5.0, head_dim=16, block_size=8, dtype=BF16, fp8=True),
     ],
     ids=lambda case: case.name,
 )
 def test_attention_has_the_bits_of_that_over_the_same_numbers(case: Case) -> None:
+    """In float32 and bfloat16, which have all of them."""
     inputs = build(case)
     numbers = (cache.float().to(case.dtype) for cache in (inputs.key_cache, inputs.value_cache))
     widened = replace(inputs, **dict(zip(("key_cache", "value_cache"), numbers, strict=True)))

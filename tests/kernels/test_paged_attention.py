@@ -139,7 +139,7 @@ def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(case: Case) -> Non
     expected = attend(whole, case)
     assert torch.equal(expected, attend(replace(whole, metadata=replace(whole.metadata, plans={})), case))
     length = case.lens[0][1]
-    in_tiles = prompt_tiles.fits(whole.key_cache) and case.softcap is None and not case.sinks
+    in_tiles = prompt_tiles.fits(whole.query, whole.key_cache) and case.softcap is None and not case.sinks
     alone = () if in_tiles else (0, 1, 77, 255, 256, length - 1)
     cuts = ((0, 100), (37, 250), (length - 3, length), (100, length), (200, 258), (255, 257))
     for start, end in (*cuts, *((token, token + 1) for token in alone)):
