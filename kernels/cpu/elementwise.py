@@ -212,7 +212,7 @@ def _gate_worker(sources: str) -> Any:
     return worker
 
 
-@njit(fastmath={"contract"}, error_model="numpy", cache=True)
+@njit(fastmath={"contract"}, error_model="numpy")
 def _turn_neighbours(row: Any, cos: int, sin: int, num_pairs: int) -> None:
     """Rotate pairs of numbers side by side, in float32 scratch."""
     cosines = carray(pointer(cos), (num_pairs,), np.float32)
@@ -281,7 +281,7 @@ def _write_worker(sources: str) -> Any:
                     key = a.key + token * a.key_stride + index * a.key_head_stride
                     value = a.value + token * a.value_stride + index * a.value_head_stride
                     place = slots[token] * a.num_kv_heads + index
-                    target = turned.ctypes.data if a.in_bytes else a.key_cache + place * head_bytes
+                    target = np.int64(turned.ctypes.data) if a.in_bytes else a.key_cache + place * head_bytes
                     _turn(key, cos, sin, num_pairs, a.interleaved, a.short, row, target)
                     copy_bytes(key + turned_bytes, target + turned_bytes, head_bytes - turned_bytes)
                     if a.in_bytes:

@@ -19,7 +19,7 @@ _STEPS = np.float32(1 << 9)  # of those in 1
 _MOST = np.float32(LARGEST)
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def store_float8(address: int, count: int, short: int, scale: float, row: Any, target: int) -> None:
     """`count` numbers at an address, bfloat16 where `short`, else float32, divided by a scale (float32), to the nearest
     with ties to even; what is beyond the largest becomes the largest, and NaN stays one. `row`: float32 scratch."""

@@ -4,7 +4,7 @@
 """Attention of requests with several query tokens in bfloat16, by the CPU's products of tiles: `prompts` turned around.
 
 What is a row there is a lane here: 16 tokens of a query head, which walk along the keys of an item in chunks. The keys
-are read where they are, a tile of 16 at a time.
+are read where they are, a tile of 16 at a time; of caches in 8 bits, a chunk becomes bfloat16 first.
 
     16 keys       x  queries, turned    =  scores [key, lane]         hidden where a lane may not look
     scores -> weights in pairs of keys, by the highest so far of a lane

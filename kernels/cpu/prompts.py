@@ -2,6 +2,8 @@
 # (compiled functions and their views into memory are not Python to a type checker)
 """Attention of requests with several query tokens, compiled with Numba: it reads the blocks where they are.
 
+Of caches in 8 bits, a chunk of keys and values becomes float32 first.
+
 The rows of an item (`prompt_plan`) are its tokens times its query heads. They walk along the keys in chunks:
 
     chunk of keys, turned to [head_dim, keys]     rows x keys  =  scores     each row up to its own position

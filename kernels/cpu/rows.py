@@ -12,7 +12,7 @@ from numba import carray, njit
 from .intrinsics import narrowed, pointer, widened
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def load_row(address: int, count: int, short: int, row: Any) -> None:
     """`count` numbers at an address into float32 scratch; `short` where they are bfloat16."""
     if short:
@@ -25,7 +25,7 @@ def load_row(address: int, count: int, short: int, row: Any) -> None:
             row[i] = values[i]
 
 
-@njit(error_model="numpy", cache=True)
+@njit(error_model="numpy")
 def store_row(row: Any, count: int, short: int, address: int) -> None:
     """The way back, rounded to nearest, ties to even. NaN stays NaN."""
     if short:

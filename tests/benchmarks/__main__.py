@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,11 +27,12 @@ from .peers.servers import end
 
 COLUMNS = "200"  # of tables that are made for a terminal
 PYTHON = "python"  # stands for this one
+FOLDER = "{folder}"  # where files go
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One table or some. `command` is as a reader would type it; `{folder}` in it is where files go."""
+    """One table or some. `command` is as a reader would type it, with FOLDER in it."""
 
     name: str
     title: str
@@ -77,8 +78,8 @@ def gpu_parts() -> list[Part]:
 
 def run(part: Part, folder: Path, tell: Callable[[str], None]) -> Outcome:
     """What a part printed, and how it ended. What it says beside that is in NAME.log."""
-    command = part.command.format(folder=folder)
-    words = shlex.split(command)
+    words = [word.replace(FOLDER, str(folder)) for word in shlex.split(part.command)]
+    command = shlex.join(words)
     words = [sys.executable, *(words[1:] if words[0] == PYTHON else ["-m", *words])]
     started = time.monotonic()
     with (folder / f"{part.name}.log").open("wb") as log, (folder / f"{part.name}.out").open("w+b") as out:
@@ -97,10 +98,22 @@ def run(part: Part, folder: Path, tell: Callable[[str], None]) -> Outcome:
                 with contextlib.suppress(psutil.TimeoutExpired):
                     process.wait(1.0)
         finally:
-            end(process)
+            with _undisturbed():
+                end(process)
         out.seek(0)
         printed = out.read().decode(errors="replace")
     return Outcome(part, command, time.monotonic() - started, process.returncode, printed.strip("\n"))
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Who presses Ctrl-C twice has what was started ended all the same."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def report(facts: str, outcomes: Sequence[Outcome]) -> str:
@@ -150,9 +163,11 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("results"), help="for the report; default results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts end as with Ctrl-C
-    has_gpu = describe_machine()["gpu"] != "none"
-    parts = {part.name: part for part in (gpu_parts() if has_gpu else cpu_parts(args.vllm_python, args.rounds))}
-    names = args.only.split(",") if args.only else list(parts)
+    of_cpu, of_gpu = (
+        {part.name: part for part in each} for each in (cpu_parts(args.vllm_python, args.rounds), gpu_parts())
+    )
+    parts = of_cpu | of_gpu
+    names = args.only.split(",") if args.only else list(of_cpu if describe_machine()["gpu"] == "none" else of_gpu)
     if unknown := sorted(set(names) - set(parts)):
         parser.error(f"--only: unknown: {', '.join(unknown)}; known: {', '.join(parts)}")
     args.folder.mkdir(parents=True, exist_ok=True)

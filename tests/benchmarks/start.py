@@ -8,13 +8,14 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from quire.cluster.bench.machine import describe_machine
 
-from .peers.servers import quire_server, running
+from .peers.servers import POLL_S, quire_server, running
 
 _ANNOUNCED = re.compile(r" after ([\d.]+) s \((.*)\)")
 _PHASE = re.compile(r"(\D+) ([\d.]+) s")
@@ -27,6 +28,16 @@ def read(log: str) -> dict[str, float]:
         raise ValueError("the service did not say how long its start took")
     phases = {name: float(seconds) for name, seconds in _PHASE.findall(found[2].replace(" · ", ""))}
     return {"all": float(found[1]), **phases}
+
+
+def wait_for_phases(log: Path, timeout_s: float = 120.0) -> dict[str, float]:
+    """As `read`, once they are there. Raises `ValueError` with the end of the log when they do not come."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if _ANNOUNCED.search(log.read_text(errors="replace")):
+            return read(log.read_text(errors="replace"))
+        time.sleep(POLL_S)
+    raise ValueError(f"the service does not serve after {timeout_s:g} s:\n{log.read_text(errors='replace')[-2000:]}")
 
 
 def markdown(starts: Sequence[dict[str, float]]) -> str:
@@ -45,12 +56,13 @@ def main() -> None:
     starts = []
     with tempfile.TemporaryDirectory(prefix="quire-start-") as name:
         folder = Path(name)
-        server = replace(quire_server("float32"), environment={"NUMBA_CACHE_DIR": str(folder / "kernels")})
+        # Not asked whether it is ready, which is work: it says so itself.
+        environment = {"NUMBA_CACHE_DIR": str(folder / "kernels")}
+        server = replace(quire_server("float32"), ready_path="/health", environment=environment)
         for number in range(args.starts):
             log = folder / f"{number}.log"
             with running(server, log):
-                pass
-            starts.append(read(log.read_text()))
+                starts.append(wait_for_phases(log))
     print(" · ".join(f"{name} {value}" for name, value in describe_machine().items()), end="; float32\n\n")
     print(markdown(starts))
 

@@ -82,6 +82,9 @@ PROMPTS = [  # on both sides of chunks of keys, items, and tiles
     Case(((150, 900), (3, 258), (600, 600)), sliding_window=300, num_heads=9, num_kv_heads=3, dtype=BF16),
     Case(((150, 600), (5, 20)), sliding_window=9, num_heads=32, num_kv_heads=1, dtype=BF16),
     Case(((70, 90),), block_size=8, dtype=BF16),
+    Case(((256, 256), (30, 257), (2, 90)), num_heads=9, num_kv_heads=3, dtype=BF16, fp8=True),
+    Case(((150, 900), (3, 258)), sliding_window=300, num_heads=9, num_kv_heads=3, dtype=BF16, fp8=True),
+    Case(((513, 513), (2, 257), (3, 3)), num_heads=9, num_kv_heads=3, fp8=True),
 ]
 
 
@@ -130,6 +133,8 @@ def test_bits_of_bfloat16_however_its_prompt_is_cut(length: int, sliding_window:
         Case(((2100, 2100),), num_heads=2, num_kv_heads=2, sliding_window=300, sinks=True),
         Case(((600, 600),), num_heads=4, num_kv_heads=2, head_dim=128, softcap=5.0),
         Case(((600, 600),), num_heads=4, num_kv_heads=2, dtype=BF16, softcap=5.0, sinks=True),
+        Case(((600, 600),), num_heads=9, num_kv_heads=3, sliding_window=300, fp8=True),
+        Case(((600, 600),), num_heads=9, num_kv_heads=3, dtype=BF16, fp8=True),
     ],
     ids=lambda case: case.name,
 )

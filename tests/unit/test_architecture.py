@@ -218,9 +218,15 @@ def made_of(module: str, known: frozenset[str] = frozenset()) -> frozenset[str]:
 
 
 def test_code_kept_on_disk_is_made_anew_when_any_of_its_sources_changes() -> None:
-    """Numba looks at the file of a compiled function alone: whatever else it is made of is in a constant of it."""
+    """Numba looks at the file of a compiled function alone: whatever else it is made of is in a constant of it. A part
+    that were on disk by itself would be old in a new one."""
     workers = []
     for module, tree in CPU_KERNELS.items():
+        functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+        parts = [
+            each for node in functions for each in map(ast.unparse, node.decorator_list) if each.startswith("njit")
+        ]
+        assert not [each for each in parts if "cache=True" in each], module
         found = [
             node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)
             and any(ast.unparse(each).startswith("cfunc") for each in node.decorator_list)

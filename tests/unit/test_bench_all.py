@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from quire.cluster.bench.commands import app
 from tests.benchmarks import start
@@ -31,9 +33,12 @@ def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None
 
 
 def test_files_of_a_part_go_where_the_report_is(tmp_path: Path) -> None:
-    part = Part("one", "One", "python -c \"open('{folder}/one.json', 'w')\"")
-    assert measure([part], tmp_path) == 0
-    assert (tmp_path / "one.json").exists()
+    folder = tmp_path / "my {results}"
+    folder.mkdir()
+    part = Part("one", "One", "python -c \"import sys; open(sys.argv[1], 'w')\" {folder}/one.json")
+    assert measure([part], folder) == 0
+    assert (folder / "one.json").exists()
+    assert "my {results}/one.json'`: " in (folder / "report.md").read_text()
 
 
 def test_an_unknown_part_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,16 +48,30 @@ def test_an_unknown_part_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "--only: unknown: nothing; known: " in capsys.readouterr().err
 
 
-def test_what_parts_call_is_there() -> None:
-    known = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
-    for part in (*cpu_parts(Path("/a b/python"), 2), *gpu_parts()):
-        words = shlex.split(part.command)
-        if words[0] == "python":
-            assert words[1] == "-m"
-            assert importlib.util.find_spec(words[2]), part
-        else:
-            assert words[:2] == ["quire", "bench"]
-            assert words[2] in known, part
+class Parsed(Exception):
+    """Options are what they should be."""
+
+
+@pytest.mark.parametrize("part", [*cpu_parts(Path("/a b/python"), 2), *gpu_parts()], ids=lambda part: part.name)
+def test_every_part_is_given_options_that_it_has(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(part.command)
+    if words[0] == "quire":
+        assert CliRunner().invoke(app, [*words[2:], "--help"]).exit_code == 0
+        assert CliRunner().invoke(app, [*words[2:], "--no-such-option", "--help"]).exit_code == 2
+        return
+    parse = argparse.ArgumentParser.parse_args
+
+    def only_parse(self: argparse.ArgumentParser) -> None:
+        parse(self)
+        raise Parsed
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", only_parse)
+    name = words[2] if importlib.util.find_spec(words[2]).submodule_search_locations is None else f"{words[2]}.__main__"  # type: ignore[union-attr]
+    module = importlib.import_module(name)
+    for options, outcome in ((words[3:], Parsed), ([*words[3:], "--no-such-option"], SystemExit)):
+        monkeypatch.setattr(sys, "argv", [name, *options])
+        with pytest.raises(outcome):
+            module.main()
 
 
 def test_the_phases_of_a_start_are_read() -> None:

@@ -55,7 +55,13 @@ def test_it_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
     assert all(result["us"] > 0 and result["share"] > 0 for result in results)
     assert document["result"]["limits"]["copy_gb_per_s"] > 0
     assert document["versions"]["torch"]
-    for text in ("limits measured here", "decode 3 x 20, fp8 cache", "int8 192 x 64, 5 rows", "2 of 4, 5 tokens"):
+    for text in (
+        "limits measured here",
+        "decode 3 x 20, fp8 cache",
+        "int8 192 x 64, 5 rows",
+        "q4_1 192 x 64, 5 rows",
+        "2 of 4, 5 tokens",
+    ):
         assert text in printed.output
 
 
