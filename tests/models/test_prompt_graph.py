@@ -77,13 +77,21 @@ def test_families(tmp_path: Path, backend: CountedBackend, family: str) -> None:
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 @pytest.mark.parametrize(
-    "model", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["float32", "bfloat16", "int8"]
+    ("model", "cache"),
+    [
+        ({}, {}),
+        ({"dtype": "bfloat16"}, {}),
+        ({"quantization": "int8"}, {}),
+        ({}, {"kv_cache_dtype": "fp8_e4m3"}),
+        ({"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8_e4m3"}),
+    ],
+    ids=["float32", "bfloat16", "int8", "float32-fp8-cache", "bfloat16-fp8-cache"],
 )
-def test_types(tmp_path: Path, backend: CountedBackend, model: dict, num_threads: int) -> None:
+def test_types(tmp_path: Path, backend: CountedBackend, model: dict, cache: dict, num_threads: int) -> None:
     """Steps as the scheduler makes them: parts of prompts beside decodes, and prefixes that are in the cache."""
     WIDE.make(tmp_path)
     model = {**model, "num_threads": num_threads}
-    sections = {"scheduler": {"max_num_batched_tokens": 90}}
+    sections = {"scheduler": {"max_num_batched_tokens": 90}, "cache": cache}
     eager, recorded = (driver(tmp_path, eager, model, **sections) for eager in (True, False))
     assert answers_of(recorded) == answers_of(eager)
     assert len(set(backend.prompts_replayed)) >= 5 or not IS_X86
@@ -112,18 +120,10 @@ def test_largest_steps(tmp_path: Path, backend: CountedBackend, monkeypatch: pyt
     assert max(backend.prompts_replayed, default=96) == 96
 
 
-@pytest.mark.parametrize(
-    ("model", "sections"),
-    [
-        ({"enforce_eager": True}, {}),
-        ({"quantization": "fp8"}, {}),
-        ({}, {"cache": {"kv_cache_dtype": "fp8_e4m3"}}),
-    ],
-    ids=["enforce_eager", "fp8", "fp8-cache"],
-)
-def test_what_is_not_recorded(tmp_path: Path, backend: CountedBackend, model: dict, sections: dict) -> None:
+@pytest.mark.parametrize("model", [{"enforce_eager": True}, {"quantization": "fp8"}], ids=["enforce_eager", "fp8"])
+def test_what_is_not_recorded(tmp_path: Path, backend: CountedBackend, model: dict) -> None:
     WIDE.make(tmp_path)
-    expected, found = (answers_of(driver(tmp_path, eager, model, **sections)) for eager in (True, False))
+    expected, found = (answers_of(driver(tmp_path, eager, model)) for eager in (True, False))
     assert found == expected
     assert backend.prompts_recorded_with is None
 
