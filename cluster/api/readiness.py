@@ -1,8 +1,8 @@
 """GET /ready: whether a request that came now would be answered.
 
 /health says that engines move; a fresh one may move and still not be able to answer. So a gateway asks each model for
-one token, behind a prompt of two, before it calls itself ready, once: a canary that queued with everybody else each
-time would call a busy service dead. Afterwards the health of the engines decides.
+one token before it calls itself ready, once: a canary that queued with everybody else each time would call a busy
+service dead. Afterwards the health of the engines decides.
 
 A model that is asleep (scaled to zero) is not asked for a canary, which would wake it: probes would keep it awake for
 ever. Requests for it are answered all the same, once an engine has started; so a service of which every model is asleep
@@ -92,7 +92,7 @@ class Readiness:
         served = await model_or_default(self._backend, model)
         requests = served.input_processor.process(
             new_id("canary"),
-            [0] * min(2, served.input_processor.max_model_len - 1),  # of several, so that what prompts need is compiled
+            [0],
             SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True),
             options=RequestOptions(priority=-MAX_PRIORITY),
         )

@@ -28,7 +28,7 @@ async def test_one_canary_proves_a_model(client: httpx.AsyncClient, backend: Fak
     assert await ready(client) == READY
     assert await ready(client) == READY
     [canary] = backend.requests
-    assert (canary.sampling_params.max_tokens, canary.prompt_token_ids) == (1, [0, 0])
+    assert (canary.sampling_params.max_tokens, canary.prompt_token_ids) == (1, [0])
 
 
 async def test_a_canary_that_fails_is_tried_again(client: httpx.AsyncClient, backend: FakeBackend) -> None:
