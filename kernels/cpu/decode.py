@@ -187,6 +187,17 @@ def _is_last(finished: int, item: int, first: int, last: int, call: int) -> bool
 
 
 @njit(error_model="numpy")
+def _place_tokens(blocks: Any, block_size: int, begin: int, length: int, token_bytes: int, offsets: Any) -> None:
+    """Where the tokens from position `begin` on lie in a cache, in bytes."""
+    block, within = begin // block_size, begin % block_size
+    for i in range(length):
+        offsets[i] = (blocks[block] * block_size + within) * token_bytes
+        within += 1
+        if within == block_size:
+            block, within = block + 1, 0
+
+
+@njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
@@ -228,12 +239,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                 q[head, d] = widened(query[base + d]) * scale
         blocks = table[requests[owner] * plan.table_stride :]
         begin, length = begins[item], ends[item] - begins[item]
-        block, within = begin // block_size, begin % block_size
-        for i in range(length):
-            offsets[i] = (blocks[block] * block_size + within) * token_bytes
-            within += 1
-            if within == block_size:
-                block, within = block + 1, 0
+        _place_tokens(blocks, block_size, begin, length, token_bytes, offsets)
         whole = (length + AT_ONCE - 1) // AT_ONCE * AT_ONCE
         for i in range(length, whole):  # scored for nothing
             offsets[i] = offsets[length - 1]

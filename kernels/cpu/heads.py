@@ -232,6 +232,17 @@ def _load(b: ir.IRBuilder, place: Any, width: int) -> Any:
 
 
 @njit(error_model="numpy")
+def widen_chunk(like: Any, layer: Any, offsets: Any, first: int, head_dim: int, keys: Any, values: Any) -> None:
+    """Keys and values at offsets of caches in 8 bits become rows of the type of `like`, from row `first` on, whose
+    offsets they are then."""
+    row_bytes = head_dim * like.itemsize
+    for given, target in ((layer.key_cache, keys), (layer.value_cache, values)):
+        widen_codes(like, given, offsets.ctypes.data, len(offsets), head_dim, target + first * row_bytes)
+    for i in range(len(offsets)):
+        offsets[i] = (first + i) * row_bytes
+
+
+@njit(error_model="numpy")
 def score_group(
     like: Any, group: int, query: int, keys: int, offsets: int, head_dim: int, scores: int, scores_row: int
 ) -> None:

@@ -29,7 +29,7 @@ from torch import Tensor, bfloat16
 from .attention_call import LAYER
 from .claims import enter, take_item
 from .exponential import exponential
-from .heads import CHUNK, widen_codes
+from .heads import CHUNK, widen_chunk
 from .intrinsics import pointer
 from .prompt_plan import PLAN
 from .sources import digest_of
@@ -279,12 +279,13 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
     low, high = max(chunk, item.first_key) - chunk, min(chunk + CHUNK, item.position + item.num_tokens) - chunk
     start, end = low // _PAIRS * _PAIRS, (high + _PAIRS - 1) // _PAIRS * _PAIRS
     for i in range(start, end):  # beside the keys, their values, without weight
-        offsets[i] = _place(plan, item, sizes, chunk + max(low, min(high - 1, i)))
+        offsets[i] = _place(plan, item, sizes, chunk + max(low, min(high - 1, i))) * layer.cache_bytes // 2
     key_cache, value_cache = layer.key_cache, layer.value_cache
     is_widened = layer.cache_bytes == 1
     if is_widened:
         key_cache, value_cache = np.int64(memory.widened), np.int64(memory.widened + CHUNK * sizes.head)
-        _widen(layer, plan, offsets[start:end], start, key_cache, value_cache)
+        short = np.empty(0, np.uint16)
+        widen_chunk(short, layer, offsets[start:end], start, plan.head_dim, key_cache, value_cache)
     for i in range(start, high, _PAIRS):
         _turn_values(value_cache, offsets[i:].ctypes.data, plan.head_dim, memory.values + 2 * i)
     group = plan.num_heads // plan.num_kv_heads
@@ -302,19 +303,6 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
                     multiply(PRODUCT, 0, 1, 1, keys, key_row, queries, 0, sizes.head, 0, 0, scores)
             scale = np.float32(plan.scale * layer.key_scale)
             _weigh_values(plan, scale, sizes, memory, tile, _Keys(start, stop, own))
-
-
-@njit(error_model="numpy")
-def _widen(layer: Any, plan: Any, offsets: Any, start: int, keys: Any, values: Any) -> None:
-    """Of caches in 8 bits, what lies at these offsets (of bfloat16) becomes bfloat16, from row `start` on; offsets are
-    those of the rows then."""
-    short, row_bytes = np.empty(0, np.uint16), 2 * plan.head_dim
-    for i in range(len(offsets)):
-        offsets[i] //= 2
-    for given, target in ((layer.key_cache, keys), (layer.value_cache, values)):
-        widen_codes(short, given, offsets.ctypes.data, len(offsets), plan.head_dim, target + start * row_bytes)
-    for i in range(len(offsets)):
-        offsets[i] = (start + i) * row_bytes
 
 
 @njit(error_model="numpy")

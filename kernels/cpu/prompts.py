@@ -23,7 +23,7 @@ from numba import carray, cfunc, njit, types
 
 from .attention_call import LAYER, Workers
 from .claims import enter, take_item
-from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group, widen_codes
+from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group, widen_chunk
 from .intrinsics import pointer, widened
 from .prompt_plan import PLAN
 from .sources import digest_of
@@ -34,11 +34,36 @@ _TILE = 4  # rows whose keys end at one place
 
 
 @njit(error_model="numpy")
+def _place_keys(
+    layer: Any, plan: Any, blocks: Any, kv_head: int, chunk: int, begin: int, end: int, offsets: Any, first: int
+) -> None:
+    """Where the keys from place `first` of a chunk on lie in a cache, in bytes. Places beside begin .. end - 1 repeat
+    one: nobody looks at them."""
+    block_size = plan.block_size
+    for i in range(len(offsets)):
+        at = chunk + max(begin, min(end - 1, first + i))
+        slot = blocks[at // block_size] * block_size + at % block_size
+        offsets[i] = (slot * plan.num_kv_heads + kv_head) * plan.head_dim * layer.cache_bytes
+
+
+@njit(error_model="numpy")
+def _see(scores: Any, low: int, high: int, softcap: Any) -> tuple[Any, Any]:
+    """Of a row's scores, low .. high - 1 become weights, whose sum and highest score it returns, and the others 0."""
+    total: Any = np.float32(0.0)
+    top: Any = np.float32(-np.inf)
+    if low < high:
+        total, top = to_weights(scores[low:high], softcap)
+    scores[:low] = np.float32(0.0)
+    scores[high:] = np.float32(0.0)
+    return total, top
+
+
+@njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     """One thread: take items until there are none. Memory is flat. Caches have the type of `like`, see `heads`; if they
     are in 8 bits, what they become, chunk by chunk, has."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
-    group, block_size, window = num_heads // num_kv_heads, plan.block_size, plan.window
+    group, window = num_heads // num_kv_heads, plan.window
     scale, softcap = np.float32(plan.scale * layer.key_scale), np.float32(plan.softcap)
     value_scale = np.float32(layer.value_scale)
     sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
@@ -80,16 +105,12 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         blocks = table[requests[part] * plan.table_stride :]
         for chunk in range(first_key // CHUNK * CHUNK, position + count, CHUNK):
             begin, end = max(chunk, first_key) - chunk, min(chunk + CHUNK, position + count) - chunk
-            aligned = begin // LANES * LANES
-            for i in range(aligned, (end + LANES - 1) // LANES * LANES):
-                at = chunk + max(begin, min(end - 1, i))  # places beside the keys repeat one: nobody looks at them
-                slot = blocks[at // block_size] * block_size + at % block_size
-                offsets[i] = (slot * num_kv_heads + kv_head) * head_dim * layer.cache_bytes
+            aligned, padded_end = begin // LANES * LANES, (end + LANES - 1) // LANES * LANES
+            _place_keys(layer, plan, blocks, kv_head, chunk, begin, end, offsets[aligned:padded_end], aligned)
             keys, values = layer.key_cache, layer.value_cache
             if layer.cache_bytes == 1:
                 keys, values = np.int64(wide[0].ctypes.data), np.int64(wide[1].ctypes.data)
-                padded_end = (end + LANES - 1) // LANES * LANES
-                _widen(single, layer, offsets, aligned, padded_end, head_dim, keys, values)
+                widen_chunk(single, layer, offsets[aligned:padded_end], aligned, head_dim, keys, values)
             for i in range(aligned, end, LANES):
                 turn(like, keys, offsets[i:].ctypes.data, head_dim, turned[0, i:].ctypes.data, CHUNK * 4)
             for row in range(0, num_rows, _TILE):
@@ -107,11 +128,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     own = position + r // group
                     high = max(begin, min(tile_end, own + 1 - chunk))
                     low = min(high, max(begin, own - window + 1 - chunk)) if window else begin
-                    seen, new_totals[r - row], new_tops[r - row] = scores[r], np.float32(0.0), np.float32(-np.inf)
-                    if low < high:
-                        new_totals[r - row], new_tops[r - row] = to_weights(seen[low:high], softcap)
-                    seen[:low] = np.float32(0.0)
-                    seen[high:tile_end] = np.float32(0.0)
+                    new_totals[r - row], new_tops[r - row] = _see(scores[r, :tile_end], low, high, softcap)
                 weigh_group(
                     like, 0, 1, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
                     values, offsets[begin:].ctypes.data, tile_end - begin, added.ctypes.data, head_dim * 4,
@@ -122,18 +139,6 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         for row in range(num_rows):
             base = ((token + row // group) * num_heads + kv_head * group + row % group) * head_dim
             divide(acc[row], totals[row], value_scale, out[base : base + head_dim])
-
-
-@njit(error_model="numpy")
-def _widen(like: Any, layer: Any, offsets: Any, begin: int, end: int, head_dim: int, keys: int, values: int) -> None:
-    """Keys and values at `offsets` from `begin` to `end` become rows of the type of `like`, where their offsets are
-    then."""
-    row_bytes = head_dim * like.itemsize
-    for given, target in ((layer.key_cache, keys), (layer.value_cache, values)):
-        places = offsets[begin:].ctypes.data
-        widen_codes(like, given, places, end - begin, head_dim, target + begin * row_bytes)
-    for i in range(begin, end):
-        offsets[i] = i * row_bytes
 
 
 def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:
