@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .code_tiles import WIDTH
+from .code_words import WIDTH
 from .exponential import GATES, gated
 from .tile_product import STEP_BYTES
 from .vectors import (

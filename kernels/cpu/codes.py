@@ -8,8 +8,8 @@ scales multiply the sums of a block's 32 products:
     x  --split-->  1 or 3 parts  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
     float32     x in three parts, which sum up to it from 2^-103 on; sums and totals in float32
-    bfloat16    x as it is; likewise. More rows than FUSED * TILE are multiplied with numbers that were unpacked before
-                and rounded to bfloat16
+    bfloat16    x as it is; likewise. More rows than FUSED * TILE, and of codes of 4 bits than TILE, are multiplied with
+                numbers that are rounded to bfloat16, whose sums are those of weights in bfloat16 (`number_sums`)
 
 What is rounded is rounded to float32, as products of float32 are; where least numbers are stored, what is summed up is
 of the size of the largest number that its block could have, and not of each. Three instructions for matrix tiles take
@@ -18,8 +18,7 @@ bfloat16; there both operands are split, and six products are needed.) They take
 sums of codes, which are not scaled yet, are finite while no number of x is above 2^115.
 
 Rows of x are in groups of up to TILE that have one size: what sums there are of them takes time, if no product. A row's
-result does not depend on the rows beside it, in bfloat16 up to FUSED * TILE rows or above: it takes its blocks in their
-order.
+result does not depend on the rows beside it, in bfloat16 up to that many or above: it takes its blocks in their order.
 
 16 rows of a weight, a panel, lie block by block: their scales, their least numbers where those are stored, then the
 codes of their 32 numbers.
@@ -39,11 +38,13 @@ from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
 from .code_results import finish
-from .code_tiles import SCRATCH_BYTES, WIDTH, begin, block_bytes, end, multiply, split_row, unpack
+from .code_tiles import begin, block_bytes, end, lay_columns, multiply, split_row, unpack
+from .code_words import FUSED, SCRATCH_BYTES, WIDTH
 from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
 from .matrix_tiles import describe
+from .number_sums import come_by_columns
 from .packed_call import (
     BIAS,
     CLAIMS,
@@ -62,20 +63,22 @@ from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
 _NUM_PARTS = {torch.float32: 3, torch.bfloat16: 1}
-FUSED = 2  # groups of x that are multiplied together, and with a block as it is unpacked where there are no more
 
 _SOURCES = (
     *(
         "call",
         "claims",
         "code_results",
+        "code_sums",
         "code_tiles",
+        "code_words",
         "digits",
         "exponential",
         "features",
         "intrinsics",
         "many_rows",
         "matrix_tiles",
+        "number_sums",
         "packed_call",
         "rows",
     ),
@@ -97,8 +100,8 @@ def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     halves, codes = panels_of(rows, packing, TILE)
     if packing.bits == 8:  # [panel, block, pair of numbers, row, 2]
         return join_blocks(halves, codes.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)).view(rows.shape)
-    numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (4, 4, 2))  # words of four pairs
-    numbers = numbers.permute(0, 2, 3, 1, 5, 4)  # [panel, block, word, row, number of the pair, pair]
+    numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (4, 4, 2))  # pairs 4 * i + line
+    numbers = numbers.permute(0, 2, 4, 1, 5, 3)  # [panel, block, line, row, number of the pair, i]
     return join_blocks(halves, numbers[..., ::2] | numbers[..., 1::2] << 4).view(rows.shape)
 
 
@@ -133,15 +136,17 @@ def _multiply(
     num_parts, num_groups = _NUM_PARTS[x.dtype], -(-num_rows // TILE)
     parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
     first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    split, entry = _splitter(num_parts), _entry(packing.name, num_parts, out.dtype == torch.bfloat16, activation)
+    split = _splitter(num_parts, come_by_columns(packing, num_parts))
+    entry = _entry(packing.name, num_parts, out.dtype == torch.bfloat16, activation)
     group_size = -(-num_rows // num_groups) * in_features
     split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
     run_product(entry, first, in_features, weight, bias, out, least_rows=1)
 
 
 @cache
-def _splitter(num_parts: int) -> RowFunction:
-    return RowFunction(_split_worker(num_parts, digest_of(*_SOURCES)), _SPLIT, _SPLIT_NS, is_idempotent=True)
+def _splitter(num_parts: int, by_columns: bool) -> RowFunction:
+    worker = _split_worker(num_parts, by_columns, digest_of(*_SOURCES))
+    return RowFunction(worker, _SPLIT, _SPLIT_NS, is_idempotent=True)
 
 
 @cache
@@ -152,19 +157,19 @@ def _entry(packing: str, num_parts: int, is_short: bool, activation: str) -> Any
 
 
 @njit(error_model="numpy")
-def rows_of_group(num_rows: int, num_groups: int) -> int:
-    """As few as there can be where they are multiplied with what is unpacked meanwhile."""
-    return (num_rows + num_groups - 1) // num_groups if num_groups <= FUSED else TILE
+def rows_of_group(num_rows: int, num_groups: int, by_columns: bool) -> int:
+    """As few as there can be where codes are multiplied as they are unpacked."""
+    return TILE if num_groups > FUSED - by_columns else (num_rows + num_groups - 1) // num_groups
 
 
-def _split_worker(num_parts: int, sources: str) -> Any:
+def _split_worker(num_parts: int, by_columns: bool, sources: str) -> Any:
     x_bytes = 4 if num_parts > 1 else 2
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _SPLIT_TYPE)[0]
-        group_rows = rows_of_group(a.num_x, a.num_rows)
+        group_rows = rows_of_group(a.num_x, a.num_rows, by_columns)
         block, part = block_bytes(num_parts, group_rows), group_rows * STEP_BYTES
         thread, item, lap = enter_rows(address), -1, 0
         while True:
@@ -173,6 +178,10 @@ def _split_worker(num_parts: int, sources: str) -> Any:
                 return
             for group in range(first, stop):
                 out = a.parts + group * (a.in_features // BLOCK) * block
+                if by_columns and a.num_rows == FUSED:
+                    row, x_row = group * TILE, a.in_features * x_bytes
+                    lay_columns(a.x + row * x_row, x_row, a.num_x - row, a.in_features, out, block)
+                    continue
                 for i in range(group_rows):  # the last group may have some that are not there
                     x = a.x + min(group * group_rows + i, a.num_x - 1) * a.in_features * x_bytes
                     split_row(num_parts, x, a.in_features, out + i * STEP_BYTES, block, part, i)
@@ -182,6 +191,7 @@ def _split_worker(num_parts: int, sources: str) -> Any:
 
 def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sources: str) -> Any:
     panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
+    by_columns = come_by_columns(PACKINGS[packing], num_parts)
     is_gated, has_short_bias = activation != "", num_parts == 1
     bias_bytes = TILE * (2 if has_short_bias else 4)
 
@@ -194,7 +204,7 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, out_row = enter(claims), out_features * size
         num_groups = (num_rows + TILE - 1) // TILE
-        group_rows = rows_of_group(num_rows, num_groups)
+        group_rows = rows_of_group(num_rows, num_groups, by_columns)
         group_bytes, totals_bytes = num_blocks * block_bytes(num_parts, group_rows), group_rows * STEP_BYTES
         num_chunks = (num_groups * group_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_groups = max((num_groups + num_chunks - 1) // num_chunks, FUSED)

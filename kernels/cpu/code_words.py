@@ -1,0 +1,141 @@
+# mypy: disable-error-code="misc"
+"""What either product with packed weights in matrix tiles reads of them (see `codes`), as LLVM vectors: panels, block
+by block. Everything works on addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from llvmlite import ir
+
+from ..packed import BLOCK, Packing
+from .tile_product import STEP_BYTES, TILE, TILE_BYTES
+from .vectors import (
+    FLOATS,
+    INT8S,
+    INT16,
+    INT64,
+    INTS,
+    LANES,
+    call,
+    fma,
+    load,
+    prefetch,
+    splat,
+    store,
+    take,
+    to_bfloat16_by_instruction,
+    to_bfloat16_pairs,
+    widen_halves,
+)
+
+WIDTH = 2  # panels that are multiplied together
+FUSED = 2  # groups of x that are multiplied together, and with a block as it is unpacked where there are no more
+RING = 2  # blocks whose tiles are in memory
+SUMS = RING * WIDTH * TILE_BYTES  # in scratch memory, behind those tiles
+SCRATCH_BYTES = SUMS + 2 * FUSED * WIDTH * TILE_BYTES  # sums of two blocks
+
+WORDS = ir.VectorType(INT16, 2 * LANES)
+Step = Callable[[], None]  # generates something
+
+_HALVES = ir.VectorType(INT16, LANES)
+_AHEAD = 8192  # bytes, of what is unpacked later
+
+
+class Place(NamedTuple):
+    """LLVM values: what `code_tiles.multiply` is given."""
+
+    panel: Any
+    panel_step: Any
+    num_blocks: Any
+    unpacked: Any
+    x: Any
+    scratch: Any
+    totals: Any
+
+
+def blocks_of(b: ir.IRBuilder, packing: Packing, panel: Any, panel_step: Any, k: Any) -> list[Any]:
+    """The address of block `k` of each panel."""
+    offset = b.mul(k, INT64(TILE * packing.block_bytes))
+    return [b.add(b.add(panel, b.mul(panel_step, INT64(j))), offset) for j in range(WIDTH)]
+
+
+def tile_of(b: ir.IRBuilder, start: Any, k: Any, j: int) -> Any:
+    """The address of the tile of block `k` of panel `j`, [block][panel]."""
+    return b.add(start, b.mul(b.add(b.mul(k, INT64(WIDTH)), INT64(j)), INT64(TILE_BYTES)))
+
+
+def scales_of(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
+    """The scales of 16 rows, and their least numbers where those are stored."""
+    places = [b.add(block, INT64(2 * TILE * i)) for i in range(packing.num_halves)]
+    return [widen_halves(b, load(b, place, _HALVES)) for place in places]
+
+
+def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
+    """Of 16 rows whose codes have 4 bits."""
+    scale, *stored = scales_of(b, packing, block)
+    return [scale, *(stored or [b.fmul(scale, splat(FLOATS, -8.0))])]
+
+
+def codes_of(b: ir.IRBuilder, packing: Packing, block: Any) -> Any:
+    """The address of a block's codes: of 8 bits, [pair of numbers][row of the panel][number of the pair]; of 4, four
+    lines of words, [row of the panel][number of the pair], whose bits from 4 * i on are of pair 4 * i + line."""
+    return b.add(block, INT64(2 * TILE * packing.num_halves))
+
+
+def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
+    """The words of a table of 32 at the places that the lower five bits of others say."""
+    return call(b, "llvm.x86.avx512.permvar.hi.512", WORDS, [table, places])
+
+
+def fetch(b: ir.IRBuilder, packing: Packing, block: Any) -> None:
+    """What comes some blocks later."""
+    for line in range(0, TILE * packing.block_bytes, STEP_BYTES):
+        prefetch(b, b.add(block, INT64(_AHEAD + line)), level=2)
+
+
+def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_numbers: bool) -> list[Step]:
+    """What writes the codes of a block, signed, as a tile of bfloat16, step by step: [pair of numbers][row of the
+    panel][number of the pair]; or its numbers, rounded."""
+    codes = codes_of(b, packing, block)
+    do_fetch = partial(fetch, b, packing, block)
+
+    def write(found: Any, pair: int) -> None:
+        store(b, found, b.add(out, INT64(STEP_BYTES * pair)))
+
+    if packing.bits == 8:
+        scale = scales_of(b, packing, block)[0]
+        scales = [take(b, scale, [i // 2 for i in range(start, start + LANES)]) for start in (0, LANES)]
+
+        def of_bytes(pair: int) -> None:
+            start = b.add(codes, INT64(2 * LANES * pair))
+            parts = [load(b, b.add(start, INT64(LANES * i)), INT8S) for i in range(2)]
+            numbers = [b.sitofp(b.sext(part, INTS), FLOATS) for part in parts]
+            if as_numbers:
+                numbers = [b.fmul(number, each) for number, each in zip(numbers, scales, strict=True)]
+            write(to_bfloat16_by_instruction(b, *numbers), pair)
+
+        return [do_fetch, *(partial(of_bytes, pair) for pair in range(BLOCK // 2))]
+
+    scale, least = scale_and_least(b, packing, block)
+    # Four bits of a place in it are a code, and one is of the next: anything.
+    table = ir.Constant(WORDS, 2 * [_bfloat16(code - (0 if as_numbers else 8)) for code in range(16)])
+
+    def of_words(line: int) -> None:
+        words = load(b, b.add(codes, INT64(STEP_BYTES * line)), WORDS)
+        for i in range(4):
+            found = look_up(b, table, b.lshr(words, splat(WORDS, 4 * i)) if i else words)
+            if as_numbers:
+                bits = b.bitcast(found, INTS)
+                both = (b.shl(bits, splat(INTS, 16)), b.and_(bits, splat(INTS, -65536)))
+                found = to_bfloat16_pairs(b, *(fma(b, b.bitcast(each, FLOATS), scale, least) for each in both))
+            write(found, 4 * i + line)
+
+    return [do_fetch, *(partial(of_words, line) for line in range(4))]
+
+
+def _bfloat16(number: int) -> int:
+    return int(np.float32(number).view(np.uint32)) >> 16
