@@ -17,7 +17,19 @@ from typing import Any
 from llvmlite import ir
 
 from ..packed import Packing
-from .code_words import RING, SUMS, WIDTH, Place, Step, blocks_of, scales_of, tile_of, unpack_steps
+from .code_words import (
+    PANEL_TOTALS,
+    RING,
+    SUMS,
+    TOTALS_BYTES,
+    WIDTH,
+    Place,
+    Step,
+    blocks_of,
+    scales_of,
+    tile_of,
+    unpack_steps,
+)
 from .matrix_tiles import FIRST_A, FIRST_B, load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
 from .tile_product import STEP_BYTES, TILE_BYTES
 from .vectors import FLOAT, FLOATS, INT64, LANES, broadcast, fma, load, loop_over, splat, store
@@ -46,7 +58,7 @@ class _Product:
         self._b, self._packing, self._num_parts, self._is_fused = b, packing, num_parts, is_fused
         self._num_rows, self._place = num_rows, place
         self._num_tiles = num_groups * WIDTH
-        # Bytes of a part of a block of x, which a tile of totals has, too; and of all its parts and their sums.
+        # Bytes of a part of a block of x, which the totals of a panel have, too; and of all its parts and their sums.
         self._part = b.mul(num_rows, INT64(STEP_BYTES))
         self._x_block = b.add(b.mul(self._part, INT64(self._num_parts)), INT64(STEP_BYTES))
         group = b.mul(self._x_block, place.num_blocks)
@@ -57,7 +69,8 @@ class _Product:
         last = b.sub(self._place.num_blocks, INT64(1))
 
         def clear(offset: Any, _state: list[Any]) -> list[Any]:
-            store(b, splat(FLOATS, 0.0), b.add(self._place.totals, offset))
+            for j in range(WIDTH):
+                store(b, splat(FLOATS, 0.0), b.add(self._place.totals, b.add(offset, INT64(PANEL_TOTALS * j))))
             return []
 
         def step(before: Any, _state: list[Any]) -> list[Any]:
@@ -65,7 +78,7 @@ class _Product:
             self._sum(k, [*self._unpacking(b.add(k, INT64(1))), *self._adding(before)])
             return []
 
-        loop_over(b, b.mul(self._part, INT64(self._num_tiles)), STEP_BYTES, [], clear)
+        loop_over(b, b.mul(self._part, INT64(len(self._groups))), STEP_BYTES, [], clear)
         for do in self._unpacking(INT64(0)):
             do()
         self._sum(INT64(0), self._unpacking(INT64(1)))
@@ -121,7 +134,8 @@ class _Product:
                     x_sum = load(b, b.add(b.add(group, behind), b.mul(r, INT64(4))), FLOAT)
                 for j, (scale, middle) in enumerate(ways):
                     tile = g * WIDTH + j
-                    total_place = b.add(b.add(place.totals, b.mul(self._part, INT64(tile))), row)
+                    group_totals = b.add(place.totals, b.mul(self._part, INT64(g)))
+                    total_place = b.add(group_totals, b.add(row, INT64(PANEL_TOTALS * j)))
                     total = load(b, total_place, FLOATS)
                     if self._packing.has_least:
                         total = fma(b, broadcast(b, x_sum, LANES), middle, total)

@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS
 from . import code_sums, matrix_tiles, number_sums
+from .code_results import Form, Rows
 from .code_words import FUSED, WORDS, Place, blocks_of, tile_of, unpack_steps
 from .tile_product import STEP_BYTES, TILE
 from .vectors import (
@@ -160,48 +161,73 @@ def multiply(
     panel: Any,
     panel_step: Any,
     num_blocks: Any,
-    unpacked: Any,
     x: Any,
     scratch: Any,
     totals: Any,
 ) -> Any:
-    """totals [group][panel][row of x][row of the panel] = the products of one or two groups of `num_rows` rows of x and
-    WIDTH panels, `panel_step` bytes from one to the next.
+    """totals [panel][row of x][row of the panel] = the products of one or two groups of `num_rows` rows of x and WIDTH
+    panels, `panel_step` bytes from one to the next, each block of which is unpacked before it is multiplied.
 
-    `unpacked` is what `unpack` wrote of them, and groups have TILE rows then, as where they come by columns; 0: a block
-    is unpacked before it is multiplied. The first two are constants; `scratch`: SCRATCH_BYTES.
+    Groups that come by columns have TILE rows. The first two are constants; `scratch`: SCRATCH_BYTES.
     """
     form, parts = PACKINGS[packing.literal_value], num_parts.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, num_groups, num_rows, panel, panel_step, num_blocks, unpacked, x, scratch, totals = arguments
-        place = Place(panel, panel_step, num_blocks, unpacked, x, scratch, totals)
+        _, _, num_groups, num_rows, panel, panel_step, num_blocks, x, scratch, totals = arguments
+        place = Place(panel, panel_step, num_blocks, INT64(0), x, scratch, totals)
 
-        def of_codes(m: int, rows: Any, *, is_fused: bool) -> None:
-            code_sums.multiply(b, form, parts, m, place, rows, is_fused=is_fused)
-
-        def of_some(m: int) -> None:
+        def of_groups(m: int) -> None:
             if m == FUSED and number_sums.come_by_columns(form, parts):
                 number_sums.of_packed(b, form, place, INT64(block_bytes.py_func(parts, TILE)))
                 return
-            are_full = b.icmp_signed("==", num_rows, INT64(TILE))
-            with b.if_else(are_full) as (full, fewer):
+            with b.if_else(b.icmp_signed("==", num_rows, INT64(TILE))) as (full, fewer):
                 with full:
-                    of_codes(m, INT64(TILE), is_fused=True)
+                    code_sums.multiply(b, form, parts, m, place, INT64(TILE), is_fused=True)
                 with fewer:
-                    of_codes(m, num_rows, is_fused=True)
+                    code_sums.multiply(b, form, parts, m, place, num_rows, is_fused=True)
 
-        def of_many(m: int) -> None:
-            if parts == 1:
-                number_sums.of_unpacked(b, m, place, INT64(block_bytes.py_func(parts, TILE)))
-            else:
-                of_codes(m, INT64(TILE), is_fused=False)
-
-        with b.if_else(b.icmp_signed("==", unpacked, INT64(0))) as (few, many):
-            with few:
-                by_value(b, num_groups, (1, 2), of_some)
-            with many:
-                by_value(b, num_groups, (1, 2), of_many)
+        by_value(b, num_groups, (1, FUSED), of_groups)
         return context.get_dummy_value()
 
-    return types.void(packing, num_parts, *[types.int64] * 9), generate
+    return types.void(packing, num_parts, *[types.int64] * 8), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_unpacked(
+    typing_context: Any,
+    packing: Any,
+    num_parts: Any,
+    activation: Any,
+    short: Any,
+    bias_short: Any,
+    num_groups: Any,
+    panel: Any,
+    panel_step: Any,
+    num_blocks: Any,
+    unpacked: Any,
+    x: Any,
+    scratch: Any,
+    totals: Any,
+    rows: Any,
+) -> Any:
+    """Likewise, of groups of TILE rows, with what `unpack` wrote of the panels. Meanwhile, or before where codes are
+    multiplied, rows of results are stored whose totals are elsewhere: see `code_results.finish`."""
+    packing_form, parts = PACKINGS[packing.literal_value], num_parts.literal_value
+    form = Form(activation.literal_value, short.literal_value, bias_short.literal_value)
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        num_groups, panel, panel_step, num_blocks, unpacked, x, scratch, totals, rows = arguments[5:]
+        place = Place(panel, panel_step, num_blocks, unpacked, x, scratch, totals)
+        results, x_block = Rows(b, form, rows), INT64(block_bytes.py_func(parts, TILE))
+
+        def of_groups(m: int) -> None:
+            if parts == 1:
+                number_sums.of_unpacked(b, m, place, x_block, results.in_shares(num_blocks))
+            else:
+                results.all()  # what adds sums would wait for them
+                code_sums.multiply(b, packing_form, parts, m, place, INT64(TILE), is_fused=False)
+
+        by_value(b, num_groups, (1, FUSED), of_groups)
+        return context.get_dummy_value()
+
+    return types.void(packing, num_parts, activation, short, bias_short, *[types.int64] * 9), generate

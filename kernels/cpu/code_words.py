@@ -38,6 +38,9 @@ RING = 2  # blocks whose tiles are in memory
 SUMS = RING * WIDTH * TILE_BYTES  # in scratch memory, behind those tiles
 SCRATCH_BYTES = SUMS + 2 * FUSED * WIDTH * TILE_BYTES  # sums of two blocks
 
+PANEL_TOTALS = FUSED * TILE_BYTES  # from the totals of a panel to those of the next one
+TOTALS_BYTES = WIDTH * PANEL_TOTALS
+
 WORDS = ir.VectorType(INT16, 2 * LANES)
 Step = Callable[[], None]  # generates something
 

@@ -37,9 +37,9 @@ from torch import Tensor
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
-from .code_results import finish
-from .code_tiles import begin, block_bytes, end, lay_columns, multiply, split_row, unpack
-from .code_words import FUSED, SCRATCH_BYTES, WIDTH
+from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
+from .code_tiles import begin, block_bytes, end, lay_columns, multiply, multiply_unpacked, split_row, unpack
+from .code_words import FUSED, SCRATCH_BYTES, TOTALS_BYTES, WIDTH
 from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
@@ -205,7 +205,7 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
         thread, out_row = enter(claims), out_features * size
         num_groups = (num_rows + TILE - 1) // TILE
         group_rows = rows_of_group(num_rows, num_groups, by_columns)
-        group_bytes, totals_bytes = num_blocks * block_bytes(num_parts, group_rows), group_rows * STEP_BYTES
+        group_bytes = num_blocks * block_bytes(num_parts, group_rows)
         num_chunks = (num_groups * group_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_groups = max((num_groups + num_chunks - 1) // num_chunks, FUSED)
         num_chunks = (num_groups + chunk_groups - 1) // chunk_groups
@@ -214,10 +214,12 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
         step = num_panels if is_gated else 1  # to the panel that is multiplied with one: the next, or that of the ups
         panel_step, bias_step = step * panel_bytes, step * bias_bytes
         is_fused = num_groups <= FUSED
-        own = np.empty(SCRATCH_BYTES + FUSED * WIDTH * TILE_BYTES + 2 * STEP_BYTES, np.uint8)
+        own = np.empty(SCRATCH_BYTES + 2 * TOTALS_BYTES + 2 * STEP_BYTES, np.uint8)
         config = own[:STEP_BYTES]
         scratch = (own.ctypes.data + 2 * STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
-        totals = scratch + SCRATCH_BYTES
+        totals = scratch + SCRATCH_BYTES  # of these rows, and of those before, which are stored meanwhile
+        behind = np.empty(NUM_WORDS, np.int64)  # see `code_results`
+        behind[BIASES_STEP], behind[RESULTS_STEP] = bias_step, out_row
         unpacked = np.empty((0 if is_fused else num_blocks * WIDTH * TILE_BYTES) + STEP_BYTES, np.uint8)
         codes = 0 if is_fused else (unpacked.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         describe(config, group_rows)
@@ -231,23 +233,25 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
             chunk, pair = item // num_pairs, item % num_pairs
             first = pair if is_gated else min(WIDTH * pair, num_panels - WIDTH)
             panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
-            bias = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0
-            if codes != 0:
+            behind[BIASES] = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0
+            behind[COUNT] = 0
+            if not is_fused:
                 unpack(packing, num_parts, panel, panel_step, num_blocks, codes)
             last_group = min((chunk + 1) * chunk_groups, num_groups)
             for group in range(chunk * chunk_groups, last_group, FUSED):
-                count, x = min(FUSED, last_group - group), a[X] + group * group_bytes
-                multiply(
-                    packing, num_parts, count, group_rows, panel, panel_step, num_blocks, codes, x, scratch, totals,
-                )  # fmt: skip
-                for i in range(count):
-                    row = (group + i) * group_rows
-                    rows, place = min(group_rows, num_rows - row), totals + i * WIDTH * totals_bytes
-                    finish(
-                        activation, is_short, has_short_bias, place, totals_bytes, rows, bias, bias_step,
-                        a[OUT] + row * out_row + column, out_row,
+                count, x, row = min(FUSED, last_group - group), a[X] + group * group_bytes, group * group_rows
+                found = totals + group // FUSED % 2 * TOTALS_BYTES
+                if is_fused:
+                    multiply(packing, num_parts, count, group_rows, panel, panel_step, num_blocks, x, scratch, found)
+                else:
+                    multiply_unpacked(
+                        packing, num_parts, activation, is_short, has_short_bias,
+                        count, panel, panel_step, num_blocks, codes, x, scratch, found, behind.ctypes.data,
                     )  # fmt: skip
+                behind[TOTALS], behind[COUNT] = found, min(count * group_rows, num_rows - row)
+                behind[RESULTS] = a[OUT] + row * out_row + column
+            finish(activation, is_short, has_short_bias, behind.ctypes.data)
         end()
-        own[0] = unpacked[0] = 0  # they live until here: Numba does not see who has their addresses
+        own[0] = unpacked[0] = behind[0] = 0  # they live until here: Numba does not see who has their addresses
 
     return worker

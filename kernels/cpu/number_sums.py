@@ -12,7 +12,7 @@ end. Both add the same products in the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from llvmlite import ir
 from ..packed import BLOCK, Packing
 from .code_words import (
     FUSED,
+    PANEL_TOTALS,
     RING,
     SUMS,
     WIDTH,
@@ -79,9 +80,11 @@ def lay_columns(b: ir.IRBuilder, rows: Sequence[Any], num_k: Any, out: Any, bloc
     loop_over(b, num_k, BLOCK, [], step)
 
 
-def of_unpacked(b: ir.IRBuilder, num_groups: int, place: Place, x_block: Any) -> None:
+def of_unpacked(
+    b: ir.IRBuilder, num_groups: int, place: Place, x_block: Any, beside: Callable[[Any], list[Step]]
+) -> None:
     """Generate the product of that many groups of TILE rows of x with blocks that are unpacked. `x_block`: bytes from
-    one block of a group to the next."""
+    one block of a group to the next; `beside`: what is to be done while a block is multiplied."""
     groups = [b.add(place.x, b.mul(b.mul(x_block, place.num_blocks), INT64(g))) for g in range(num_groups)]
 
     def step(k: Any, _state: list[Any]) -> list[Any]:
@@ -91,13 +94,15 @@ def of_unpacked(b: ir.IRBuilder, num_groups: int, place: Place, x_block: Any) ->
             load_tile_once(b, FIRST_A + g, b.add(group, b.mul(x_block, k)), _LINE)
             for j in range(WIDTH):
                 multiply_tile(b, "tdpbf16ps", g * WIDTH + j, FIRST_A + g, FIRST_B + j)
+        for do in beside(k):
+            do()
         return []
 
     for tile in range(num_groups * WIDTH):
         zero_tile(b, tile)
     loop_over(b, place.num_blocks, 1, [], step)
     for tile in range(num_groups * WIDTH):
-        store_tile(b, tile, b.add(place.totals, INT64(TILE_BYTES * tile)))
+        store_tile(b, tile, _total_of(b, place, tile))
 
 
 def of_packed(b: ir.IRBuilder, packing: Packing, place: Place, x_block: Any) -> None:
@@ -140,11 +145,15 @@ def of_packed(b: ir.IRBuilder, packing: Packing, place: Place, x_block: Any) -> 
         loop_over(b, last, 1, [], step)
     multiply(last, [])
     for tile in range(num_tiles):
-        store_tile(b, tile, b.add(place.totals, INT64(TILE_BYTES * tile)))
+        store_tile(b, tile, _total_of(b, place, tile))
     for tile in range(num_tiles):
-        lines = [b.add(place.totals, INT64(TILE_BYTES * tile + STEP_BYTES * i)) for i in range(TILE)]
+        lines = [b.add(_total_of(b, place, tile), INT64(STEP_BYTES * i)) for i in range(TILE)]
         for line, vector in zip(lines, turn_words(b, [load(b, line, FLOATS) for line in lines]), strict=True):
             store(b, vector, line)
+
+
+def _total_of(b: ir.IRBuilder, place: Place, tile: int) -> Any:
+    return b.add(place.totals, INT64(PANEL_TOTALS * (tile % WIDTH) + TILE_BYTES * (tile // WIDTH)))
 
 
 def _unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, shares: Any, out: Any) -> list[Step]:

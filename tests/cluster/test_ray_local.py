@@ -21,8 +21,14 @@ def test_what_ray_starts_is_as_urgent_as_who_asked(cluster: str) -> None:
     assert ray.get(niceness.remote(), timeout=60) == os.nice(0)
 
 
-def test_how_nice_workers_are_can_be_chosen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.delenv("RAY_worker_niceness", raising=False)
-    assert environment(tmp_path, haproxy=None)["RAY_worker_niceness"] == "0"
-    monkeypatch.setenv("RAY_worker_niceness", "15")
-    assert environment(tmp_path, haproxy=None)["RAY_worker_niceness"] == "15"
+@pytest.mark.parametrize(
+    ("name", "ours", "chosen"),
+    [("RAY_worker_niceness", "0", "15"), ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25", "0.1")],
+)
+def test_what_is_chosen_outside_stays(
+    name: str, ours: str, chosen: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    assert environment(tmp_path, haproxy=None)[name] == ours
+    monkeypatch.setenv(name, chosen)
+    assert environment(tmp_path, haproxy=None)[name] == chosen
