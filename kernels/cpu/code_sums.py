@@ -21,7 +21,6 @@ from .code_words import (
     PANEL_TOTALS,
     RING,
     SUMS,
-    TOTALS_BYTES,
     WIDTH,
     Place,
     Step,
