@@ -1,9 +1,10 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="misc, untyped-decorator"
-"""What becomes of the totals that `code_tiles.multiply` leaves: rows of results, or of gates and ups their product.
+"""What becomes of the totals that products of `code_tiles` leave: rows of results, or of gates and ups their product.
 
-Memory of some rows, int64: the address of their totals, [panel][row][row of the panel], and how many there are; that of
-biases or 0, and the bytes from a panel's to the next one's; where they go, and the bytes from a row to the next there.
+Memory of some rows, int64: the address of their totals, [panel][row][row of the panel], panels PANEL_TOTALS apart, and
+how many there are; that of biases or 0, and the bytes from a panel's to the next one's; where they go, and the bytes
+from a row to the next there.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Form(NamedTuple):
     has_short_bias: bool
 
 
-class Rows:
+class ResultRows:
     """Generates how rows of results are stored. `address`: that of their memory."""
 
     def __init__(self, b: ir.IRBuilder, form: Form, address: Any) -> None:
@@ -106,7 +107,7 @@ def finish(typing_context: Any, activation: Any, short: Any, bias_short: Any, ro
     form = Form(activation.literal_value, short.literal_value, bias_short.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        Rows(b, form, arguments[3]).all()
+        ResultRows(b, form, arguments[3]).all()
         return context.get_dummy_value()
 
     return types.void(activation, short, bias_short, types.int64), generate

@@ -18,6 +18,7 @@ from llvmlite import ir
 
 from ..packed import Packing
 from .code_words import (
+    FUSED,
     PANEL_TOTALS,
     RING,
     SUMS,
@@ -57,7 +58,7 @@ class _Product:
         self._b, self._packing, self._num_parts, self._is_fused = b, packing, num_parts, is_fused
         self._num_rows, self._place = num_rows, place
         self._num_tiles = num_groups * WIDTH
-        # Bytes of a part of a block of x, which the totals of a panel have, too; and of all its parts and their sums.
+        # Bytes of a part of a block of a group, which its totals of a panel have, too; and of all parts and their sums.
         self._part = b.mul(num_rows, INT64(STEP_BYTES))
         self._x_block = b.add(b.mul(self._part, INT64(self._num_parts)), INT64(STEP_BYTES))
         group = b.mul(self._x_block, place.num_blocks)
@@ -166,5 +167,5 @@ class _Product:
 
     def _sums_of(self, k: Any, tile: int) -> Any:
         b = self._b
-        number = b.add(b.mul(b.and_(k, INT64(1)), INT64(2 * WIDTH)), INT64(tile))
+        number = b.add(b.mul(b.and_(k, INT64(1)), INT64(FUSED * WIDTH)), INT64(tile))
         return b.add(b.add(self._place.scratch, INT64(SUMS)), b.mul(number, INT64(TILE_BYTES)))

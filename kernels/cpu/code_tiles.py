@@ -1,7 +1,7 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
-"""Words to multiply packed weights with in matrix tiles (see `codes`): their codes with float32, in three parts
-(`code_sums`), or their numbers with bfloat16 (`number_sums`).
+"""Words to multiply packed weights with in matrix tiles: their codes (`code_sums`), or their numbers, with many rows
+of bfloat16 (`number_sums`). `codes` says which.
 
 Everything works on addresses, and is for tile registers as `matrix_tiles.describe` has them.
 """
@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS
 from . import code_sums, matrix_tiles, number_sums
-from .code_results import Form, Rows
+from .code_results import Form, ResultRows
 from .code_words import FUSED, WORDS, Place, blocks_of, tile_of, unpack_steps
 from .tile_product import STEP_BYTES, TILE
 from .vectors import (
@@ -134,14 +134,14 @@ def unpack(
 ) -> Any:
     """Write the codes of WIDTH panels, `panel_step` bytes from one to the next, as tiles of bfloat16, [block][panel];
     or, for x in one part, their numbers, rounded. `packing`, the name of one, and `num_parts` are constants."""
-    form = PACKINGS[packing.literal_value]
+    kind = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, panel_step, num_blocks, out = arguments
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            for j, block in enumerate(blocks_of(b, form, panel, panel_step, k)):
-                for do in unpack_steps(b, form, block, tile_of(b, out, k, j), as_numbers=num_parts.literal_value == 1):
+            for j, block in enumerate(blocks_of(b, kind, panel, panel_step, k)):
+                for do in unpack_steps(b, kind, block, tile_of(b, out, k, j), as_numbers=num_parts.literal_value == 1):
                     do()
             return []
 
@@ -170,21 +170,21 @@ def multiply(
 
     Groups that come by columns have TILE rows. The first two are constants; `scratch`: SCRATCH_BYTES.
     """
-    form, parts = PACKINGS[packing.literal_value], num_parts.literal_value
+    kind, parts = PACKINGS[packing.literal_value], num_parts.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, num_groups, num_rows, panel, panel_step, num_blocks, x, scratch, totals = arguments
         place = Place(panel, panel_step, num_blocks, INT64(0), x, scratch, totals)
 
         def of_groups(m: int) -> None:
-            if m == FUSED and number_sums.come_by_columns(form, parts):
-                number_sums.of_packed(b, form, place, INT64(block_bytes.py_func(parts, TILE)))
+            if number_sums.come_by_columns.py_func(number_sums.have_tables(kind, parts), m):
+                number_sums.of_packed(b, kind, place, INT64(block_bytes.py_func(parts, TILE)))
                 return
             with b.if_else(b.icmp_signed("==", num_rows, INT64(TILE))) as (full, fewer):
                 with full:
-                    code_sums.multiply(b, form, parts, m, place, INT64(TILE), is_fused=True)
+                    code_sums.multiply(b, kind, parts, m, place, INT64(TILE), is_fused=True)
                 with fewer:
-                    code_sums.multiply(b, form, parts, m, place, num_rows, is_fused=True)
+                    code_sums.multiply(b, kind, parts, m, place, num_rows, is_fused=True)
 
         by_value(b, num_groups, (1, FUSED), of_groups)
         return context.get_dummy_value()
@@ -211,21 +211,23 @@ def multiply_unpacked(
     rows: Any,
 ) -> Any:
     """Likewise, of groups of TILE rows, with what `unpack` wrote of the panels. Meanwhile, or before where codes are
-    multiplied, rows of results are stored whose totals are elsewhere: see `code_results.finish`."""
-    packing_form, parts = PACKINGS[packing.literal_value], num_parts.literal_value
+    multiplied, rows of results are stored whose totals are elsewhere: see `code_results.finish`. The first five are
+    constants."""
+    kind, parts = PACKINGS[packing.literal_value], num_parts.literal_value
     form = Form(activation.literal_value, short.literal_value, bias_short.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         num_groups, panel, panel_step, num_blocks, unpacked, x, scratch, totals, rows = arguments[5:]
         place = Place(panel, panel_step, num_blocks, unpacked, x, scratch, totals)
-        results, x_block = Rows(b, form, rows), INT64(block_bytes.py_func(parts, TILE))
+        results, x_block = ResultRows(b, form, rows), INT64(block_bytes.py_func(parts, TILE))
+        if parts > 1:
+            results.all()  # between blocks there is no time for them: sums are added there
 
         def of_groups(m: int) -> None:
             if parts == 1:
                 number_sums.of_unpacked(b, m, place, x_block, results.in_shares(num_blocks))
             else:
-                results.all()  # what adds sums would wait for them
-                code_sums.multiply(b, packing_form, parts, m, place, INT64(TILE), is_fused=False)
+                code_sums.multiply(b, kind, parts, m, place, INT64(TILE), is_fused=False)
 
         by_value(b, num_groups, (1, FUSED), of_groups)
         return context.get_dummy_value()

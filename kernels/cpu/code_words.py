@@ -35,7 +35,7 @@ from .vectors import (
 WIDTH = 2  # panels that are multiplied together
 FUSED = 2  # groups of x that are multiplied together, and with a block as it is unpacked where there are no more
 RING = 2  # blocks whose tiles are in memory
-SUMS = RING * WIDTH * TILE_BYTES  # in scratch memory, behind those tiles
+SUMS = RING * WIDTH * TILE_BYTES  # in scratch memory, behind those tiles; or what belongs to the rows of a block
 SCRATCH_BYTES = SUMS + 2 * FUSED * WIDTH * TILE_BYTES  # sums of two blocks
 
 PANEL_TOTALS = FUSED * TILE_BYTES  # from the totals of a panel to those of the next one
@@ -49,7 +49,7 @@ _AHEAD = 8192  # bytes, of what is unpacked later
 
 
 class Place(NamedTuple):
-    """LLVM values: what `code_tiles.multiply` is given."""
+    """LLVM values: what products of `code_tiles` are given."""
 
     panel: Any
     panel_step: Any
@@ -110,8 +110,10 @@ def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_
         store(b, found, b.add(out, INT64(STEP_BYTES * pair)))
 
     if packing.bits == 8:
-        scale = scales_of(b, packing, block)[0]
-        scales = [take(b, scale, [i // 2 for i in range(start, start + LANES)]) for start in (0, LANES)]
+        scales = []
+        if as_numbers:
+            (scale,) = scales_of(b, packing, block)
+            scales = [take(b, scale, [i // 2 for i in range(start, start + LANES)]) for start in (0, LANES)]
 
         def of_bytes(pair: int) -> None:
             start = b.add(codes, INT64(2 * LANES * pair))
@@ -123,7 +125,7 @@ def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_
 
         return [do_fetch, *(partial(of_bytes, pair) for pair in range(BLOCK // 2))]
 
-    scale, least = scale_and_least(b, packing, block)
+    scale, least = scale_and_least(b, packing, block) if as_numbers else (None, None)
     # Four bits of a place in it are a code, and one is of the next: anything.
     table = ir.Constant(WORDS, 2 * [_bfloat16(code - (0 if as_numbers else 8)) for code in range(16)])
 

@@ -8,8 +8,8 @@ scales multiply the sums of a block's 32 products:
     x  --split-->  1 or 3 parts  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
     float32     x in three parts, which sum up to it from 2^-103 on; sums and totals in float32
-    bfloat16    x as it is; likewise. More rows than FUSED * TILE, and of codes of 4 bits than TILE, are multiplied with
-                numbers that are rounded to bfloat16, whose sums are those of weights in bfloat16 (`number_sums`)
+    bfloat16    x as it is; likewise. Many rows, that is more than TILE of codes of 4 bits and than FUSED * TILE of 8,
+                are multiplied with numbers, rounded to bfloat16: they have the bits of weights in bfloat16
 
 What is rounded is rounded to float32, as products of float32 are; where least numbers are stored, what is summed up is
 of the size of the largest number that its block could have, and not of each. Three instructions for matrix tiles take
@@ -17,8 +17,9 @@ the place of 512 for vectors. (Henry, Tang and Heinecke, https://arxiv.org/abs/1
 bfloat16; there both operands are split, and six products are needed.) They take parts of x below 2^-126 for zero; and
 sums of codes, which are not scaled yet, are finite while no number of x is above 2^115.
 
-Rows of x are in groups of up to TILE that have one size: what sums there are of them takes time, if no product. A row's
-result does not depend on the rows beside it, in bfloat16 up to that many or above: it takes its blocks in their order.
+Rows of x are in groups of TILE; or of fewer, all of one size, where codes are multiplied as they are unpacked: to add
+sums takes time, if a product does not. A row's result does not depend on the rows beside it, in bfloat16 as long as
+they are many or are not: it takes its blocks in their order.
 
 16 rows of a weight, a panel, lie block by block: their scales, their least numbers where those are stored, then the
 codes of their 32 numbers.
@@ -44,7 +45,7 @@ from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
 from .matrix_tiles import describe
-from .number_sums import come_by_columns
+from .number_sums import come_by_columns, have_tables
 from .packed_call import (
     BIAS,
     CLAIMS,
@@ -65,24 +66,26 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
 _NUM_PARTS = {torch.float32: 3, torch.bfloat16: 1}
 
 _SOURCES = (
-    *(
-        "call",
-        "claims",
-        "code_results",
-        "code_sums",
-        "code_tiles",
-        "code_words",
-        "digits",
-        "exponential",
-        "features",
-        "intrinsics",
-        "many_rows",
-        "matrix_tiles",
-        "number_sums",
-        "packed_call",
-        "rows",
-    ),
-    *("tile_product", "tiles", "turned_tiles", "vectors", "walk"),
+    "call",
+    "claims",
+    "code_results",
+    "code_sums",
+    "code_tiles",
+    "code_words",
+    "digits",
+    "exponential",
+    "features",
+    "intrinsics",
+    "many_rows",
+    "matrix_tiles",
+    "number_sums",
+    "packed_call",
+    "rows",
+    "tile_product",
+    "tiles",
+    "turned_tiles",
+    "vectors",
+    "walk",
 )
 
 _SPLIT = Arguments("x", "in_features", "parts", "num_x")
@@ -136,7 +139,7 @@ def _multiply(
     num_parts, num_groups = _NUM_PARTS[x.dtype], -(-num_rows // TILE)
     parts = torch.empty(num_groups * in_features // BLOCK * block_bytes(num_parts, TILE) + STEP_BYTES, dtype=torch.int8)
     first = parts.data_ptr() + -parts.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    split = _splitter(num_parts, come_by_columns(packing, num_parts))
+    split = _splitter(num_parts, have_tables(packing, num_parts))
     entry = _entry(packing.name, num_parts, out.dtype == torch.bfloat16, activation)
     group_size = -(-num_rows // num_groups) * in_features
     split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
@@ -144,8 +147,8 @@ def _multiply(
 
 
 @cache
-def _splitter(num_parts: int, by_columns: bool) -> RowFunction:
-    worker = _split_worker(num_parts, by_columns, digest_of(*_SOURCES))
+def _splitter(num_parts: int, looked_up: bool) -> RowFunction:
+    worker = _split_worker(num_parts, looked_up, digest_of(*_SOURCES))
     return RowFunction(worker, _SPLIT, _SPLIT_NS, is_idempotent=True)
 
 
@@ -157,20 +160,22 @@ def _entry(packing: str, num_parts: int, is_short: bool, activation: str) -> Any
 
 
 @njit(error_model="numpy")
-def rows_of_group(num_rows: int, num_groups: int, by_columns: bool) -> int:
-    """As few as there can be where codes are multiplied as they are unpacked."""
-    return TILE if num_groups > FUSED - by_columns else (num_rows + num_groups - 1) // num_groups
+def rows_of_group(num_rows: int, num_groups: int, looked_up: bool) -> int:
+    """As few as there can be where codes are multiplied as they are unpacked. `looked_up`: of `have_tables`."""
+    if num_groups > FUSED or come_by_columns(looked_up, num_groups):
+        return TILE
+    return (num_rows + num_groups - 1) // num_groups
 
 
-def _split_worker(num_parts: int, by_columns: bool, sources: str) -> Any:
+def _split_worker(num_parts: int, looked_up: bool, sources: str) -> Any:
     x_bytes = 4 if num_parts > 1 else 2
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _SPLIT_TYPE)[0]
-        group_rows = rows_of_group(a.num_x, a.num_rows, by_columns)
-        block, part = block_bytes(num_parts, group_rows), group_rows * STEP_BYTES
+        group_rows = rows_of_group(a.num_x, a.num_rows, looked_up)
+        block, part, x_row = block_bytes(num_parts, group_rows), group_rows * STEP_BYTES, a.in_features * x_bytes
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
@@ -178,12 +183,12 @@ def _split_worker(num_parts: int, by_columns: bool, sources: str) -> Any:
                 return
             for group in range(first, stop):
                 out = a.parts + group * (a.in_features // BLOCK) * block
-                if by_columns and a.num_rows == FUSED:
-                    row, x_row = group * TILE, a.in_features * x_bytes
-                    lay_columns(a.x + row * x_row, x_row, a.num_x - row, a.in_features, out, block)
+                first_row = group * group_rows
+                if come_by_columns(looked_up, a.num_rows):
+                    lay_columns(a.x + first_row * x_row, x_row, a.num_x - first_row, a.in_features, out, block)
                     continue
                 for i in range(group_rows):  # the last group may have some that are not there
-                    x = a.x + min(group * group_rows + i, a.num_x - 1) * a.in_features * x_bytes
+                    x = a.x + min(first_row + i, a.num_x - 1) * x_row
                     split_row(num_parts, x, a.in_features, out + i * STEP_BYTES, block, part, i)
 
     return worker
@@ -191,7 +196,7 @@ def _split_worker(num_parts: int, by_columns: bool, sources: str) -> Any:
 
 def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sources: str) -> Any:
     panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
-    by_columns = come_by_columns(PACKINGS[packing], num_parts)
+    looked_up = have_tables(PACKINGS[packing], num_parts)
     is_gated, has_short_bias = activation != "", num_parts == 1
     bias_bytes = TILE * (2 if has_short_bias else 4)
 
@@ -204,7 +209,7 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, out_row = enter(claims), out_features * size
         num_groups = (num_rows + TILE - 1) // TILE
-        group_rows = rows_of_group(num_rows, num_groups, by_columns)
+        group_rows = rows_of_group(num_rows, num_groups, looked_up)
         group_bytes = num_blocks * block_bytes(num_parts, group_rows)
         num_chunks = (num_groups * group_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_groups = max((num_groups + num_chunks - 1) // num_chunks, FUSED)
@@ -241,7 +246,7 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
             for group in range(chunk * chunk_groups, last_group, FUSED):
                 count, x, row = min(FUSED, last_group - group), a[X] + group * group_bytes, group * group_rows
                 found = totals + group // FUSED % 2 * TOTALS_BYTES
-                if is_fused:
+                if is_fused:  # all there are
                     multiply(packing, num_parts, count, group_rows, panel, panel_step, num_blocks, x, scratch, found)
                 else:
                     multiply_unpacked(

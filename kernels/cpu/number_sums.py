@@ -1,6 +1,6 @@
-# mypy: disable-error-code="misc, no-untyped-call"
-"""The product of bfloat16 with packed weights in matrix tiles (see `codes`): tiles multiply their numbers, rounded to
-bfloat16, and hold the sums of all blocks.
+# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
+"""The product of many rows of bfloat16 with packed weights in matrix tiles (see `codes`): tiles multiply their numbers,
+rounded to bfloat16, and hold the sums of all blocks.
 
     of_unpacked    A: rows of x, 32 numbers of each        B: numbers of 16 rows of the weight, turned
     of_packed      A: numbers of 16 rows of the weight     B: rows of x, turned
@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from llvmlite import ir
+from numba import njit
 
 from ..packed import BLOCK, Packing
 from .code_words import (
@@ -58,12 +59,18 @@ from .vectors import (
 _LINE = INT64(STEP_BYTES)
 _EIGHT_WORDS = ir.VectorType(INT16, LANES // 2)
 _CODES = ir.Constant(FLOATS, [float(code) for code in range(16)])
-_PLACES = ir.Constant(WORDS, [4 * (i // 8) for i in range(2 * LANES)])  # of a row's codes in its eight words, repeated
+_SHIFTS = ir.Constant(WORDS, [4 * (i // 8) for i in range(2 * LANES)])  # to a row's codes in its eight words, repeated
 
 
-def come_by_columns(packing: Packing, num_parts: int) -> bool:
-    """Whether FUSED groups of x do: `of_packed` multiplies them."""
+def have_tables(packing: Packing, num_parts: int) -> bool:
+    """Whether numbers are looked up, where `of_packed` multiplies them with x in so many parts."""
     return num_parts == 1 and packing.bits == 4
+
+
+@njit(error_model="numpy")
+def come_by_columns(have_tables: bool, num_groups: int) -> bool:
+    """Whether so many groups of x do, of TILE rows each: those that `of_packed` multiplies."""
+    return have_tables and num_groups == FUSED
 
 
 def lay_columns(b: ir.IRBuilder, rows: Sequence[Any], num_k: Any, out: Any, block: Any) -> None:
@@ -171,16 +178,16 @@ def _unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, shares: Any, ou
 
     def numbers_of(row: int) -> Any:
         """The sixteen that it has."""
-        places = [b.add(shares, INT64(STEP_BYTES * i + 4 * row)) for i in (0, 1)]
-        scale, least = (broadcast(b, load(b, place, FLOAT), LANES) for place in places)
+        starts = [b.add(shares, INT64(STEP_BYTES * i + 4 * row)) for i in (0, 1)]
+        scale, least = (broadcast(b, load(b, start, FLOAT), LANES) for start in starts)
         return fma(b, _CODES, scale, least)
 
     def of_rows(first: int) -> None:
         """Two, whose numbers are one table. The fifth bit of a place in it says whose."""
         table = to_bfloat16_by_instruction(b, numbers_of(first), numbers_of(first + 1))
         for i, row in enumerate((first, first + 1)):
-            start = b.add(codes, INT64(STEP_BYTES * (row % 4) + LANES * (row // 4)))
-            places = b.lshr(repeat_quarter(b, load(b, start, _EIGHT_WORDS)), _PLACES)
+            start = b.add(codes, INT64(STEP_BYTES * (row % 4) + STEP_BYTES // 4 * (row // 4)))
+            places = b.lshr(repeat_quarter(b, load(b, start, _EIGHT_WORDS)), _SHIFTS)
             places = b.or_(b.and_(places, splat(WORDS, 15)), splat(WORDS, 16 * i))
             store(b, look_up(b, table, places), b.add(out, INT64(STEP_BYTES * row)))
 
@@ -188,7 +195,7 @@ def _unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, shares: Any, ou
 
 
 def _turn_lines(b: ir.IRBuilder, lines: Sequence[Any]) -> list[Any]:
-    """Four lines with a word of each of 16 rows become vectors of four rows' four words: i has rows i, i + 4, ..."""
+    """Four lines, with 32 bits of each of 16 rows, become vectors of all that four have: i of rows i, i + 4, ..."""
 
     def interleave(two: Sequence[Any], places: Sequence[int]) -> Any:
         return take(b, two[0], [quarter + place for quarter in range(0, LANES, 4) for place in places], two[1])

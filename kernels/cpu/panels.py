@@ -61,7 +61,17 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float32,)  # of x
 SPAN = CLASSES * IN_A_ROW  # numbers of a row, whose sums are added to the totals together
 
 _SOURCES = (
-    *("call", "claims", "digits", "features", "intrinsics", "many_rows", "packed_call", "panel_vectors"),
+    *(
+        "call",
+        "claims",
+        "digits",
+        "features",
+        "intrinsics",
+        "matrix_tiles",
+        "many_rows",
+        "packed_call",
+        "panel_vectors",
+    ),
     *("rows", "tile_product", "tiles", "turned_tiles", "vectors"),
 )
 

@@ -158,7 +158,18 @@ def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources:
 
 
 _SOURCES = digest_of(
-    *("attention_call", "claims", "prompts", "prompt_plan", "exponential", "walk", "features", "heads", "intrinsics"),
+    *(
+        "attention_call",
+        "claims",
+        "prompts",
+        "prompt_plan",
+        "exponential",
+        "walk",
+        "features",
+        "heads",
+        "intrinsics",
+        "matrix_tiles",
+    ),
     *("tile_product", "vectors"),
 )
 WORKERS = Workers(lambda query_type, cache_type: _worker(query_type, cache_type, _SOURCES))

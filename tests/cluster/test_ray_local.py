@@ -21,6 +21,12 @@ def test_what_ray_starts_is_as_urgent_as_who_asked(cluster: str) -> None:
     assert ray.get(niceness.remote(), timeout=60) == os.nice(0)
 
 
+def test_serve_looks_after_replicas_as_often_as_it_is_told(cluster: str) -> None:
+    from ray.serve._private.constants import CONTROL_LOOP_INTERVAL_S
+
+    assert float(os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"]) == CONTROL_LOOP_INTERVAL_S
+
+
 @pytest.mark.parametrize(
     ("name", "ours", "chosen"),
     [("RAY_worker_niceness", "0", "15"), ("RAY_SERVE_CONTROL_LOOP_INTERVAL_S", "0.25", "0.1")],

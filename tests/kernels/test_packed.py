@@ -121,7 +121,7 @@ def test_what_is_rounded(shape: tuple[int, int], packing: Packing, dtype: torch.
     x = inputs(40, shape[1]) * 2.0 ** torch.randint(-5, 5, (40, shape[1]), generator=generator)
     x = (x * 2.0 ** torch.randint(-50, 50, (40, 1), generator=generator)).to(dtype)
     bias = torch.randn(shape[0], generator=generator).to(dtype)
-    for num_rows in (1, 8, 21, 32, 40):
+    for num_rows in (1, 8, 16, 21, 32, 40):
         given = x[:num_rows]
         exact, of_all = given.double() @ numbers.T, given.double().abs() @ size.T
         check(product(codes, given, rows, packing), exact, of_all, packing)
@@ -140,7 +140,7 @@ def test_a_code_that_cancels_what_is_least(dtype: torch.dtype) -> None:
     halves.copy_(torch.cat([scales, -5 * scales.float()], dim=1).half().view(torch.uint8))
     rows, x = torch.cat([halves, codes_.fill_(0x55)], dim=1), inputs(40, 96).to(dtype)
     exact, of_all = x.double() @ unpack(rows, packing).double().T, x.double().abs() @ sizes(rows, packing).T
-    for num_rows in (1, 32, 40):
+    for num_rows in (1, 16, 32, 40):
         check(product(codes, x[:num_rows], rows, packing), exact[:num_rows], of_all[:num_rows], packing)
 
 
@@ -181,10 +181,11 @@ def test_rows_do_not_depend_on_their_batch(
 def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing) -> None:
     """They have the bits that numbers in bfloat16 give, in tiles as well."""
     rows, x = packed(packing, *shape), inputs(700, shape[1]).bfloat16()
-    expected = many_rows.linear(x, unpack(rows, packing).bfloat16(), None, None)
-    for num_rows in ROW_COUNTS:
-        if num_rows > MOST_BY_CODES[packing.bits]:
-            assert torch.equal(product(codes, x[:num_rows], rows, packing), expected[:num_rows]), num_rows
+    for bias in (None, torch.randn(shape[0]).bfloat16()):
+        expected = many_rows.linear(x, unpack(rows, packing).bfloat16(), None, bias)
+        for num_rows in ROW_COUNTS:
+            if num_rows > MOST_BY_CODES[packing.bits]:
+                assert torch.equal(product(codes, x[:num_rows], rows, packing, bias), expected[:num_rows]), num_rows
 
 
 @kernels
@@ -223,7 +224,7 @@ def test_the_reference_agrees(packing: Packing, dtype: torch.dtype) -> None:
 
 @in_tiles
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("num_rows", [1, 16, 33])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 33])
 @packings
 def test_results_may_be_left_in_float32(num_rows: int, packing: Packing, has_bias: bool) -> None:
     """Rounded, they are those in bfloat16, whatever the backend."""
@@ -275,11 +276,12 @@ def test_gated_bits_are_those_of_both_steps(
 
 
 @in_tiles
+@packings
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recorded", [5, 20, 41])
-def test_any_number_of_rows_of_gates(recorded: int, dtype: torch.dtype) -> None:
+def test_any_number_of_rows_of_gates(recorded: int, dtype: torch.dtype, packing: Packing) -> None:
     """And of results in float32 with a bias in bfloat16: a record of some rows is repeated with others."""
-    packing, bias = PACKINGS["q4_1"], torch.randn(160).to(dtype)
+    bias = torch.randn(160).to(dtype)
     weight, x = codes.lay_out(packed(packing, 160, 96), packing), torch.randn(163, 96).to(dtype)
     for run in (
         lambda x: codes.linear_gated(x, weight, bias, packing, "silu"),
@@ -379,13 +381,14 @@ def test_no_rows(dtype: torch.dtype) -> None:
 
 
 @kernels
+@packings
 @pytest.mark.parametrize("recorded", [5, 20, 41])
 @pytest.mark.skipif(not IS_X86, reason="other layers of any number of rows are compiled on x86 alone")
-def test_any_number_of_rows_of_a_record(recorded: int, kernel: Any, dtype: torch.dtype) -> None:
+def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """A record of some rows is repeated with others, but not with so few that another kernel would take them."""
     if kernel is panels and recorded <= FEW[-1]:
         pytest.skip("so few rows are not recorded for others")
-    packing, bias = PACKINGS["q4_1"], torch.randn(80).to(dtype)
+    bias = torch.randn(80).to(dtype)
     weight = kernel.lay_out(packed(packing, 80, 96), packing)
     x = torch.randn(163, 96).to(dtype)
     with torch.inference_mode():

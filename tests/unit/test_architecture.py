@@ -200,9 +200,11 @@ def is_compiling(decorator: ast.expr) -> bool:
 
 
 def makes_code(module: str) -> bool:
-    """Whether compiled functions of others may be made of what stands in this file: functions, or layouts of memory."""
+    """Whether compiled functions of others may be made of what stands in this file: functions, what generates them, or
+    layouts of memory."""
     return any(
         (isinstance(node, ast.FunctionDef) and any(map(is_compiling, node.decorator_list)))
+        or (isinstance(node, ast.ImportFrom) and node.module == "llvmlite")
         or (isinstance(node, ast.Call) and ast.unparse(node.func) == "np.dtype")
         for node in ast.walk(CPU_KERNELS[module])
     )
