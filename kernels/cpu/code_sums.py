@@ -20,13 +20,15 @@ from ..packed import Packing
 from .code_words import (
     FUSED,
     PANEL_TOTALS,
-    RING,
     SUMS,
     WIDTH,
     Place,
     Step,
     blocks_of,
+    groups_of,
+    ring_tile_of,
     scales_of,
+    share_of,
     tile_of,
     unpack_steps,
 )
@@ -61,8 +63,7 @@ class _Product:
         # Bytes of a part of a block of a group, which its totals of a panel have, too; and of all parts and their sums.
         self._part = b.mul(num_rows, INT64(STEP_BYTES))
         self._x_block = b.add(b.mul(self._part, INT64(self._num_parts)), INT64(STEP_BYTES))
-        group = b.mul(self._x_block, place.num_blocks)
-        self._groups = [b.add(place.x, b.mul(group, INT64(g))) for g in range(num_groups)]
+        self._groups = groups_of(b, place, self._x_block, num_groups)
 
     def run(self) -> None:
         b = self._b
@@ -88,8 +89,7 @@ class _Product:
             do()
 
     def _sum(self, k: Any, work: Sequence[Step]) -> None:
-        """Multiply block `k` and store its sums. What else there is to do is done in between, evenly: tiles take their
-        time."""
+        """Multiply block `k`, with some work in between, and store its sums."""
         b, line = self._b, INT64(STEP_BYTES)
         for tile in range(self._num_tiles):
             zero_tile(b, tile)
@@ -104,7 +104,7 @@ class _Product:
                 load_x(b, FIRST_A + g, b.add(group, offset), line)
                 for j in range(WIDTH):
                     multiply_tile(b, "tdpbf16ps", g * WIDTH + j, FIRST_A + g, FIRST_B + j)
-                    for do in work[done * len(work) // num_products : (done + 1) * len(work) // num_products]:
+                    for do in share_of(work, done, num_products):
                         do()
                     done += 1
         for tile in range(self._num_tiles):
@@ -162,7 +162,7 @@ class _Product:
     def _codes_of(self, k: Any, j: int) -> Any:
         b = self._b
         if self._is_fused:
-            return tile_of(b, self._place.scratch, b.srem(k, INT64(RING)), j)
+            return ring_tile_of(b, self._place, k, j)
         return tile_of(b, self._place.unpacked, k, j)
 
     def _sums_of(self, k: Any, tile: int) -> Any:

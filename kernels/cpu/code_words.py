@@ -4,7 +4,7 @@ by block. Everything works on addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -69,6 +69,22 @@ def blocks_of(b: ir.IRBuilder, packing: Packing, panel: Any, panel_step: Any, k:
 def tile_of(b: ir.IRBuilder, start: Any, k: Any, j: int) -> Any:
     """The address of the tile of block `k` of panel `j`, [block][panel]."""
     return b.add(start, b.mul(b.add(b.mul(k, INT64(WIDTH)), INT64(j)), INT64(TILE_BYTES)))
+
+
+def ring_tile_of(b: ir.IRBuilder, place: Place, k: Any, j: int) -> Any:
+    """The address of that tile where blocks are unpacked on the way, and only RING of them are in memory."""
+    return tile_of(b, place.scratch, b.srem(k, INT64(RING)), j)
+
+
+def groups_of(b: ir.IRBuilder, place: Place, x_block: Any, count: int) -> list[Any]:
+    """The addresses of groups of x, a block of which has `x_block` bytes."""
+    group = b.mul(x_block, place.num_blocks)
+    return [b.add(place.x, b.mul(group, INT64(g))) for g in range(count)]
+
+
+def share_of(work: Sequence[Step], number: int, count: int) -> Sequence[Step]:
+    """One of `count` even shares. Tiles take their time: what else there is to do is done between their products."""
+    return work[number * len(work) // count : (number + 1) * len(work) // count]
 
 
 def scales_of(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:

@@ -223,10 +223,10 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
         config = own[:STEP_BYTES]
         scratch = (own.ctypes.data + 2 * STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         totals = scratch + SCRATCH_BYTES  # of these rows, and of those before, which are stored meanwhile
-        behind = np.empty(NUM_WORDS, np.int64)  # see `code_results`
+        behind = np.empty(NUM_WORDS, np.int64)  # their memory: see `code_results`
         behind[BIASES_STEP], behind[RESULTS_STEP] = bias_step, out_row
         unpacked = np.empty((0 if is_fused else num_blocks * WIDTH * TILE_BYTES) + STEP_BYTES, np.uint8)
-        codes = 0 if is_fused else (unpacked.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        codes = (unpacked.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         describe(config, group_rows)
         begin(own.ctypes.data)
         item, lap = -1, 0

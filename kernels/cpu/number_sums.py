@@ -23,7 +23,6 @@ from ..packed import BLOCK, Packing
 from .code_words import (
     FUSED,
     PANEL_TOTALS,
-    RING,
     SUMS,
     WIDTH,
     WORDS,
@@ -32,8 +31,11 @@ from .code_words import (
     blocks_of,
     codes_of,
     fetch,
+    groups_of,
     look_up,
+    ring_tile_of,
     scale_and_least,
+    share_of,
     tile_of,
 )
 from .matrix_tiles import FIRST_A, FIRST_B, load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
@@ -68,9 +70,10 @@ def have_tables(packing: Packing, num_parts: int) -> bool:
 
 
 @njit(error_model="numpy")
-def come_by_columns(have_tables: bool, num_groups: int) -> bool:
-    """Whether so many groups of x do, of TILE rows each: those that `of_packed` multiplies."""
-    return have_tables and num_groups == FUSED
+def come_by_columns(looked_up: bool, num_groups: int) -> bool:
+    """Whether so many groups of x do, of TILE rows each: those that `of_packed` multiplies. `looked_up`: of
+    `have_tables`."""
+    return looked_up and num_groups == FUSED
 
 
 def lay_columns(b: ir.IRBuilder, rows: Sequence[Any], num_k: Any, out: Any, block: Any) -> None:
@@ -92,7 +95,7 @@ def of_unpacked(
 ) -> None:
     """Generate the product of that many groups of TILE rows of x with blocks that are unpacked. `x_block`: bytes from
     one block of a group to the next; `beside`: what is to be done while a block is multiplied."""
-    groups = [b.add(place.x, b.mul(b.mul(x_block, place.num_blocks), INT64(g))) for g in range(num_groups)]
+    groups = groups_of(b, place, x_block, num_groups)
 
     def step(k: Any, _state: list[Any]) -> list[Any]:
         for j in range(WIDTH):
@@ -115,29 +118,27 @@ def of_unpacked(
 def of_packed(b: ir.IRBuilder, packing: Packing, place: Place, x_block: Any) -> None:
     """Generate the product of FUSED groups of x that come by columns. While a block is multiplied, the next one is
     unpacked."""
-    groups = [b.add(place.x, b.mul(b.mul(x_block, place.num_blocks), INT64(g))) for g in range(FUSED)]
+    groups = groups_of(b, place, x_block, FUSED)
     num_tiles, last = FUSED * WIDTH, b.sub(place.num_blocks, INT64(1))
 
     def unpacking(k: Any) -> list[Step]:
-        ring = b.srem(k, INT64(RING))
         blocks = blocks_of(b, packing, place.panel, place.panel_step, k)
         shares = [b.add(place.scratch, INT64(SUMS + TILE_BYTES * j)) for j in range(WIDTH)]
         return [
             do
             for j, block in enumerate(blocks)
-            for do in _unpack_steps(b, packing, block, shares[j], tile_of(b, place.scratch, ring, j))
+            for do in _unpack_steps(b, packing, block, shares[j], ring_tile_of(b, place, k, j))
         ]
 
     def multiply(k: Any, work: Sequence[Step]) -> None:
-        """With what else there is to do in between, evenly: tiles take their time."""
         for j in range(WIDTH):
-            load_tile(b, FIRST_A + j, tile_of(b, place.scratch, b.srem(k, INT64(RING)), j), _LINE)
+            load_tile(b, FIRST_A + j, ring_tile_of(b, place, k, j), _LINE)
         for g, group in enumerate(groups):
             load_tile(b, FIRST_B + g, b.add(group, b.mul(x_block, k)), _LINE)
             for j in range(WIDTH):
                 tile = g * WIDTH + j
                 multiply_tile(b, "tdpbf16ps", tile, FIRST_A + j, FIRST_B + g)
-                for do in work[tile * len(work) // num_tiles : (tile + 1) * len(work) // num_tiles]:
+                for do in share_of(work, tile, num_tiles):
                     do()
 
     def step(k: Any, _state: list[Any]) -> list[Any]:
