@@ -226,13 +226,13 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
     return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation)
 
 
-def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:
-    """Packed rows in the order in which the backend of their device multiplies them.
+def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """Packed rows in the order in which the backend of their device multiplies them with x of a dtype.
 
     rows: [num_rows, row_bytes] uint8; their number is a multiple of `packed.ROWS`. Returns as many bytes, which mean
     nothing to other backends.
     """
-    return backend_for(rows.device).lay_out_packed(rows, packing)
+    return backend_for(rows.device).lay_out_packed(rows, packing, dtype)
 
 
 def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:

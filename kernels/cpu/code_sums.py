@@ -24,17 +24,19 @@ from .code_words import (
     WIDTH,
     Place,
     Step,
+    add_block,
     blocks_of,
     groups_of,
     ring_tile_of,
-    scales_of,
+    scale_and_middle,
     share_of,
     tile_of,
     unpack_steps,
+    x_sum_at,
 )
 from .matrix_tiles import FIRST_A, FIRST_B, load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
 from .tile_product import STEP_BYTES, TILE_BYTES
-from .vectors import FLOAT, FLOATS, INT64, LANES, broadcast, fma, load, loop_over, splat, store
+from .vectors import FLOATS, INT64, load, loop_over, splat, store
 
 
 def multiply(
@@ -124,23 +126,20 @@ class _Product:
     def _adding(self, k: Any) -> list[Step]:
         """To the totals, the sums of block `k` times its scales: steps."""
         b, place = self._b, self._place
-        ways = [self._way(block) for block in blocks_of(b, self._packing, place.panel, place.panel_step, k)]
+        blocks = blocks_of(b, self._packing, place.panel, place.panel_step, k)
+        ways = [scale_and_middle(b, self._packing, block) for block in blocks]
         behind = b.add(b.mul(self._x_block, k), b.mul(self._part, INT64(self._num_parts)))
 
         def of_row(r: Any) -> None:
             row = b.mul(r, INT64(STEP_BYTES))
             for g, group in enumerate(self._groups):
-                if self._packing.has_least:
-                    x_sum = load(b, b.add(b.add(group, behind), b.mul(r, INT64(4))), FLOAT)
-                for j, (scale, middle) in enumerate(ways):
+                x_sum = x_sum_at(b, self._packing, b.add(b.add(group, behind), b.mul(r, INT64(4))))
+                for j, way in enumerate(ways):
                     tile = g * WIDTH + j
                     group_totals = b.add(place.totals, b.mul(self._part, INT64(g)))
                     total_place = b.add(group_totals, b.add(row, INT64(PANEL_TOTALS * j)))
-                    total = load(b, total_place, FLOATS)
-                    if self._packing.has_least:
-                        total = fma(b, broadcast(b, x_sum, LANES), middle, total)
-                    total = fma(b, load(b, b.add(self._sums_of(k, tile), row), FLOATS), scale, total)
-                    store(b, total, total_place)
+                    total, sums = (load(b, each, FLOATS) for each in (total_place, b.add(self._sums_of(k, tile), row)))
+                    store(b, add_block(b, total, way, sums, x_sum), total_place)
 
         def of_rows() -> None:
             def step(r: Any, _state: list[Any]) -> list[Any]:
@@ -152,12 +151,6 @@ class _Product:
         if isinstance(self._num_rows, ir.Constant):
             return [partial(of_row, INT64(r)) for r in range(self._num_rows.constant)]
         return [of_rows]
-
-    def _way(self, block: Any) -> tuple[Any, Any]:
-        """The scales of 16 rows, and their middles where least numbers are stored."""
-        b = self._b
-        scale, *stored = scales_of(b, self._packing, block)
-        return scale, fma(b, scale, splat(FLOATS, 8.0), stored[0]) if stored else None
 
     def _codes_of(self, k: Any, j: int) -> Any:
         b = self._b

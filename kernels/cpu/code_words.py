@@ -4,7 +4,7 @@ by block. Everything works on addresses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,15 +14,18 @@ from llvmlite import ir
 from ..packed import BLOCK, Packing
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
+    FLOAT,
     FLOATS,
     INT8S,
     INT16,
     INT64,
     INTS,
     LANES,
+    broadcast,
     call,
     fma,
     load,
+    loop_over,
     prefetch,
     splat,
     store,
@@ -43,13 +46,14 @@ TOTALS_BYTES = WIDTH * PANEL_TOTALS
 
 WORDS = ir.VectorType(INT16, 2 * LANES)
 Step = Callable[[], None]  # generates something
+Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a panel: [row][number of the pair]
 
 _HALVES = ir.VectorType(INT16, LANES)
 _AHEAD = 8192  # bytes, of what is unpacked later
 
 
 class Place(NamedTuple):
-    """LLVM values: what products of `code_tiles` are given."""
+    """LLVM values: what products of `code_products` are given."""
 
     panel: Any
     panel_step: Any
@@ -99,6 +103,26 @@ def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
     return [scale, *(stored or [b.fmul(scale, splat(FLOATS, -8.0))])]
 
 
+def scale_and_middle(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:
+    """Of 16 rows: what the sums of a block's codes are multiplied with, and, where least numbers are stored, the sum of
+    the block's numbers of x. (Codes of 4 bits are taken for 8 less than they are: it is what 8 means.)"""
+    scale, *stored = scales_of(b, packing, block)
+    return scale, fma(b, scale, splat(FLOATS, 8.0), stored[0]) if stored else None
+
+
+def x_sum_at(b: ir.IRBuilder, packing: Packing, address: Any) -> Any:
+    """The sum of a block's numbers of x, in all lanes, where least numbers are stored."""
+    return broadcast(b, load(b, address, FLOAT), LANES) if packing.has_least else None
+
+
+def add_block(b: ir.IRBuilder, total: Any, way: tuple[Any, Any], sums: Any, x_sum: Any) -> Any:
+    """To the totals of a row of x, its sums of a block's codes, by their `scale_and_middle` and `x_sum_at`."""
+    scale, middle = way
+    if middle is not None:
+        total = fma(b, x_sum, middle, total)
+    return fma(b, sums, scale, total)
+
+
 def codes_of(b: ir.IRBuilder, packing: Packing, block: Any) -> Any:
     """The address of a block's codes: of 8 bits, [pair of numbers][row of the panel][number of the pair]; of 4, four
     lines of words, [row of the panel][number of the pair], whose bits from 4 * i on are of pair 4 * i + line."""
@@ -119,43 +143,73 @@ def fetch(b: ir.IRBuilder, packing: Packing, block: Any) -> None:
 def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_numbers: bool) -> list[Step]:
     """What writes the codes of a block, signed, as a tile of bfloat16, step by step: [pair of numbers][row of the
     panel][number of the pair]; or its numbers, rounded."""
+
+    def write(some: Callable[[Any], Iterator[Pair]], number: int) -> None:
+        for pair, vector in some(INT64(number)):
+            store(b, vector, b.add(out, b.mul(pair, INT64(STEP_BYTES))))
+
+    some, count = _pairs(b, packing, block, as_numbers=as_numbers)
+    return [partial(fetch, b, packing, block), *(partial(write, some, number) for number in range(count))]
+
+
+def loop_over_pairs(
+    b: ir.IRBuilder,
+    packing: Packing,
+    blocks: Sequence[Any],
+    start: list[Any],
+    body: Callable[[Any, list[Any], list[Any]], list[Any]],
+) -> list[Any]:
+    """`state = body(pair, codes, state)` for all pairs of numbers of some blocks, an int64 and what each block has of
+    their codes, signed, as bfloat16: [row of the panel][number of the pair]."""
+    unpackers = [_pairs(b, packing, block, as_numbers=False) for block in blocks]
+    count = unpackers[0][1]
+    at_once = count // 4
+
+    def step(number: Any, state: list[Any]) -> list[Any]:
+        for i in range(at_once):
+            for found in zip(*(some(b.add(number, INT64(i))) for some, _ in unpackers), strict=True):
+                state = body(found[0][0], [vector for _, vector in found], state)
+        return state
+
+    return loop_over(b, INT64(count), at_once, start, step, may_unroll=False)
+
+
+def _pairs(
+    b: ir.IRBuilder, packing: Packing, block: Any, *, as_numbers: bool
+) -> tuple[Callable[[Any], Iterator[Pair]], int]:
+    """What unpacks some pairs of a block, by a number of it, an LLVM value below the second result."""
     codes = codes_of(b, packing, block)
-    do_fetch = partial(fetch, b, packing, block)
-
-    def write(found: Any, pair: int) -> None:
-        store(b, found, b.add(out, INT64(STEP_BYTES * pair)))
-
     if packing.bits == 8:
         scales = []
         if as_numbers:
             (scale,) = scales_of(b, packing, block)
             scales = [take(b, scale, [i // 2 for i in range(start, start + LANES)]) for start in (0, LANES)]
 
-        def of_bytes(pair: int) -> None:
-            start = b.add(codes, INT64(2 * LANES * pair))
+        def of_bytes(pair: Any) -> Iterator[Pair]:
+            start = b.add(codes, b.mul(pair, INT64(2 * LANES)))
             parts = [load(b, b.add(start, INT64(LANES * i)), INT8S) for i in range(2)]
             numbers = [b.sitofp(b.sext(part, INTS), FLOATS) for part in parts]
             if as_numbers:
                 numbers = [b.fmul(number, each) for number, each in zip(numbers, scales, strict=True)]
-            write(to_bfloat16_by_instruction(b, *numbers), pair)
+            yield pair, to_bfloat16_by_instruction(b, *numbers)
 
-        return [do_fetch, *(partial(of_bytes, pair) for pair in range(BLOCK // 2))]
+        return of_bytes, BLOCK // 2
 
     scale, least = scale_and_least(b, packing, block) if as_numbers else (None, None)
     # Four bits of a place in it are a code, and one is of the next: anything.
     table = ir.Constant(WORDS, 2 * [_bfloat16(code - (0 if as_numbers else 8)) for code in range(16)])
 
-    def of_words(line: int) -> None:
-        words = load(b, b.add(codes, INT64(STEP_BYTES * line)), WORDS)
+    def of_words(line: Any) -> Iterator[Pair]:
+        words = load(b, b.add(codes, b.mul(line, INT64(STEP_BYTES))), WORDS)
         for i in range(4):
             found = look_up(b, table, b.lshr(words, splat(WORDS, 4 * i)) if i else words)
             if as_numbers:
                 bits = b.bitcast(found, INTS)
                 both = (b.shl(bits, splat(INTS, 16)), b.and_(bits, splat(INTS, -65536)))
                 found = to_bfloat16_pairs(b, *(fma(b, b.bitcast(each, FLOATS), scale, least) for each in both))
-            write(found, 4 * i + line)
+            yield b.add(line, INT64(4 * i)), found
 
-    return [do_fetch, *(partial(of_words, line) for line in range(4))]
+    return of_words, 4
 
 
 def _bfloat16(number: int) -> int:

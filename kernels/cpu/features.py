@@ -32,7 +32,7 @@ IS_WIDE = "avx512f" in cpu_features()  # 32 registers of 16 lanes; AVX2 has 16 o
 def dots_are_fast() -> bool:
     """Whether a vector's dot products of bfloat16 take less than to multiply them as float32.
 
-    Intel's Xeons start one in two cycles, which is half of what they multiply in float32, AMD's Zen 5 two in each.
-    Measured on both (tests/benchmarks/HISTORY.md); Zen 4 is taken to be like Zen 5.
+    Intel's Xeons start one in two cycles, which is half of what they multiply in float32, AMD's Zen 5 two in each,
+    Zen 4 one. Measured on all three (tests/benchmarks/HISTORY.md).
     """
     return "avx512bf16" in cpu_features() and cpu_name().startswith("znver")

@@ -14,8 +14,8 @@ Weights come in three precisions:
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
 Those that are packed (`kernels.packed`) are multiplied in matrix tiles, with x in float32 or bfloat16 (`codes`), or in
-vectors, in float32 (`panels`: the same sums of the same numbers). They are unpacked part by part, in registers or into
-a core's caches.
+vectors: in bfloat16 where its dot products are fast (`dots`), or in float32 (`panels`: the same sums of the same
+numbers). They are unpacked part by part, in registers or into a core's caches.
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
@@ -30,6 +30,7 @@ the library, takes.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
@@ -38,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..packed import Packing
-from . import codes, few_rows, many_rows, matrix_tiles, panels
+from . import codes, dots, few_rows, many_rows, matrix_tiles, panels
 from .elementwise import activate_and_mul
 from .features import dots_are_fast
 from .intrinsics import IS_X86
@@ -67,6 +68,12 @@ class _PackedKernel(Protocol):
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype
     ) -> Tensor: ...
+
+
+_GATED: dict[_PackedKernel, Callable[[Tensor, Tensor, Tensor | None, Packing, str], Tensor]] = {
+    codes: codes.linear_gated,
+    dots: dots.linear_gated,
+}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -113,30 +120,34 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
     """See `ops.linear_packed`."""
     if len(x) == 0:
         return x.new_empty(0, len(weight), dtype=out_dtype)
-    return _packed_kernel().linear(x, weight, bias, packing, out_dtype)
+    return _packed_kernel(x.dtype).linear(x, weight, bias, packing, out_dtype)
 
 
 def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
     """See `ops.linear_gated_packed`."""
-    if _packed_kernel() is codes and len(x) > 0 and codes.fits_gated(len(weight), activation):
-        return codes.linear_gated(x, weight, bias, packing, activation)
+    gated = _GATED.get(_packed_kernel(x.dtype))
+    if gated is not None and len(x) > 0 and codes.fits_gated(len(weight), activation):
+        return gated(x, weight, bias, packing, activation)
     return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
 
 
-def lay_out_packed(rows: Tensor, packing: Packing) -> Tensor:
+def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
     """See `ops.lay_out_packed`."""
-    return _packed_kernel().lay_out(rows, packing)
+    return _packed_kernel(dtype).lay_out(rows, packing)
 
 
 def fits_packed(shape: tuple[int, int], dtype: torch.dtype) -> bool:
     """See `ops.fits_packed`."""
-    return dtype in _packed_kernel().DTYPES and _packed_kernel().fits(*shape)
+    kernel = _packed_kernel(dtype)
+    return dtype in kernel.DTYPES and kernel.fits(*shape)
 
 
 @cache
-def _packed_kernel() -> _PackedKernel:
-    """The fastest on this CPU."""
-    return codes if matrix_tiles.are_available() else panels
+def _packed_kernel(dtype: torch.dtype) -> _PackedKernel:
+    """The fastest on this CPU for x of a dtype."""
+    if matrix_tiles.are_available():
+        return codes
+    return dots if dtype == torch.bfloat16 and dots_are_fast() else panels
 
 
 def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

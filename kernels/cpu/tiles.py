@@ -90,7 +90,8 @@ def _fma_bfloat16(b: ir.IRBuilder, x: list[Any], weights: tuple[Any, Any], sums:
     return fma(b, x[1], weights[1], fma(b, x[0], weights[0], sums))
 
 
-def _dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
+def dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
+    """Add to each lane the products of two numbers."""
     operands = [b.bitcast(x, BFLOATS), b.bitcast(weights, BFLOATS)]
     return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *operands])
 
@@ -108,7 +109,7 @@ _DIGITS = ((4, 2), (4, 2))
 
 FORMATS = {
     "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, fma, *_QUARTERS, rows=4),
-    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, _dot_bfloat16, *_WIDE, "avx512bf16"),
+    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, dot_bfloat16, *_WIDE, "avx512bf16"),
     "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, *_LONG_QUARTERS, parts=2, rows=4),
     "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_DIGITS, "avx512vnni", NUM_DIGITS, NUM_DIGITS),
     "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, fma, *_LONG),

@@ -219,9 +219,18 @@ def by_value(b: ir.IRBuilder, value: Any, options: Sequence[int], generate: Call
 
 
 def loop_over(
-    b: ir.IRBuilder, end: Any, step: int, start: list[Any], body: Callable[[Any, list[Any]], list[Any]]
+    b: ir.IRBuilder,
+    end: Any,
+    step: int,
+    start: list[Any],
+    body: Callable[[Any, list[Any]], list[Any]],
+    *,
+    may_unroll: bool = True,
 ) -> list[Any]:
-    """`state = body(k, state)` for k = 0, step, ... below `end`, at least once. Returns the last state."""
+    """`state = body(k, state)` for k = 0, step, ... below `end`, at least once. Returns the last state.
+
+    Where LLVM unrolls a loop, it brings what waits for one another together: if that is much, it must not.
+    """
     before, loop, after = b.block, b.append_basic_block("loop"), b.append_basic_block("after")
     b.branch(loop)
     b.position_at_end(loop)
@@ -234,6 +243,16 @@ def loop_over(
     k.add_incoming(next_k, b.block)
     for phi, value in zip(state, new, strict=True):
         phi.add_incoming(value, b.block)
-    b.cbranch(b.icmp_signed("<", next_k, end), loop, after)
+    branch = b.cbranch(b.icmp_signed("<", next_k, end), loop, after)
+    if not may_unroll:
+        never = b.module.add_metadata([ir.MetaDataString(b.module, "llvm.loop.unroll.disable")])
+        branch.set_metadata("llvm.loop", _of_itself(b.module, never))
     b.position_at_end(after)
     return new
+
+
+def _of_itself(module: ir.Module, hint: Any) -> Any:
+    """What tells LLVM a hint about a loop: metadata whose first operand is itself."""
+    made = ir.values.MDValue(module, [hint], name=str(len(module.metadata)))
+    made.operands = (made, hint)
+    return made

@@ -35,7 +35,7 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
     return activate_and_mul(linear_packed(x, weight, packing, bias, torch.float32), activation).to(x.dtype)
 
 
-def lay_out_packed(rows: Tensor, _packing: Packing) -> Tensor:
+def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:
     """See `ops.lay_out_packed`: as they are."""
     return rows
 

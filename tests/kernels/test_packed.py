@@ -13,8 +13,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from quire.kernels import ops
-from quire.kernels.cpu import codes, few_rows, many_rows, matrix_tiles, panels, vectors
+from quire.kernels.cpu import codes, dots, few_rows, many_rows, matrix_tiles, panels, vectors
 from quire.kernels.cpu.any_rows import capture
+from quire.kernels.cpu.features import cpu_features
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.panel_vectors import FEW, WIDTH
@@ -27,14 +28,28 @@ SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
 KERNELS: list[tuple[ModuleType, torch.dtype]] = [(panels, torch.float32)]
 if matrix_tiles.are_available():
     KERNELS += [(codes, torch.float32), (codes, torch.bfloat16)]
-DTYPES = sorted({dtype for _, dtype in KERNELS}, key=str)
-kernels = pytest.mark.parametrize(
-    ("kernel", "dtype"), KERNELS, ids=[f"{k.__name__.rpartition('.')[2]}-{str(d)[6:]}" for k, d in KERNELS]
-)
+if "avx512bf16" in cpu_features():
+    KERNELS += [(dots, torch.bfloat16)]
+OF_CODES = [(kernel, dtype) for kernel, dtype in KERNELS if kernel is not panels]
+IN_BFLOAT16 = codes if matrix_tiles.are_available() else dots  # what multiplies it, where it stays packed
+DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if ops.fits_packed((48, 96), dtype, torch.device("cpu"))]
+
+
+def ids(cases: list[tuple[ModuleType, torch.dtype]]) -> list[str]:
+    return [f"{kernel.__name__.rpartition('.')[2]}-{str(dtype)[6:]}" for kernel, dtype in cases]
+
+
+kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=ids(KERNELS))
+of_codes = pytest.mark.parametrize(("kernel", "dtype"), OF_CODES, ids=ids(OF_CODES))
 in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
+in_bfloat16 = pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="bfloat16 does not stay packed on this CPU")
 ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some of them come in more than one chunk
-MOST_BY_CODES = {4: 16, 8: 32}  # rows in bfloat16, by the bits of a code: numbers are not rounded there
 packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
+
+
+def most_by_codes(kernel: Any, packing: Packing) -> int:
+    """Rows in bfloat16 with which numbers are not rounded."""
+    return dots.FEW_ROWS if kernel is dots else {4: 16, 8: 32}[packing.bits]
 
 
 def packed(packing: Packing, out_features: int, in_features: int, scale: float = 0.05) -> torch.Tensor:
@@ -101,21 +116,22 @@ def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
     return (of_codes + middle.abs()).repeat_interleave(BLOCK, dim=1)
 
 
-def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, packing: Packing) -> None:
-    """At most four roundings of float32, of all that is summed up; in bfloat16 that of the result, and of numbers."""
+def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, most_exact: int) -> None:
+    """At most four roundings of float32, of all that is summed up; in bfloat16 that of the result, and of numbers where
+    there are more rows than `most_exact`."""
     allowed = 2**-22 * size
     if got.dtype == torch.bfloat16:
-        allowed += 2**-8 * exact.abs() + (2**-8 * size if len(got) > MOST_BY_CODES[packing.bits] else 0)
+        allowed += 2**-8 * exact.abs() + (2**-8 * size if len(got) > most_exact else 0)
     assert ((got.double() - exact).abs() <= allowed).all(), len(got)
 
 
-@in_tiles
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_codes
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
-def test_what_is_rounded(shape: tuple[int, int], packing: Packing, dtype: torch.dtype) -> None:
+def test_what_is_rounded(shape: tuple[int, int], packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """x has all the bits that it can have, over a hundred binary orders of magnitude, and some within a row."""
-    assert ops.fits_packed(shape, dtype, torch.device("cpu"))
+    assert kernel.fits(*shape)
+    most = most_by_codes(kernel, packing)
     rows, generator = packed(packing, *shape), torch.Generator().manual_seed(1)
     numbers, size = unpack(rows, packing).double(), sizes(rows, packing)
     x = inputs(40, shape[1]) * 2.0 ** torch.randint(-5, 5, (40, shape[1]), generator=generator)
@@ -124,14 +140,13 @@ def test_what_is_rounded(shape: tuple[int, int], packing: Packing, dtype: torch.
     for num_rows in (1, 8, 16, 21, 32, 40):
         given = x[:num_rows]
         exact, of_all = given.double() @ numbers.T, given.double().abs() @ size.T
-        check(product(codes, given, rows, packing), exact, of_all, packing)
-        biased = product(codes, given, rows, packing, bias)
-        check(biased, exact + bias.double(), of_all + bias.double().abs(), packing)
+        check(product(kernel, given, rows, packing), exact, of_all, most)
+        biased = product(kernel, given, rows, packing, bias)
+        check(biased, exact + bias.double(), of_all + bias.double().abs(), most)
 
 
-@in_tiles
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_code_that_cancels_what_is_least(dtype: torch.dtype) -> None:
+@of_codes
+def test_a_code_that_cancels_what_is_least(kernel: Any, dtype: torch.dtype) -> None:
     """All numbers are next to nothing, and what is rounded is not."""
     packing = PACKINGS["q4_1"]
     rows = packed(packing, 48, 96)
@@ -141,7 +156,8 @@ def test_a_code_that_cancels_what_is_least(dtype: torch.dtype) -> None:
     rows, x = torch.cat([halves, codes_.fill_(0x55)], dim=1), inputs(40, 96).to(dtype)
     exact, of_all = x.double() @ unpack(rows, packing).double().T, x.double().abs() @ sizes(rows, packing).T
     for num_rows in (1, 16, 32, 40):
-        check(product(codes, x[:num_rows], rows, packing), exact[:num_rows], of_all[:num_rows], packing)
+        found = product(kernel, x[:num_rows], rows, packing)
+        check(found, exact[:num_rows], of_all[:num_rows], most_by_codes(kernel, packing))
 
 
 @in_tiles
@@ -169,23 +185,25 @@ def test_rows_do_not_depend_on_their_batch(
 ) -> None:
     rows, x, bias = packed(packing, *shape), inputs(700, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
     found = {num_rows: product(kernel, x[:num_rows], rows, packing, bias) for num_rows in ROW_COUNTS}
-    most_by_codes = MOST_BY_CODES[packing.bits]
+    most = most_by_codes(kernel, packing)
     for num_rows, got in found.items():
-        whole = found[700 if num_rows > most_by_codes or dtype == torch.float32 else most_by_codes]
+        whole = found[700 if num_rows > most or dtype == torch.float32 else most]
         assert torch.equal(got, whole[:num_rows]), num_rows
 
 
-@in_tiles
+@in_bfloat16
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing) -> None:
-    """They have the bits that numbers in bfloat16 give, in tiles as well."""
+    """They have the bits that numbers in bfloat16 give where both are multiplied by the same instruction."""
     rows, x = packed(packing, *shape), inputs(700, shape[1]).bfloat16()
     for bias in (None, torch.randn(shape[0]).bfloat16()):
         expected = many_rows.linear(x, unpack(rows, packing).bfloat16(), None, bias)
         for num_rows in ROW_COUNTS:
-            if num_rows > MOST_BY_CODES[packing.bits]:
-                assert torch.equal(product(codes, x[:num_rows], rows, packing, bias), expected[:num_rows]), num_rows
+            if num_rows > most_by_codes(IN_BFLOAT16, packing):
+                assert torch.equal(product(IN_BFLOAT16, x[:num_rows], rows, packing, bias), expected[:num_rows]), (
+                    num_rows
+                )
 
 
 @kernels
@@ -209,20 +227,25 @@ def test_nothing_is_written_behind_the_result(
     assert (behind == 7.0).all()
 
 
+@pytest.mark.parametrize("num_rows", [16, 21])
 @pytest.mark.parametrize("dtype", DTYPES)
 @packings
-def test_the_reference_agrees(packing: Packing, dtype: torch.dtype) -> None:
+def test_the_reference_agrees(packing: Packing, dtype: torch.dtype, num_rows: int) -> None:
     rows = packed(packing, 80, 576)
-    x, bias = torch.randn(21, 576).to(dtype), torch.randn(80).to(dtype)
+    x, bias = torch.randn(num_rows, 576).to(dtype), torch.randn(80).to(dtype)
     with forced_backend("reference"):
         assert ops.fits_packed((80, 576), dtype, torch.device("cpu"))
-        expected = ops.linear_packed(x, ops.lay_out_packed(rows, packing), packing, bias)
+        expected = ops.linear_packed(x, ops.lay_out_packed(rows, packing, dtype), packing, bias)
+    got = ops.linear_packed(x, ops.lay_out_packed(rows, packing, dtype), packing, bias)
+    if dtype == torch.bfloat16 and num_rows > most_by_codes(IN_BFLOAT16, packing):
+        exact = x.double() @ unpack(rows, packing).double().T + bias.double()
+        check(got, exact, x.double().abs() @ sizes(rows, packing).T + bias.double().abs(), num_rows - 1)
+        return
     rounding = 1e-5 if dtype == torch.float32 else 2**-7
-    got = ops.linear_packed(x, ops.lay_out_packed(rows, packing), packing, bias)
     torch.testing.assert_close(got, expected, rtol=rounding, atol=20 * rounding)
 
 
-@in_tiles
+@in_bfloat16
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33])
 @packings
@@ -232,7 +255,7 @@ def test_results_may_be_left_in_float32(num_rows: int, packing: Packing, has_bia
     bias = torch.randn(80).bfloat16() if has_bias else None
     for backend in (None, "reference"):
         with forced_backend(backend) if backend else nullcontext():
-            weight = ops.lay_out_packed(rows, packing)
+            weight = ops.lay_out_packed(rows, packing, x.dtype)
             short = ops.linear_packed(x, weight, packing, bias)
             whole = ops.linear_packed(x, weight, packing, bias, out_dtype=torch.float32)
             empty = ops.linear_packed(x[:0], weight, packing, bias, out_dtype=torch.float32)
@@ -249,43 +272,46 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
         ops.linear_gated_packed(x, weight, PACKINGS["q4_1"], None, "swish")
 
 
-@in_tiles
-@pytest.mark.parametrize("dtype", DTYPES)
+@of_codes
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 100])
 @packings
 def test_gated_bits_are_those_of_both_steps(
-    packing: Packing, num_rows: int, activation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    packing: Packing,
+    num_rows: int,
+    activation: str,
+    kernel: Any,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of what was not rounded in between; and behind the result nothing is written."""
     rows, x = packed(packing, 160, 96), torch.randn(num_rows, 96).to(dtype)
-    weight = codes.lay_out(rows, packing)
+    weight = kernel.lay_out(rows, packing)
     for bias in (None, torch.randn(160).to(dtype)):
-        both = codes.linear(x, weight, bias, packing, torch.float32)
+        both = kernel.linear(x, weight, bias, packing, torch.float32)
         expected = activate_and_mul(both, activation).to(dtype)
-        for chunk_bytes in (codes.CHUNK_BYTES, 1 << 11):
+        for chunk_bytes in (kernel.CHUNK_BYTES, 1 << 11):
             memory = torch.full((num_rows + 100, 80), 7.0, dtype=dtype)
             with monkeypatch.context() as patched:
                 patched.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])  # noqa: B023
-                patched.setattr(codes, "CHUNK_BYTES", chunk_bytes)
-                codes._entry.cache_clear()
-                codes.linear_gated(x, weight, bias, packing, activation)
-            codes._entry.cache_clear()
+                patched.setattr(kernel, "CHUNK_BYTES", chunk_bytes)
+                kernel._entry.cache_clear()
+                kernel.linear_gated(x, weight, bias, packing, activation)
+            kernel._entry.cache_clear()
             assert torch.equal(memory[:num_rows], expected)
             assert (memory[num_rows:] == 7.0).all()
 
 
-@in_tiles
+@of_codes
 @packings
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("recorded", [5, 20, 41])
-def test_any_number_of_rows_of_gates(recorded: int, dtype: torch.dtype, packing: Packing) -> None:
+def test_any_number_of_rows_of_gates(recorded: int, kernel: Any, dtype: torch.dtype, packing: Packing) -> None:
     """And of results in float32 with a bias in bfloat16: a record of some rows is repeated with others."""
     bias = torch.randn(160).to(dtype)
-    weight, x = codes.lay_out(packed(packing, 160, 96), packing), torch.randn(163, 96).to(dtype)
+    weight, x = kernel.lay_out(packed(packing, 160, 96), packing), torch.randn(163, 96).to(dtype)
     for run in (
-        lambda x: codes.linear_gated(x, weight, bias, packing, "silu"),
-        lambda x: codes.linear(x, weight, bias, packing, torch.float32),
+        lambda x: kernel.linear_gated(x, weight, bias, packing, "silu"),
+        lambda x: kernel.linear(x, weight, bias, packing, torch.float32),
     ):
         with torch.inference_mode():
             record, _ = capture(lambda run=run: run(x[:recorded]), Pool(), recorded, 163, [x])
@@ -306,8 +332,8 @@ def test_gates_of_any_kind_and_size(packing: Packing, out_features: int, activat
     rows, x, bias = packed(packing, out_features, 96), torch.randn(7, 96).to(dtype), torch.randn(out_features).to(dtype)
     with forced_backend("reference"):
         expected = ops.linear_gated_packed(x, rows, packing, bias, activation)
-    got = ops.linear_gated_packed(x, ops.lay_out_packed(rows, packing), packing, bias, activation)
-    empty = ops.linear_gated_packed(x[:0], ops.lay_out_packed(rows, packing), packing, bias, activation)
+    got = ops.linear_gated_packed(x, ops.lay_out_packed(rows, packing, dtype), packing, bias, activation)
+    empty = ops.linear_gated_packed(x[:0], ops.lay_out_packed(rows, packing, dtype), packing, bias, activation)
     assert (got.dtype, empty.shape) == (dtype, (0, out_features // 2))
     rounding = 1e-5 if dtype == torch.float32 else 2**-6
     torch.testing.assert_close(got, expected, rtol=rounding, atol=40 * rounding)
@@ -375,7 +401,7 @@ def test_largest_and_smallest_scales(kernel: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_rows(dtype: torch.dtype) -> None:
     packing = PACKINGS["q4_1"]
-    weight = ops.lay_out_packed(packed(packing, 48, 96), packing)
+    weight = ops.lay_out_packed(packed(packing, 48, 96), packing, dtype)
     out = ops.linear_packed(torch.empty(0, 96, dtype=dtype), weight, packing)
     assert (out.shape, out.dtype) == ((0, 48), dtype)
 
@@ -395,7 +421,7 @@ def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel:
         record, _ = capture(
             lambda: kernel.linear(x[:recorded], weight, bias, packing, dtype), Pool(), recorded, 163, [x]
         )
-        assert record.least_rows == (1 if kernel is codes else FEW[-1] + 1)
+        assert record.least_rows == (FEW[-1] + 1 if kernel is panels else 1)
         for num_rows in (163, record.least_rows, 16, 17, 32, 33, 41, 100):
             x.copy_(torch.randn(163, 96))
             found = record.replay(num_rows).clone()

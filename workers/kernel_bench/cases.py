@@ -173,7 +173,7 @@ def linear_run(
         packed = torch.randint(256, (out_features, weight.row_bytes(in_features)), dtype=torch.uint8)
         halves, _ = weight.parts(packed)
         halves.copy_(torch.randn(out_features, halves.shape[1] // 2).half().view(torch.uint8))
-        laid_out = ops.lay_out_packed(packed.to(device), weight)
+        laid_out = ops.lay_out_packed(packed.to(device), weight, dtype)
         return lambda: ops.linear_packed(x, laid_out, weight)
     numbers = torch.randn(out_features, in_features, device=device, dtype=dtype)
     if weight == dtype:

@@ -112,6 +112,7 @@ class PackedParameter(ShardedParameter):
     `packing.row_bytes` long; the order of bytes is a backend's (`ops.lay_out_packed`)."""
 
     packing: Packing
+    x_dtype: torch.dtype  # of what it is multiplied with
     numbers: Tensor | None = None  # the matrix unpacked, where rows of it are looked up
 
     @classmethod
@@ -119,7 +120,7 @@ class PackedParameter(ShardedParameter):
         """Room for the same pieces, which have a form that `can_pack` allows."""
         num_rows, num_columns = parameter.shape
         made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
-        made.packing = packing
+        made.packing, made.x_dtype = packing, parameter.dtype
         made.numbers = parameter.data if is_looked_up else None
         return made
 
@@ -137,7 +138,7 @@ class PackedParameter(ShardedParameter):
             ShardedParameter(self.numbers, self.pieces).weight_loader(source, piece)
         place, packed = self.pieces[piece], cast(PackedSource, source)
         rows = packed.read_packed(place.source)
-        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing)
+        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing, self.x_dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias)

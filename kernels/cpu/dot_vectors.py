@@ -1,0 +1,212 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
+"""Words to multiply rows of bfloat16 with packed weights by dot products of two numbers (see `dots`), as LLVM vectors:
+
+    two numbers of a row of x, in all lanes    dot    two codes, or numbers, of each row of a panel    ->    sums
+
+A sum is a lane, which is a row of the weight, and takes its products in one order, however many rows of x there are.
+Everything works on addresses. Totals are [panel][row of x][row of the panel], panels PANEL_TOTALS apart; behind as many
+rows of x as there are, they are of no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..packed import BLOCK, PACKINGS
+from .code_words import (
+    PANEL_TOTALS,
+    WIDTH,
+    WORDS,
+    add_block,
+    blocks_of,
+    fetch,
+    loop_over_pairs,
+    scale_and_middle,
+    tile_of,
+    x_sum_at,
+)
+from .tile_product import STEP_BYTES, span_bytes
+from .tiles import dot_bfloat16
+from .vectors import (
+    FLOATS,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    at_most,
+    broadcast,
+    from_bfloat16,
+    load,
+    loop_over,
+    splat,
+    store,
+    sum_lanes,
+    take,
+)
+
+ROWS = 8  # of x at a time: their sums for WIDTH panels leave registers for what is multiplied
+BLOCKS = 4  # that are summed at once
+BLOCK_BYTES = 2 * BLOCK  # of a row of x
+_SPAN = span_bytes(0) // BLOCK_BYTES  # blocks whose numbers are summed up, before that is added to the total
+_COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
+_NONE = splat(FLOATS, 0.0)
+
+
+class _Rows(NamedTuple):
+    """Of x: LLVM values."""
+
+    x: Any  # address of the first one
+    step: Any  # bytes from one to the next
+    count: Any  # how many there are
+
+    def starts(self, b: ir.IRBuilder, count: int) -> list[Any]:
+        """The addresses of so many: behind the last one, its own."""
+        last = b.sub(self.count, INT64(1))
+        numbers = [b.select(b.icmp_signed("<", INT64(i), last), INT64(i), last) for i in range(count)]
+        return [b.add(self.x, b.mul(self.step, number)) for number in numbers]
+
+
+@intrinsic
+def sum_blocks(typing_context: Any, x: Any, num_blocks: Any, out: Any) -> Any:
+    """Write the sum of each block of a row of x, float32, and anything behind the last one, up to BLOCKS in all."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        x, num_blocks, out = arguments
+        last = b.sub(num_blocks, INT64(1))
+
+        def pairs_of(k: Any) -> Any:
+            existing = b.select(b.icmp_signed("<", k, last), k, last)
+            both = load(b, b.add(x, b.mul(existing, INT64(BLOCK_BYTES))), WORDS)
+            return b.fadd(*(from_bfloat16(b, take(b, both, range(i, i + LANES))) for i in (0, LANES)))
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            totals = sum_lanes(b, [pairs_of(b.add(k, INT64(i))) for i in range(BLOCKS)])
+            store(b, totals, b.add(out, b.mul(k, INT64(4))))
+            return []
+
+        loop_over(b, num_blocks, BLOCKS, [], step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_codes(
+    typing_context: Any,
+    packing: Any,
+    panel: Any,
+    panel_step: Any,
+    num_blocks: Any,
+    x: Any,
+    x_row: Any,
+    num_rows: Any,
+    x_sums: Any,
+    x_sums_row: Any,
+    totals: Any,
+) -> Any:
+    """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
+    `panel_step` bytes from one to the next. `x_sums`: what `sum_blocks` writes, `x_sums_row` bytes from row to row,
+    where least numbers are stored. `packing`, the name of one, is a constant."""
+    kind = PACKINGS[packing.literal_value]
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, panel, panel_step, num_blocks, x, x_row, num_rows, x_sums, x_sums_row, totals = arguments
+        rows, sums_of_rows = _Rows(x, x_row, num_rows), _Rows(x_sums, x_sums_row, num_rows)
+
+        def of_rows(count: int) -> None:
+            starts, sums_starts = rows.starts(b, count), sums_of_rows.starts(b, count)
+
+            def step(k: Any, _state: list[Any]) -> list[Any]:
+                blocks = blocks_of(b, kind, panel, panel_step, k)
+                places = [b.add(start, b.mul(k, INT64(BLOCK_BYTES))) for start in starts]
+                for block in blocks:
+                    fetch(b, kind, block)
+
+                def multiply(pair: Any, codes: list[Any], sums: list[Any]) -> list[Any]:
+                    return _dots(b, places, pair, codes, sums)
+
+                sums = loop_over_pairs(b, kind, blocks, [_NONE] * (count * WIDTH), multiply)
+                is_first = b.icmp_signed("==", k, INT64(0))
+                ways = [scale_and_middle(b, kind, block) for block in blocks]
+                for i, start in enumerate(sums_starts):
+                    x_sum = x_sum_at(b, kind, b.add(start, b.mul(k, INT64(4))))
+                    for j, way in enumerate(ways):
+                        place = _total_of(b, totals, i, j)
+                        total = b.select(is_first, _NONE, load(b, place, FLOATS))
+                        store(b, add_block(b, total, way, sums[i * WIDTH + j], x_sum), place)
+                return []
+
+            loop_over(b, num_blocks, 1, [], step)
+
+        _by_count(b, num_rows, of_rows)
+        return context.get_dummy_value()
+
+    return types.void(packing, *[types.int64] * 9), generate
+
+
+@intrinsic
+def multiply_unpacked(
+    typing_context: Any, unpacked: Any, num_blocks: Any, x: Any, x_row: Any, num_rows: Any, totals: Any
+) -> Any:
+    """Likewise, of ROWS rows at most and numbers, as `code_tiles.unpack` writes them, in the order of `many_rows`."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        unpacked, num_blocks, x, x_row, num_rows, totals = arguments
+        rows = _Rows(x, x_row, num_rows)
+
+        def of_rows(count: int) -> None:
+            starts = rows.starts(b, count)
+
+            def of_blocks(first: Any, _state: list[Any]) -> list[Any]:
+                def step(i: Any, sums: list[Any]) -> list[Any]:
+                    k = b.add(first, i)
+                    places = [b.add(start, b.mul(k, INT64(BLOCK_BYTES))) for start in starts]
+                    tiles = [tile_of(b, unpacked, k, j) for j in range(WIDTH)]
+
+                    def multiply(pair: Any, sums: list[Any]) -> list[Any]:
+                        numbers = [load(b, b.add(tile, b.mul(pair, INT64(STEP_BYTES))), INTS) for tile in tiles]
+                        return _dots(b, places, pair, numbers, sums)
+
+                    return loop_over(b, INT64(BLOCK // 2), 1, sums, multiply)
+
+                size = at_most(b, b.sub(num_blocks, first), _SPAN)
+                sums = loop_over(b, size, 1, [_NONE] * (count * WIDTH), step)
+                is_first = b.icmp_signed("==", first, INT64(0))
+                for number, each in enumerate(sums):
+                    place = _total_of(b, totals, *divmod(number, WIDTH))
+                    store(b, b.fadd(b.select(is_first, _NONE, load(b, place, FLOATS)), each), place)
+                return []
+
+            loop_over(b, num_blocks, _SPAN, [], of_blocks)
+
+        _by_count(b, num_rows, of_rows)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
+
+
+def _dots(b: ir.IRBuilder, starts: Sequence[Any], pair: Any, vectors: Sequence[Any], sums: Sequence[Any]) -> list[Any]:
+    """Add the products of a pair of numbers of each row of x, whose blocks start there. Sums are [row][panel]."""
+    found = []
+    for i, start in enumerate(starts):
+        both = broadcast(b, load(b, b.add(start, b.mul(pair, INT64(4))), INT32), LANES)
+        found += [dot_bfloat16(b, both, vector, sums[i * WIDTH + j]) for j, vector in enumerate(vectors)]
+    return found
+
+
+def _total_of(b: ir.IRBuilder, totals: Any, row: int, panel: int) -> Any:
+    return b.add(totals, INT64(STEP_BYTES * row + PANEL_TOTALS * panel))
+
+
+def _by_count(b: ir.IRBuilder, num_rows: Any, generate: Callable[[int], None]) -> None:
+    """What is generated for the least of _COUNTS that is as many."""
+    for fewer, count in zip((0, *_COUNTS), _COUNTS, strict=False):
+        is_it = b.and_(b.icmp_signed(">", num_rows, INT64(fewer)), b.icmp_signed("<=", num_rows, INT64(count)))
+        with b.if_then(is_it):
+            generate(count)
