@@ -14,8 +14,8 @@ Weights come in three precisions:
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
 Those that are packed (`kernels.packed`) are multiplied in matrix tiles, with x in float32 or bfloat16 (`codes`), or in
-vectors: in bfloat16 where its dot products are fast (`dots`), or in float32 (`panels`: the same sums of the same
-numbers). They are unpacked part by part, in registers or into a core's caches.
+vectors: in bfloat16 where its dot products are fast (`dots`), else in float32 (`panels`: the same sums of the same
+numbers; x in bfloat16 is widened). They are unpacked part by part, in registers or into a core's caches.
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
@@ -23,7 +23,7 @@ and those of more than MAX_ROWS are its, and so are weights of other sizes than 
 
 On x86, a row's result has the same bits whatever rows are beside it, where these kernels take the weight and both add
 in one order (`tile_product`): of float32, of bfloat16 where it is multiplied as float32, and of int8 in digits, whose
-sums are of whole numbers; and of packed weights in float32. Otherwise it has them among as many rows as one of them, or
+sums are of whole numbers; and of packed weights that are multiplied as float32. Otherwise it has them among as many rows as one of them, or
 the library, takes.
 """
 

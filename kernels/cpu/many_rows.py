@@ -151,7 +151,7 @@ def turn_rows(x: Tensor) -> Tensor:
     `tile_product`). What a last group has no rows for is unspecified."""
     x, (num_rows, in_features) = x.contiguous(), x.shape
     out = torch.empty(-(-num_rows // TILE) * TILE * in_features, dtype=torch.float32)
-    _kernel("float32", x.dtype, x.dtype).turn(
+    _kernel("float32", torch.float32, x.dtype).turn(
         num_rows, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, out.data_ptr(), 0, num_rows, per=TILE, also="num_x",
     )  # fmt: skip

@@ -31,12 +31,14 @@ from .vectors import (
     broadcast,
     by_value,
     fma,
+    from_bfloat16,
     joined,
     load,
     loop_over,
     prefetch,
     splat,
     store,
+    to_bfloat16,
     widen_halves,
 )
 
@@ -254,8 +256,28 @@ def multiply_few(
 
 
 @intrinsic
+def widen_rows(typing_context: Any, x: Any, count: Any, out: Any) -> Any:
+    """Write `count` numbers of bfloat16, a multiple of LANES, as float32."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        x, count, out = arguments
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            halves = load(b, b.add(x, b.mul(k, INT64(2))), _HALVES)
+            store(b, from_bfloat16(b, halves), b.add(out, b.mul(k, INT64(4))))
+            return []
+
+        loop_over(b, count, LANES, [], step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic(prefer_literal=True)
 def finish(
     typing_context: Any,
+    is_short: Any,
+    has_short_bias: Any,
     totals: Any,
     num_panels: Any,
     num_rows: Any,
@@ -263,21 +285,27 @@ def finish(
     out: Any,
     out_row: Any,
 ) -> Any:
-    """Store totals, [row of x][panel][row of it], as rows of results, with the bias if its address is not 0."""
+    """Store totals, [row of x][panel][row of it], as rows of results, with the bias if its address is not 0. The first
+    two are constants: whether results, and the bias, are bfloat16 and not float32."""
+    shift, bias_shift = (1 if short.literal_value else 0 for short in (is_short, has_short_bias))
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        totals, num_panels, num_rows, bias, out, out_row = arguments
+        totals, num_panels, num_rows, bias, out, out_row = arguments[2:]
         totals_row = b.mul(num_panels, INT64(VECTOR_BYTES))
 
         def of_panel(panel: Any, _state: list[Any]) -> list[Any]:
             offset, before = b.mul(panel, INT64(VECTOR_BYTES)), b.block
             with b.if_then(b.icmp_signed("!=", bias, INT64(0))):
-                given, inside = load(b, b.add(bias, offset), FLOATS), b.block
+                place = b.add(bias, b.lshr(offset, INT64(bias_shift)))
+                given = from_bfloat16(b, load(b, place, _HALVES)) if bias_shift else load(b, place, FLOATS)
+                inside = b.block
             added = joined(b, (splat(FLOATS, -0.0), before), (given, inside))
 
             def of_row(row: Any, _state: list[Any]) -> list[Any]:
                 total = load(b, b.add(b.add(totals, offset), b.mul(row, totals_row)), FLOATS)
-                store(b, b.fadd(total, added), b.add(b.add(out, offset), b.mul(row, out_row)))
+                result = b.fadd(total, added)
+                place = b.add(b.add(out, b.lshr(offset, INT64(shift))), b.mul(row, out_row))
+                store(b, to_bfloat16(b, result) if shift else result, place)
                 return []
 
             loop_over(b, num_rows, 1, [], of_row)
@@ -286,4 +314,4 @@ def finish(
         loop_over(b, num_panels, 1, [], of_panel)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), generate
+    return types.void(is_short, has_short_bias, *[types.int64] * 6), generate

@@ -1,6 +1,7 @@
 # mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call, var-annotated"
 # (compiled functions and their views into memory are not Python to a type checker)
-"""The product with a packed weight (`kernels.packed`) in float32, compiled with Numba and run on all threads.
+"""The product with a packed weight (`kernels.packed`) in float32, compiled with Numba and run on all threads; x may be
+bfloat16, which becomes float32.
 
 What decides is arithmetic, not memory: a packed weight is read in a seventh to a quarter of the time that its numbers
 would take. So 16 rows of it, a panel, are packed again when they are loaded, such that a number of each is one vector:
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .claims import enter, take_item
+from .features import IS_WIDE
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES, turn_rows
 from .packed_call import (
@@ -53,11 +55,14 @@ from .panel_vectors import (
     multiply_few,
     size_of,
     unpack,
+    widen_rows,
 )
 from .sources import digest_of
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES, TILE
+from .vectors import LANES
 
-DTYPES: tuple[torch.dtype, ...] = (torch.float32,)  # of x
+# Of x, where that pays: to unpack numbers for 4 rows in bfloat16 takes AVX2 longer than to read them unpacked.
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16) if IS_WIDE else (torch.float32,)
 SPAN = CLASSES * IN_A_ROW  # numbers of a row, whose sums are added to the totals together
 
 _SOURCES = (
@@ -92,25 +97,30 @@ def lay_out(rows: Tensor, packing: Packing) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
-    """x @ weight.T + bias, float32, as `out_dtype` is.
+    """x @ weight.T + bias. x and bias are both float32 or bfloat16; `out_dtype` is theirs, or float32.
 
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
     num_rows, in_features = x.shape
     out, are_few = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype), num_rows <= FEW[-1]
+    entry = _entry(packing.name, x.dtype == torch.bfloat16, out_dtype == torch.bfloat16)
     x = x.contiguous() if are_few else turn_rows(x)
-    least_rows = None if are_few else FEW[-1] + 1
-    run_product(_entry(packing.name), x.data_ptr(), in_features, weight, bias, out, least_rows)
+    run_product(entry, x.data_ptr(), in_features, weight, bias, out, None if are_few else FEW[-1] + 1)
     return out
 
 
 @cache
-def _entry(packing: str) -> Any:
-    return _worker(packing, f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}").ctypes
+def _entry(packing: str, has_short_x: bool, is_short: bool) -> Any:
+    """`has_short_x`: it and the bias are bfloat16; `is_short`: results are."""
+    return _worker(packing, has_short_x, is_short, f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}").ctypes
 
 
-def _worker(packing: str, sources: str) -> Any:
-    panel_block = PANEL * PACKINGS[packing].block_bytes
+def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> Any:
+    panel_block, out_size, bias_size = (
+        PANEL * PACKINGS[packing].block_bytes,
+        2 if is_short else 4,
+        2 if has_short_x else 4,
+    )
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -119,7 +129,7 @@ def _worker(packing: str, sources: str) -> Any:
         a = carray(pointer(address), (NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, in_features = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES]
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], in_features // BLOCK * panel_block
-        thread, x_row, out_row, are_few = enter(claims), 4 * in_features, 4 * out_features, num_rows <= FEW[-1]
+        thread, x_row, out_row, are_few = enter(claims), 4 * in_features, out_size * out_features, num_rows <= FEW[-1]
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_rows = (num_rows + num_chunks * TILE - 1) // (num_chunks * TILE) * TILE
         num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
@@ -130,6 +140,11 @@ def _worker(packing: str, sources: str) -> Any:
         numbers = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         more_memory = np.empty((chunk_rows + SIZES[0]) * totals_row + STEP_BYTES, np.int8)
         totals = (more_memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        first_x, num_wide = a[X], num_rows * in_features if are_few and has_short_x else 0
+        wide = np.empty(num_wide + LANES, np.float32)
+        if num_wide > 0:
+            widen_rows(first_x, num_wide, wide.ctypes.data)
+            first_x = wide.ctypes.data
         item, lap = -1, 0
         while True:
             item, lap = take_item(claims, num_threads, num_blocks * num_chunks, thread, item, lap)
@@ -139,7 +154,7 @@ def _worker(packing: str, sources: str) -> Any:
             chunk, first = item // num_blocks, min(item % num_blocks * width, num_panels - width)
             row = chunk * chunk_rows
             count = min(chunk_rows, num_rows - row)
-            x, panel = a[X] + row * x_row, a[WEIGHT] + first * panel_bytes
+            x, panel = first_x + row * x_row, a[WEIGHT] + first * panel_bytes
             for k in range(0, in_features, SPAN):
                 num_k, block = min(SPAN, in_features - k), panel + k // BLOCK * panel_block
                 if are_few:
@@ -155,9 +170,11 @@ def _worker(packing: str, sources: str) -> Any:
                         size = size_of(left)
                         multiply(size, numbers, rows, class_k, is_first, totals + done * totals_row)
                         done += size
-            column = 4 * PANEL * first
-            bias = a[BIAS] + column if a[BIAS] != 0 else 0
-            finish(totals, width, count, bias, a[OUT] + row * out_row + column, out_row)
-        memory[0] = more_memory[0] = 0  # they live until here: Numba does not see who has their addresses
+            column = PANEL * first
+            bias = a[BIAS] + bias_size * column if a[BIAS] != 0 else 0
+            finish(
+                is_short, has_short_x, totals, width, count, bias, a[OUT] + row * out_row + out_size * column, out_row
+            )
+        memory[0] = more_memory[0] = wide[0] = 0  # they live until here: Numba does not see who has their addresses
 
     return worker

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ from numba.extending import intrinsic
 from quire.kernels import ops
 from quire.kernels.cpu import codes, dots, few_rows, many_rows, matrix_tiles, panels, vectors
 from quire.kernels.cpu.any_rows import capture
-from quire.kernels.cpu.features import cpu_features
+from quire.kernels.cpu.features import cpu_features, dots_are_fast
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.panel_vectors import FEW, WIDTH
@@ -25,13 +26,13 @@ from quire.kernels.packed import BLOCK, PACKINGS, Packing, unpack
 
 # (out_features, in_features): an odd number of panels, sums of one span and of more, and parts of a span.
 SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
-KERNELS: list[tuple[ModuleType, torch.dtype]] = [(panels, torch.float32)]
+KERNELS: list[tuple[ModuleType, torch.dtype]] = [(panels, torch.float32), (panels, torch.bfloat16)]
 if matrix_tiles.are_available():
     KERNELS += [(codes, torch.float32), (codes, torch.bfloat16)]
 if "avx512bf16" in cpu_features():
     KERNELS += [(dots, torch.bfloat16)]
 OF_CODES = [(kernel, dtype) for kernel, dtype in KERNELS if kernel is not panels]
-IN_BFLOAT16 = codes if matrix_tiles.are_available() else dots  # what multiplies it, where it stays packed
+IN_BFLOAT16 = codes if matrix_tiles.are_available() else dots if dots_are_fast() else panels  # what multiplies it
 DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if ops.fits_packed((48, 96), dtype, torch.device("cpu"))]
 
 
@@ -42,14 +43,13 @@ def ids(cases: list[tuple[ModuleType, torch.dtype]]) -> list[str]:
 kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=ids(KERNELS))
 of_codes = pytest.mark.parametrize(("kernel", "dtype"), OF_CODES, ids=ids(OF_CODES))
 in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
-in_bfloat16 = pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="bfloat16 does not stay packed on this CPU")
 ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some of them come in more than one chunk
 packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
 
 
 def most_by_codes(kernel: Any, packing: Packing) -> int:
-    """Rows in bfloat16 with which numbers are not rounded."""
-    return dots.FEW_ROWS if kernel is dots else {4: 16, 8: 32}[packing.bits]
+    """Rows in bfloat16 with which numbers are not rounded: where sums are of codes, only so many."""
+    return {codes: {4: 16, 8: 32}[packing.bits], dots: dots.FEW_ROWS, panels: sys.maxsize}[kernel]
 
 
 def packed(packing: Packing, out_features: int, in_features: int, scale: float = 0.05) -> torch.Tensor:
@@ -102,6 +102,18 @@ def test_bits_are_those_of_the_numbers(shape: tuple[int, int], packing: Packing)
         whole = few_rows.linear("float32", x, numbers, None, given)
         if IS_X86:
             assert torch.equal(ops.linear(x, numbers, given), whole)
+        for num_rows in ROW_COUNTS:
+            got = product(panels, x[:num_rows], rows, packing, given)
+            assert torch.equal(got, whole[:num_rows]), num_rows
+
+
+@packings
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_becomes_float32(shape: tuple[int, int], packing: Packing) -> None:
+    """In vectors, and results are rounded."""
+    rows, x, bias = packed(packing, *shape), inputs(700, shape[1]).bfloat16(), torch.randn(shape[0]).bfloat16()
+    for given in (bias, None):
+        whole = product(panels, x.float(), rows, packing, None if given is None else given.float()).bfloat16()
         for num_rows in ROW_COUNTS:
             got = product(panels, x[:num_rows], rows, packing, given)
             assert torch.equal(got, whole[:num_rows]), num_rows
@@ -187,11 +199,11 @@ def test_rows_do_not_depend_on_their_batch(
     found = {num_rows: product(kernel, x[:num_rows], rows, packing, bias) for num_rows in ROW_COUNTS}
     most = most_by_codes(kernel, packing)
     for num_rows, got in found.items():
-        whole = found[700 if num_rows > most or dtype == torch.float32 else most]
+        whole = found[700 if num_rows > most or dtype == torch.float32 or kernel is panels else most]
         assert torch.equal(got, whole[:num_rows]), num_rows
 
 
-@in_bfloat16
+@pytest.mark.skipif(IN_BFLOAT16 is panels, reason="numbers are not rounded on this CPU")
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing) -> None:
@@ -245,7 +257,7 @@ def test_the_reference_agrees(packing: Packing, dtype: torch.dtype, num_rows: in
     torch.testing.assert_close(got, expected, rtol=rounding, atol=20 * rounding)
 
 
-@in_bfloat16
+@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="bfloat16 does not stay packed on this CPU")
 @pytest.mark.parametrize("has_bias", [False, True])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33])
 @packings

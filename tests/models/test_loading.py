@@ -230,8 +230,8 @@ def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
 
 
 @pytest.mark.skipif(
-    not ops.fits_packed((32, 32), torch.bfloat16, torch.device("cpu")),
-    reason="bfloat16 stays packed where it multiplies fast",
+    not ops.fits_packed((112, 96), torch.bfloat16, torch.device("cpu")),
+    reason="bfloat16 does not stay packed on this CPU",
 )
 def test_ranks_gather_logits_of_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of two has a row less, so that its share of the head is no whole panels and is unpacked."""
