@@ -14,10 +14,10 @@ from quire.kernels.ops import fits_packed
 from . import answers
 from .checkpoint import export, num_parameters, packed_bytes
 from .limits import Limits, measure
-from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, one_wave, workloads
+from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, waves, workloads
 from .servers import Server, quire_server, running, unpacked_server, vllm_server
 
-WAVE = 8  # streams over HTTP against as many prompts offline
+STREAMS = 8  # over HTTP against as many prompts at a time offline
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -90,17 +90,17 @@ def _measure_one(
         server = unpacked_server(export(plan.folder / precision, precision), precision)
     else:
         server = quire_server(precision)
-    wave = _load(plan, found, server, precision, index, say)
+    rate = _load(plan, found, server, precision, index, say)
     if name == "quire":
         say("offline")
-        offline = offline_tokens_per_s(precision, WAVE, plan.output_len, plan.folder)
-        found.waves.append((precision, wave, offline))
+        offline = offline_tokens_per_s(precision, STREAMS, plan.output_len, plan.folder)
+        found.waves.append((precision, rate, offline))
 
 
 def _load(
     plan: Plan, found: Comparison, server: Server, precision: str, index: int, say: Callable[[str], None]
 ) -> float:
-    """Put every load on one server; returns the output tokens per second of one wave of streams."""
+    """Put every load on one server; returns the output tokens per second of STREAMS streams."""
     say("starts")
     log = plan.folder / f"{server.name}-{precision}-{index}.log"
     with running(server, log) as (url, _):
@@ -110,8 +110,8 @@ def _load(
             found.served.append(_level(url, server.name, precision, index, workload, number, say))
         if server.name != "quire":
             return 0.0
-        wave = one_wave(WAVE, plan.output_len)
-        return _level(url, server.name, precision, index, wave, len(plan.concurrency) + 2, say).output_tokens_per_s
+        several = waves(STREAMS, plan.output_len)
+        return _level(url, server.name, precision, index, several, len(plan.concurrency) + 2, say).output_tokens_per_s
 
 
 def _level(

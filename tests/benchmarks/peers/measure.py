@@ -19,6 +19,7 @@ from .servers import engine_options
 
 MAX_REQUESTS = 32  # of a level: one with many streams takes long enough with one request each
 VOCAB_SIZE = 10_000
+WAVES = 3  # over HTTP and offline
 TEMPERATURE, TOP_P = 0.8, 0.95  # where tokens are sampled
 
 
@@ -90,9 +91,10 @@ def _num_requests(num_streams: int) -> int:
     return min(MAX_REQUESTS, max(3, 2 * num_streams))
 
 
-def one_wave(num_streams: int, output_len: int) -> Workload:
-    """What `quire bench offline` does with as many prompts, all at once, over HTTP."""
-    return Workload(num_streams, num_streams, 0, 128, output_len)
+def waves(num_streams: int, output_len: int) -> Workload:
+    """Over HTTP, what `offline_tokens_per_s` does in a process: of one wave alone, others that want the cores for a
+    moment would be a tenth."""
+    return Workload(num_streams, WAVES * num_streams, 0, 128, output_len)
 
 
 def load_server(url: str, workload: Workload, seed: int, on_request: Callable[[], None]) -> Summary:
@@ -122,11 +124,12 @@ def load_server(url: str, workload: Workload, seed: int, on_request: Callable[[]
     return summary
 
 
-def offline_tokens_per_s(precision: str, num_prompts: int, output_len: int, folder: Path) -> float:
-    """`quire bench offline` in a process of its own."""
+def offline_tokens_per_s(precision: str, num_streams: int, output_len: int, folder: Path) -> float:
+    """`quire bench offline` in a process of its own: as many prompts at a time."""
     result = folder / "offline.json"
     command = (
-        sys.executable, "-m", "quire", "bench", "offline", "--num-prompts", str(num_prompts), "--input-len", "128",
+        sys.executable, "-m", "quire", "bench", "offline", "--num-prompts", str(WAVES * num_streams),
+        "--max-num-seqs", str(num_streams), "--input-len", "128",
         "--output-len", str(output_len), "--json", str(result), *engine_options(precision),
     )  # fmt: skip
     _run(command)

@@ -130,7 +130,7 @@ def _serve_path(found: Comparison) -> str:
         # Round by round: the two were measured within a minute of each other.
         share = median(w[1] / w[2] for w in found.waves if w[0] == precision)
         rows.append((precision, f"{http:.1f}", f"{offline:.1f}", f"**{share:.0%}** (aim {AIM_SERVE_PATH:.0%})"))
-    return _table(("precision", "8 streams over HTTP tok/s", "8 prompts offline tok/s", "share"), rows)
+    return _table(("precision", "8 streams over HTTP tok/s", "8 at a time offline tok/s", "share"), rows)
 
 
 def _answers(found: Comparison) -> str:
