@@ -206,7 +206,8 @@ def linear_packed(
 
     Args:
         x: [num_rows, in_features], float32 or bfloat16.
-        weight: [out_features, packing.row_bytes(in_features)] uint8, contiguous, as `lay_out_packed` orders it.
+        weight: [out_features, packing.row_bytes(in_features)] uint8, contiguous, as `lay_out_packed` orders it
+            for the dtype of `x`.
         bias: [out_features], the dtype of `x`.
         out_dtype: of the result, float32 or what `x` has (the default).
     Returns [num_rows, out_features], a new tensor.

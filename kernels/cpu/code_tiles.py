@@ -3,7 +3,7 @@
 """Words to multiply packed weights with in matrix tiles: their codes (`code_sums`), or their numbers, with many rows
 of bfloat16 (`number_sums`). `codes` says which.
 
-Everything works on addresses, and is for tile registers as `matrix_tiles.describe` has them.
+Everything works on addresses, and but for `unpack` is for tile registers as `matrix_tiles.describe` has them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from .vectors import (
     from_bfloat16,
     load,
     loop_over,
+    rows_at,
     splat,
     store,
     sum_lanes,
@@ -120,9 +121,7 @@ def lay_columns(typing_context: Any, x: Any, x_row: Any, num_existing: Any, num_
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         x, x_row, num_existing, num_k, out, block = arguments
-        last = b.sub(num_existing, INT64(1))
-        numbers = [b.select(b.icmp_signed("<", INT64(i), last), INT64(i), last) for i in range(TILE)]
-        number_sums.lay_columns(b, [b.add(x, b.mul(x_row, number)) for number in numbers], num_k, out, block)
+        number_sums.lay_columns(b, rows_at(b, x, x_row, num_existing, TILE), num_k, out, block)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate

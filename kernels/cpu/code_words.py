@@ -1,6 +1,6 @@
 # mypy: disable-error-code="misc"
-"""What either product with packed weights in matrix tiles reads of them (see `codes`), as LLVM vectors: panels, block
-by block. Everything works on addresses."""
+"""What products of codes read of packed weights (see `codes` and `dots`), as LLVM vectors: panels, block by block.
+Everything works on addresses."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _AHEAD = 8192  # bytes, of what is unpacked later
 
 
 class Place(NamedTuple):
-    """LLVM values: what products of `code_products` are given."""
+    """LLVM values: what products of `code_tiles` are given."""
 
     panel: Any
     panel_step: Any
@@ -163,7 +163,7 @@ def loop_over_pairs(
     their codes, signed, as bfloat16: [row of the panel][number of the pair]."""
     unpackers = [_pairs(b, packing, block, as_numbers=False) for block in blocks]
     count = unpackers[0][1]
-    at_once = count // 4
+    at_once = count // 4  # a loop's turn is four pairs, whichever way codes lie
 
     def step(number: Any, state: list[Any]) -> list[Any]:
         for i in range(at_once):

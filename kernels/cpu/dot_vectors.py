@@ -11,8 +11,8 @@ rows of x as there are, they are of no meaning.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from llvmlite import ir
 from numba import types
@@ -41,9 +41,11 @@ from .vectors import (
     LANES,
     at_most,
     broadcast,
+    by_least,
     from_bfloat16,
     load,
     loop_over,
+    rows_at,
     splat,
     store,
     sum_lanes,
@@ -55,21 +57,7 @@ BLOCKS = 4  # that are summed at once
 BLOCK_BYTES = 2 * BLOCK  # of a row of x
 _SPAN = span_bytes(0) // BLOCK_BYTES  # blocks whose numbers are summed up, before that is added to the total
 _COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
-_NONE = splat(FLOATS, 0.0)
-
-
-class _Rows(NamedTuple):
-    """Of x: LLVM values."""
-
-    x: Any  # address of the first one
-    step: Any  # bytes from one to the next
-    count: Any  # how many there are
-
-    def starts(self, b: ir.IRBuilder, count: int) -> list[Any]:
-        """The addresses of so many: behind the last one, its own."""
-        last = b.sub(self.count, INT64(1))
-        numbers = [b.select(b.icmp_signed("<", INT64(i), last), INT64(i), last) for i in range(count)]
-        return [b.add(self.x, b.mul(self.step, number)) for number in numbers]
+_ZEROS = splat(FLOATS, 0.0)
 
 
 @intrinsic
@@ -117,10 +105,10 @@ def multiply_codes(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, panel, panel_step, num_blocks, x, x_row, num_rows, x_sums, x_sums_row, totals = arguments
-        rows, sums_of_rows = _Rows(x, x_row, num_rows), _Rows(x_sums, x_sums_row, num_rows)
 
         def of_rows(count: int) -> None:
-            starts, sums_starts = rows.starts(b, count), sums_of_rows.starts(b, count)
+            starts = rows_at(b, x, x_row, num_rows, count)
+            sums_starts = rows_at(b, x_sums, x_sums_row, num_rows, count)
 
             def step(k: Any, _state: list[Any]) -> list[Any]:
                 blocks = blocks_of(b, kind, panel, panel_step, k)
@@ -131,20 +119,20 @@ def multiply_codes(
                 def multiply(pair: Any, codes: list[Any], sums: list[Any]) -> list[Any]:
                     return _dots(b, places, pair, codes, sums)
 
-                sums = loop_over_pairs(b, kind, blocks, [_NONE] * (count * WIDTH), multiply)
+                sums = loop_over_pairs(b, kind, blocks, [_ZEROS] * (count * WIDTH), multiply)
                 is_first = b.icmp_signed("==", k, INT64(0))
                 ways = [scale_and_middle(b, kind, block) for block in blocks]
                 for i, start in enumerate(sums_starts):
                     x_sum = x_sum_at(b, kind, b.add(start, b.mul(k, INT64(4))))
                     for j, way in enumerate(ways):
                         place = _total_of(b, totals, i, j)
-                        total = b.select(is_first, _NONE, load(b, place, FLOATS))
+                        total = b.select(is_first, _ZEROS, load(b, place, FLOATS))
                         store(b, add_block(b, total, way, sums[i * WIDTH + j], x_sum), place)
                 return []
 
             loop_over(b, num_blocks, 1, [], step)
 
-        _by_count(b, num_rows, of_rows)
+        by_least(b, num_rows, _COUNTS, of_rows)
         return context.get_dummy_value()
 
     return types.void(packing, *[types.int64] * 9), generate
@@ -158,10 +146,9 @@ def multiply_unpacked(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         unpacked, num_blocks, x, x_row, num_rows, totals = arguments
-        rows = _Rows(x, x_row, num_rows)
 
         def of_rows(count: int) -> None:
-            starts = rows.starts(b, count)
+            starts = rows_at(b, x, x_row, num_rows, count)
 
             def of_blocks(first: Any, _state: list[Any]) -> list[Any]:
                 def step(i: Any, sums: list[Any]) -> list[Any]:
@@ -176,16 +163,16 @@ def multiply_unpacked(
                     return loop_over(b, INT64(BLOCK // 2), 1, sums, multiply)
 
                 size = at_most(b, b.sub(num_blocks, first), _SPAN)
-                sums = loop_over(b, size, 1, [_NONE] * (count * WIDTH), step)
+                sums = loop_over(b, size, 1, [_ZEROS] * (count * WIDTH), step)
                 is_first = b.icmp_signed("==", first, INT64(0))
                 for number, each in enumerate(sums):
                     place = _total_of(b, totals, *divmod(number, WIDTH))
-                    store(b, b.fadd(b.select(is_first, _NONE, load(b, place, FLOATS)), each), place)
+                    store(b, b.fadd(b.select(is_first, _ZEROS, load(b, place, FLOATS)), each), place)
                 return []
 
             loop_over(b, num_blocks, _SPAN, [], of_blocks)
 
-        _by_count(b, num_rows, of_rows)
+        by_least(b, num_rows, _COUNTS, of_rows)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6), generate
@@ -202,11 +189,3 @@ def _dots(b: ir.IRBuilder, starts: Sequence[Any], pair: Any, vectors: Sequence[A
 
 def _total_of(b: ir.IRBuilder, totals: Any, row: int, panel: int) -> Any:
     return b.add(totals, INT64(STEP_BYTES * row + PANEL_TOTALS * panel))
-
-
-def _by_count(b: ir.IRBuilder, num_rows: Any, generate: Callable[[int], None]) -> None:
-    """What is generated for the least of _COUNTS that is as many."""
-    for fewer, count in zip((0, *_COUNTS), _COUNTS, strict=False):
-        is_it = b.and_(b.icmp_signed(">", num_rows, INT64(fewer)), b.icmp_signed("<=", num_rows, INT64(count)))
-        with b.if_then(is_it):
-            generate(count)

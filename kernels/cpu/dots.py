@@ -3,11 +3,11 @@
 """The product of rows of bfloat16 with a packed weight (`kernels.packed`), by dot products of two numbers in a vector's
 lanes. For CPUs that are fast at them and have no matrix tiles for bfloat16.
 
-    few rows     codes, which bfloat16 has exactly: scales multiply the sums of a block's 32 products (as in `codes`)
-    many         numbers, rounded to bfloat16: the bits are those of weights in bfloat16
+    up to 16 rows   codes, which bfloat16 has exactly; scales multiply the sums of a block's 32 products, as in `codes`
+    more            numbers, rounded to bfloat16: the bits are those that `many_rows` has of weights in bfloat16
 
-Few are unpacked as they are multiplied, in registers; and of many, into the core's second cache. Panels lie as `codes`
-has them.
+Codes are unpacked as they are multiplied, in registers; numbers into memory, which is the core's second cache where
+rows of the weight are not much longer than 4,096 numbers. Panels lie as `codes` has them.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def turn_rows(x: Tensor) -> Tensor:
     `tile_product`). What a last group has no rows for is unspecified."""
     x, (num_rows, in_features) = x.contiguous(), x.shape
     out = torch.empty(-(-num_rows // TILE) * TILE * in_features, dtype=torch.float32)
-    _kernel("float32", torch.float32, x.dtype).turn(
+    _turn(_run("float32", torch.float32), x.dtype == torch.bfloat16, False)(
         num_rows, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, out.data_ptr(), 0, num_rows, per=TILE, also="num_x",
     )  # fmt: skip
@@ -182,15 +182,14 @@ class _Kernel(NamedTuple):
 @cache
 def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
     """Compiled when it is first asked for, as not every CPU can; kept on disk."""
-    sources, itemsize = f"{digest_of(*_SOURCES)} {CHUNK_BYTES}", _itemsize(product, weight)
+    sources, itemsize = _sources(), _itemsize(product, weight)
     in_digits = weight == torch.int8 and itemsize == 1
     num_digits = NUM_DIGITS if in_digits else 1
     run = _run(product, weight)
-    turn = _turn_digits_worker(sources) if in_digits else _turn_worker(run, x.itemsize < itemsize, sources)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
     multiply = _multiply_worker(product, run, num_digits, widened, sources)
-    turn_function = RowFunction(turn, _TURN, _TURN_NS[in_digits], is_idempotent=True)
-    return _Kernel(turn_function, multiply.ctypes, num_digits, itemsize)
+    turn = _turn(run, x.itemsize < itemsize, in_digits)
+    return _Kernel(turn, multiply.ctypes, num_digits, itemsize)
 
 
 def _run(product: str, weight: torch.dtype) -> int:
@@ -200,7 +199,17 @@ def _run(product: str, weight: torch.dtype) -> int:
     return 2 if weight == torch.bfloat16 else 1
 
 
-_TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes
+def _sources() -> str:
+    return f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
+
+
+_TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes, in digits or not
+
+
+@cache
+def _turn(run: int, becomes_wider: bool, in_digits: bool) -> RowFunction:
+    worker = _turn_digits_worker(_sources()) if in_digits else _turn_worker(run, becomes_wider, _sources())
+    return RowFunction(worker, _TURN, _TURN_NS[in_digits], is_idempotent=True)
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What products with packed weights are called with, whoever multiplies them (`codes`, `panels`)."""
+"""What products with packed weights are called with, whoever multiplies them (`codes`, `dots`, `panels`)."""
 
 from __future__ import annotations
 

@@ -29,6 +29,7 @@ from .vectors import (
     INTS,
     LANES,
     broadcast,
+    by_least,
     by_value,
     fma,
     from_bfloat16,
@@ -36,6 +37,7 @@ from .vectors import (
     load,
     loop_over,
     prefetch,
+    rows_at,
     splat,
     store,
     to_bfloat16,
@@ -217,11 +219,9 @@ def multiply_few(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, num_x, block, x, x_row, num_k, is_first, totals = arguments
-        last = b.sub(num_x, INT64(1))
 
         def of_rows(count: int) -> None:
-            numbers = [b.select(b.icmp_signed("<", INT64(i), last), INT64(i), last) for i in range(count)]
-            rows = [b.add(x, b.mul(x_row, number)) for number in numbers]
+            rows = rows_at(b, x, x_row, num_x, count)
             at_once = max(1, min(CLASSES, SUMS // count))
             for first in range(0, CLASSES, at_once):
                 of_classes(rows, range(first, first + at_once))
@@ -244,12 +244,7 @@ def multiply_few(
             for i in range(len(rows)):
                 _add(b, begins, sums[i :: len(rows)], b.add(totals, INT64(VECTOR_BYTES * i)))
 
-        fewer = 0
-        for count in FEW:
-            fits = b.and_(b.icmp_signed(">", num_x, INT64(fewer)), b.icmp_signed("<=", num_x, INT64(count)))
-            with b.if_then(fits):
-                of_rows(count)
-            fewer = count
+        by_least(b, num_x, FEW, of_rows)
         return context.get_dummy_value()
 
     return types.void(packing, *[types.int64] * 5, types.boolean, types.int64), generate

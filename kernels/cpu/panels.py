@@ -144,7 +144,7 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> An
         wide = np.empty(num_wide + LANES, np.float32)
         if num_wide > 0:
             widen_rows(first_x, num_wide, wide.ctypes.data)
-            first_x = wide.ctypes.data
+            first_x = np.int64(wide.ctypes.data)  # uint64 and int64 would be a float64 together
         item, lap = -1, 0
         while True:
             item, lap = take_item(claims, num_threads, num_blocks * num_chunks, thread, item, lap)

@@ -218,6 +218,21 @@ def by_value(b: ir.IRBuilder, value: Any, options: Sequence[int], generate: Call
             generate(option)
 
 
+def by_least(b: ir.IRBuilder, value: Any, options: Sequence[int], generate: Callable[[int], None]) -> None:
+    """What is generated for the least of some rising numbers that is no less than a value, which is above 0."""
+    for fewer, option in zip((0, *options), options, strict=False):
+        is_it = b.and_(b.icmp_signed(">", value, INT64(fewer)), b.icmp_signed("<=", value, INT64(option)))
+        with b.if_then(is_it):
+            generate(option)
+
+
+def rows_at(b: ir.IRBuilder, start: Any, step: Any, num_rows: Any, count: int) -> list[Any]:
+    """The addresses of `count` rows, `step` bytes from one to the next; behind the last of `num_rows`, its own."""
+    last = b.sub(num_rows, INT64(1))
+    numbers = [b.select(b.icmp_signed("<", INT64(i), last), INT64(i), last) for i in range(count)]
+    return [b.add(start, b.mul(step, number)) for number in numbers]
+
+
 def loop_over(
     b: ir.IRBuilder,
     end: Any,

@@ -108,6 +108,22 @@ def test_a_cpu_with_half_the_registers(caches: Path) -> None:
     end_well(play(HASWELL, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches))
 
 
+@pytest.mark.skipif(not can_play(CASCADE_LAKE), reason="this CPU cannot play it")
+def test_a_cpu_with_wide_registers_alone(caches: Path) -> None:
+    """Packed weights are multiplied with bfloat16 as float32 there."""
+    packed = Path(__file__).parent / "test_packed.py"
+    tests = [
+        f"{packed}::{name}"
+        for name in (
+            "test_what_multiplies_on_this_cpu",
+            "test_the_reference_agrees",
+            "test_results_may_be_left_in_float32",
+            "test_gates_of_any_kind_and_size",
+        )
+    ]
+    end_well(play(CASCADE_LAKE, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches))
+
+
 @pytest.mark.skipif(IS_WIDE, reason="this CPU has such registers")
 def test_a_cpu_with_wider_registers_and_dot_products(tmp_path: Path) -> None:
     """What is different there is tested here but for the instructions themselves: see the plugin."""

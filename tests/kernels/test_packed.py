@@ -16,9 +16,10 @@ from numba.extending import intrinsic
 from quire.kernels import ops
 from quire.kernels.cpu import codes, dots, few_rows, many_rows, matrix_tiles, panels, vectors
 from quire.kernels.cpu.any_rows import capture
-from quire.kernels.cpu.features import cpu_features, dots_are_fast
+from quire.kernels.cpu.features import IS_WIDE, cpu_features, dots_are_fast
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
+from quire.kernels.cpu.linear import _packed_kernel
 from quire.kernels.cpu.panel_vectors import FEW, WIDTH
 from quire.kernels.dispatch import forced_backend
 from quire.kernels.elementwise import activate_and_mul
@@ -33,7 +34,7 @@ if "avx512bf16" in cpu_features():
     KERNELS += [(dots, torch.bfloat16)]
 OF_CODES = [(kernel, dtype) for kernel, dtype in KERNELS if kernel is not panels]
 IN_BFLOAT16 = codes if matrix_tiles.are_available() else dots if dots_are_fast() else panels  # what multiplies it
-DTYPES = [dtype for dtype in (torch.bfloat16, torch.float32) if ops.fits_packed((48, 96), dtype, torch.device("cpu"))]
+DTYPES = [torch.bfloat16, torch.float32] if IS_WIDE else [torch.float32]  # of x, with which weights stay packed
 
 
 def ids(cases: list[tuple[ModuleType, torch.dtype]]) -> list[str]:
@@ -107,16 +108,25 @@ def test_bits_are_those_of_the_numbers(shape: tuple[int, int], packing: Packing)
             assert torch.equal(got, whole[:num_rows]), num_rows
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
-def test_bfloat16_becomes_float32(shape: tuple[int, int], packing: Packing) -> None:
-    """In vectors, and results are rounded."""
+def test_bfloat16_becomes_float32(shape: tuple[int, int], packing: Packing, out_dtype: torch.dtype) -> None:
+    """In vectors, and results are rounded, or not."""
     rows, x, bias = packed(packing, *shape), inputs(700, shape[1]).bfloat16(), torch.randn(shape[0]).bfloat16()
     for given in (bias, None):
-        whole = product(panels, x.float(), rows, packing, None if given is None else given.float()).bfloat16()
+        whole = product(panels, x.float(), rows, packing, None if given is None else given.float())
         for num_rows in ROW_COUNTS:
-            got = product(panels, x[:num_rows], rows, packing, given)
-            assert torch.equal(got, whole[:num_rows]), num_rows
+            got = panels.linear(x[:num_rows], panels.lay_out(rows, packing), given, packing, out_dtype)
+            assert torch.equal(got, whole[:num_rows].to(out_dtype)), num_rows
+
+
+def test_what_multiplies_on_this_cpu() -> None:
+    fit = {torch.float32, torch.bfloat16} & set(DTYPES)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        assert ops.fits_packed((48, 96), dtype, torch.device("cpu")) is (dtype in fit), dtype
+    assert _packed_kernel(torch.bfloat16) is IN_BFLOAT16
+    assert _packed_kernel(torch.float32) is (codes if matrix_tiles.are_available() else panels)
 
 
 def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -203,19 +213,18 @@ def test_rows_do_not_depend_on_their_batch(
         assert torch.equal(got, whole[:num_rows]), num_rows
 
 
-@pytest.mark.skipif(IN_BFLOAT16 is panels, reason="numbers are not rounded on this CPU")
+@pytest.mark.parametrize("kernel", [kernel for kernel, dtype in OF_CODES if dtype == torch.bfloat16])
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
-def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing) -> None:
-    """They have the bits that numbers in bfloat16 give where both are multiplied by the same instruction."""
+def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing, kernel: Any) -> None:
+    """They have the bits that numbers in bfloat16 give by the same instruction."""
     rows, x = packed(packing, *shape), inputs(700, shape[1]).bfloat16()
+    instruction = "bfloat16 dot" if kernel is dots else "tdpbf16ps"
     for bias in (None, torch.randn(shape[0]).bfloat16()):
-        expected = many_rows.linear(x, unpack(rows, packing).bfloat16(), None, bias)
+        expected = many_rows.linear(x, unpack(rows, packing).bfloat16(), None, bias, instruction)
         for num_rows in ROW_COUNTS:
-            if num_rows > most_by_codes(IN_BFLOAT16, packing):
-                assert torch.equal(product(IN_BFLOAT16, x[:num_rows], rows, packing, bias), expected[:num_rows]), (
-                    num_rows
-                )
+            if num_rows > most_by_codes(kernel, packing):
+                assert torch.equal(product(kernel, x[:num_rows], rows, packing, bias), expected[:num_rows]), num_rows
 
 
 @kernels
@@ -250,9 +259,8 @@ def test_the_reference_agrees(packing: Packing, dtype: torch.dtype, num_rows: in
         expected = ops.linear_packed(x, ops.lay_out_packed(rows, packing, dtype), packing, bias)
     got = ops.linear_packed(x, ops.lay_out_packed(rows, packing, dtype), packing, bias)
     if dtype == torch.bfloat16 and num_rows > most_by_codes(IN_BFLOAT16, packing):
-        exact = x.double() @ unpack(rows, packing).double().T + bias.double()
-        check(got, exact, x.double().abs() @ sizes(rows, packing).T + bias.double().abs(), num_rows - 1)
-        return
+        rounded = unpack(rows, packing).bfloat16().float()
+        expected = (x.float() @ rounded.T + bias.float()).bfloat16()
     rounding = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(got, expected, rtol=rounding, atol=20 * rounding)
 
