@@ -24,7 +24,7 @@ from .code_words import (
     WIDTH,
     Place,
     Step,
-    add_block,
+    add_middle,
     blocks_of,
     groups_of,
     ring_tile_of,
@@ -36,7 +36,7 @@ from .code_words import (
 )
 from .matrix_tiles import FIRST_A, FIRST_B, load_tile, load_tile_once, multiply_tile, store_tile, zero_tile
 from .tile_product import STEP_BYTES, TILE_BYTES
-from .vectors import FLOATS, INT64, load, loop_over, splat, store
+from .vectors import FLOATS, INT64, fma, load, loop_over, splat, store
 
 
 def multiply(
@@ -134,12 +134,13 @@ class _Product:
             row = b.mul(r, INT64(STEP_BYTES))
             for g, group in enumerate(self._groups):
                 x_sum = x_sum_at(b, self._packing, b.add(b.add(group, behind), b.mul(r, INT64(4))))
-                for j, way in enumerate(ways):
+                for j, (scale, middle) in enumerate(ways):
                     tile = g * WIDTH + j
                     group_totals = b.add(place.totals, b.mul(self._part, INT64(g)))
                     total_place = b.add(group_totals, b.add(row, INT64(PANEL_TOTALS * j)))
-                    total, sums = (load(b, each, FLOATS) for each in (total_place, b.add(self._sums_of(k, tile), row)))
-                    store(b, add_block(b, total, way, sums, x_sum), total_place)
+                    total = add_middle(b, load(b, total_place, FLOATS), middle, x_sum)
+                    sums = load(b, b.add(self._sums_of(k, tile), row), FLOATS)
+                    store(b, fma(b, sums, scale, total), total_place)
 
         def of_rows() -> None:
             def step(r: Any, _state: list[Any]) -> list[Any]:

@@ -115,12 +115,9 @@ def x_sum_at(b: ir.IRBuilder, packing: Packing, address: Any) -> Any:
     return broadcast(b, load(b, address, FLOAT), LANES) if packing.has_least else None
 
 
-def add_block(b: ir.IRBuilder, total: Any, way: tuple[Any, Any], sums: Any, x_sum: Any) -> Any:
-    """To the totals of a row of x, its sums of a block's codes, by their `scale_and_middle` and `x_sum_at`."""
-    scale, middle = way
-    if middle is not None:
-        total = fma(b, x_sum, middle, total)
-    return fma(b, sums, scale, total)
+def add_middle(b: ir.IRBuilder, total: Any, middle: Any, x_sum: Any) -> Any:
+    """To the totals of a row of x, what belongs to a block's sum of it, by `scale_and_middle` and `x_sum_at`."""
+    return total if middle is None else fma(b, x_sum, middle, total)
 
 
 def codes_of(b: ir.IRBuilder, packing: Packing, block: Any) -> Any:

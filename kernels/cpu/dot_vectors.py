@@ -23,7 +23,7 @@ from .code_words import (
     PANEL_TOTALS,
     WIDTH,
     WORDS,
-    add_block,
+    add_middle,
     blocks_of,
     fetch,
     loop_over_pairs,
@@ -42,6 +42,7 @@ from .vectors import (
     at_most,
     broadcast,
     by_least,
+    fma,
     from_bfloat16,
     load,
     loop_over,
@@ -124,10 +125,11 @@ def multiply_codes(
                 ways = [scale_and_middle(b, kind, block) for block in blocks]
                 for i, start in enumerate(sums_starts):
                     x_sum = x_sum_at(b, kind, b.add(start, b.mul(k, INT64(4))))
-                    for j, way in enumerate(ways):
+                    for j, (scale, middle) in enumerate(ways):
                         place = _total_of(b, totals, i, j)
                         total = b.select(is_first, _ZEROS, load(b, place, FLOATS))
-                        store(b, add_block(b, total, way, sums[i * WIDTH + j], x_sum), place)
+                        total = add_middle(b, total, middle, x_sum)
+                        store(b, fma(b, sums[i * WIDTH + j], scale, total), place)
                 return []
 
             loop_over(b, num_blocks, 1, [], step)
