@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 import numpy as np
@@ -15,7 +15,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
 from quire.engine.model_source import ModelInfo
-from quire.engine.outputs import GrammarMasks, ModelRunnerOutput, NewRow, SchedulerOutput
+from quire.engine.outputs import GrammarMasks, IntArray, ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.speculation import MAX_STEP_DRAFTS, num_speculative_tokens
 from quire.kernels import fp8
@@ -24,7 +24,7 @@ from .decode_graphs import CudaGraphBackend
 from .host_memory import gather_weights
 from .kv_cache import allocate_kv_cache
 from .launched_step import LaunchedStep
-from .layers.attention import KVScales
+from .layers.attention import KVScales, LayerCache
 from .layers.parameter import num_bytes
 from .loader.kv_scales import kv_scales
 from .loader.load import load_dummy
@@ -38,6 +38,7 @@ from .quantization import blueprint_for
 
 logger = logging.getLogger(__name__)
 
+_WARM_UP_TOKENS = 64  # more rows than any kernel on CPU takes for few
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -73,6 +74,17 @@ class Worker:
             # What a split product adds up in two bytes depends on how it is split.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        with self._compiled_meanwhile():
+            self._load_model()
+
+    def _compiled_meanwhile(self) -> AbstractContextManager[None]:
+        if self.device.type != "cpu":
+            return nullcontext()
+        from quire.kernels.cpu.ahead import compiled_meanwhile
+
+        return compiled_meanwhile(self.dtype, self.cache_dtype)
+
+    def _load_model(self) -> None:
         blueprint = blueprint_for(self._config.model, self._info, self.device)
         with building(torch.device("meta"), self.dtype):
             weight_bytes = num_bytes(blueprint.build(self._parallel).parameters())
@@ -117,19 +129,36 @@ class Worker:
         return kv_cache_bytes(self._config, specs, self._info.max_model_len, self.device, activation_bytes, stage=stage)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the cache, with this rank's own number of KV heads, and an empty request table. Capture graphs."""
-        self._make_runner(config)
-        if self._uses_graphs:
-            self._capture_graphs()
+        """Allocate the cache, with this rank's own number of KV heads, and an empty request table. Capture graphs.
 
-    def _make_runner(self, config: KVCacheConfig) -> None:
-        self._runner = None  # frees the old cache first
-        caches = allocate_kv_cache(
-            config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
-        )
+        On CPU two steps are run before, so that no request waits until what it needs is compiled.
+        """
+        if self.device.type == "cpu":
+            self._warm_up()
+        caches = self._make_runner(config)
         if self.device.type == "cpu":
             halves = [half for cache in caches for half in (cache.key, cache.value)]
             self._filler = PageFiller(halves, free=partial(free_bytes, self.device))
+        if self._uses_graphs:
+            self._capture_graphs()
+
+    def _warm_up(self) -> None:
+        """A prompt of many rows and one of a single token, in a cache of their own."""
+        limits = self._config.scheduler
+        most = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, self._info.max_model_len)
+        step, config = self._step_of(np.array([most], np.int32))
+        single, _ = self._step_of(np.array([1], np.int32))
+        self._make_runner(config)
+        if self._uses_graphs:
+            self._capture_graphs()
+        for each in (step, single):
+            self.execute_model(each)
+
+    def _make_runner(self, config: KVCacheConfig) -> list[LayerCache]:
+        self._runner = self._filler = None  # frees the old cache first
+        caches = allocate_kv_cache(
+            config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
+        )
         limits = self._config.scheduler
         self._runner = ModelRunner(
             self.model,
@@ -143,6 +172,7 @@ class Worker:
             ),
             self.device,
         )
+        return caches
 
     def close(self) -> None:
         """Free the model and the cache: on a GPU, for every process and not only for torch in this one."""
@@ -226,12 +256,16 @@ class Worker:
         return max(0, before - free_bytes(self.device))
 
     def _largest_step(self) -> tuple[SchedulerOutput, KVCacheConfig]:
-        """A step with as many tokens and rows as the scheduler may give, all with a grammar, and the cache it needs."""
-        limits, block_size = self._config.scheduler, self._config.cache.block_size
+        """A step with as many tokens and rows as the scheduler may give, and the cache it needs."""
+        limits = self._config.scheduler
         num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         lengths = np.full(num_rows, limits.max_num_batched_tokens // num_rows, np.int32)
         lengths[: limits.max_num_batched_tokens % num_rows] += 1
-        lengths = np.minimum(lengths, self._info.max_model_len)
+        return self._step_of(np.minimum(lengths, self._info.max_model_len))
+
+    def _step_of(self, lengths: IntArray) -> tuple[SchedulerOutput, KVCacheConfig]:
+        """A step with prompts of some lengths, all sampled and with a grammar, and the cache it needs."""
+        num_rows, block_size = len(lengths), self._config.cache.block_size
         groups = group_layers(self.kv_cache_specs(), self._parallel.grid.num_stages)
         new_rows, next_block = [], 1
         for row, length in enumerate(lengths.tolist()):

@@ -56,7 +56,7 @@ def paged_attention(
     in_tiles = prompt_tiles.fits(query, key_cache) and softcap is None and sinks is None
     plan = _prompt_plan(metadata, shape, TILE if in_tiles else 1)
     if plan is not None:
-        plan.attend(prompt_tiles.worker() if in_tiles else prompts.WORKERS.of(query.dtype, key_cache.dtype), layer)
+        plan.attend(prompt_tiles.worker() if in_tiles else prompts.worker(query.dtype, key_cache.dtype), layer)
     return out
 
 

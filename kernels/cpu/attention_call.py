@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,27 +65,11 @@ class _Layer(ctypes.Structure):
 
 
 # As compiled functions see them.
-_NUMBERS: dict[torch.dtype, type[np.generic]] = {
+NUMBERS: dict[torch.dtype, type[np.generic]] = {
     torch.float32: np.float32,
     torch.bfloat16: np.uint16,
     fp8.DTYPE: np.uint8,
 }
-
-
-class Workers:
-    """Compiled functions, by what query and caches are: those for one dtype of both are made at once, those for caches
-    in 8 bits when they are first asked for."""
-
-    def __init__(self, make: Callable[[type[np.generic], type[np.generic]], Any]) -> None:
-        self._make = make
-        self._made: dict[tuple[torch.dtype, torch.dtype], Any] = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            self.of(dtype, dtype)
-
-    def of(self, query: torch.dtype, cache: torch.dtype) -> Any:
-        if (query, cache) not in self._made:
-            self._made[query, cache] = self._make(_NUMBERS[query], _NUMBERS[cache])
-        return self._made[query, cache]
 
 
 class Layer(NamedTuple):

@@ -9,6 +9,8 @@ lock (to hand it over and wait for it again costs more); a large one is run by a
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,13 +45,28 @@ class Arguments:
 class RowFunction:
     """A compiled `function(address of its arguments)`, which takes `grain` rows at a time until none are left."""
 
-    def __init__(self, worker: Any, arguments: Arguments, element_ns: float, *, is_idempotent: bool = False) -> None:
-        """`element_ns` is about what one element of a row takes, in nanoseconds. See `recording.CompiledCall`."""
-        self._worker = worker
+    def __init__(
+        self, compiled: Callable[[], Any], arguments: Arguments, element_ns: float, *, is_idempotent: bool = False
+    ) -> None:
+        """`compiled` gives the function when it is first needed. `element_ns` is about what one element of a row takes,
+        in nanoseconds. See `recording.CompiledCall`."""
+        self._compiled = compiled
         self._structure = arguments.structure
         self._element_ns = element_ns
         self._is_idempotent = is_idempotent
-        self._call = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(worker.address)
+
+    def compile(self) -> bool:
+        """Now rather than with the first call. Whether it was on disk already."""
+        self._call  # noqa: B018 (a property, which is kept)
+        return bool(self._worker.cache_hits)
+
+    @cached_property
+    def _worker(self) -> Any:
+        return self._compiled()
+
+    @cached_property
+    def _call(self) -> Any:
+        return ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._worker.address)
 
     def __call__(
         self, num_given: int, row_size: int, *arguments: float, times: int = 1, per: int = 1, also: str | None = None

@@ -27,7 +27,7 @@ codes of their 32 numbers.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -148,8 +148,8 @@ def _multiply(
 
 @cache
 def _splitter(num_parts: int, looked_up: bool) -> RowFunction:
-    worker = _split_worker(num_parts, looked_up, digest_of(*_SOURCES))
-    return RowFunction(worker, _SPLIT, _SPLIT_NS, is_idempotent=True)
+    compiled = partial(_split_worker, num_parts, looked_up, digest_of(*_SOURCES))
+    return RowFunction(compiled, _SPLIT, _SPLIT_NS, is_idempotent=True)
 
 
 @cache

@@ -19,6 +19,7 @@ afterwards).
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,7 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .. import fp8
-from .attention_call import LAYER, Layer, Shape, Workers, layer_call, new_plan, plan_type
+from .attention_call import LAYER, NUMBERS, Layer, Shape, layer_call, new_plan, plan_type
 from .claims import RUN, enter, take_item
 from .heads import AHEAD, AT_ONCE, CHUNK, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
@@ -36,7 +37,7 @@ from .sources import digest_of
 from .threads import run_call
 from .vectors import LANES
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)  # of queries
 
 _PLAN = plan_type(
     # What a step has, in memory that stays where it is
@@ -54,7 +55,7 @@ _MANY_CALLS = 1 << 32  # of one plan
 
 def fits(query: Tensor, cache: Tensor) -> bool:
     """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] can be read so: others are gathered."""
-    is_known = query.dtype in _DTYPES and cache.dtype in (query.dtype, fp8.DTYPE)
+    is_known = query.dtype in DTYPES and cache.dtype in (query.dtype, fp8.DTYPE)
     return is_known and cache.shape[-1] % LANES == 0
 
 
@@ -119,8 +120,8 @@ class DecodePlan:
         """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned."""
         self._num_calls += 1
         turn = self._num_calls % _NUM_TURNS
-        worker = WORKERS.of(layer.query.dtype, layer.key_cache.dtype)
-        call = layer_call(worker, layer, self._record, number=self._num_calls, scratch=turn)
+        compiled = worker(layer.query.dtype, layer.key_cache.dtype)
+        call = layer_call(compiled, layer, self._record, number=self._num_calls, scratch=turn)
         run_call(call._replace(scratch=self._address + turn))
 
 
@@ -305,4 +306,9 @@ _SOURCES = digest_of(
     )
 )
 _plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
-WORKERS = Workers(lambda query_type, cache_type: _worker(query_type, cache_type, _SOURCES))
+
+
+@cache
+def worker(query: torch.dtype, keys: torch.dtype) -> Any:
+    """For a query and a cache of these types: compiled when it is first asked for."""
+    return _worker(NUMBERS[query], NUMBERS[keys], _SOURCES)

@@ -9,6 +9,7 @@ result depends on its size alone. Other dtypes, and activations that need an err
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -298,7 +299,8 @@ def _write_worker(sources: str) -> Any:
 
 _SOURCES = digest_of("call", "claims", "exponential", "float8", "intrinsics", "row_vectors", "rows", "vectors", "walk")
 # About what an element takes, in nanoseconds.
-_norm = RowFunction(_norm_worker(_SOURCES), _NORM, 0.25, is_idempotent=True)
-_gate = RowFunction(_gate_worker(_SOURCES), _GATE, 0.5, is_idempotent=True)
-_rotate = RowFunction(_rotate_worker(_SOURCES), _ROTATE, 0.3)
-_write = RowFunction(_write_worker(_SOURCES), _WRITE, 0.3, is_idempotent=True)
+_norm = RowFunction(partial(_norm_worker, _SOURCES), _NORM, 0.25, is_idempotent=True)
+_gate = RowFunction(partial(_gate_worker, _SOURCES), _GATE, 0.5, is_idempotent=True)
+_rotate = RowFunction(partial(_rotate_worker, _SOURCES), _ROTATE, 0.3)
+_write = RowFunction(partial(_write_worker, _SOURCES), _WRITE, 0.3, is_idempotent=True)
+FUNCTIONS = (_norm, _gate, _rotate, _write)

@@ -22,7 +22,7 @@ A row's result does not depend on the rows beside it: a sum of float32 takes its
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -208,8 +208,11 @@ _TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes, in digits or 
 
 @cache
 def _turn(run: int, becomes_wider: bool, in_digits: bool) -> RowFunction:
-    worker = _turn_digits_worker(_sources()) if in_digits else _turn_worker(run, becomes_wider, _sources())
-    return RowFunction(worker, _TURN, _TURN_NS[in_digits], is_idempotent=True)
+    sources = _sources()
+    compiled = (
+        partial(_turn_digits_worker, sources) if in_digits else partial(_turn_worker, run, becomes_wider, sources)
+    )
+    return RowFunction(compiled, _TURN, _TURN_NS[in_digits], is_idempotent=True)
 
 
 @cache

@@ -16,12 +16,14 @@ from `decode`, as all sums have one order and chunks are at the same places, whi
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
+import torch
 from numba import carray, cfunc, njit, types
 
-from .attention_call import LAYER, Workers
+from .attention_call import LAYER, NUMBERS
 from .claims import enter, take_item
 from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group, widen_chunk
 from .intrinsics import pointer, widened
@@ -172,4 +174,9 @@ _SOURCES = digest_of(
     ),
     *("tile_product", "vectors"),
 )
-WORKERS = Workers(lambda query_type, cache_type: _worker(query_type, cache_type, _SOURCES))
+
+
+@cache
+def worker(query: torch.dtype, keys: torch.dtype) -> Any:
+    """For a query and a cache of these types: compiled when it is first asked for."""
+    return _worker(NUMBERS[query], NUMBERS[keys], _SOURCES)

@@ -10,6 +10,7 @@ would cost ten times all of them.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -301,6 +302,7 @@ def _exclude_worker(sources: str) -> Any:
 
 
 _SOURCES = digest_of("call", "claims", "exponential", "walk", "intrinsics", "vectors")
-_exclude = RowFunction(_exclude_worker(_SOURCES), _EXCLUDE, 0.3)
-_likeliest = RowFunction(_likeliest_worker(_SOURCES), _LIKELIEST, 0.15, is_idempotent=True)
-_draw = RowFunction(_draw_worker(_SOURCES), _DRAW, 2.0)
+_exclude = RowFunction(partial(_exclude_worker, _SOURCES), _EXCLUDE, 0.3)
+_likeliest = RowFunction(partial(_likeliest_worker, _SOURCES), _LIKELIEST, 0.15, is_idempotent=True)
+_draw = RowFunction(partial(_draw_worker, _SOURCES), _DRAW, 2.0)
+FUNCTIONS = (_exclude, _likeliest, _draw)

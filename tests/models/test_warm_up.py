@@ -1,0 +1,37 @@
+"""An engine that is there has compiled all that a request may need."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+_ANSWER = """
+import sys
+from numba.core.ccallback import CFunc
+from quire import LLM, SamplingParams
+
+llm = LLM(dtype=sys.argv[1], quantization=sys.argv[2] or None, num_threads=2, num_kv_blocks=200)
+compiled, compile = [], CFunc.compile
+CFunc.compile = lambda self: compiled.append(self.__wrapped__.__module__) or compile(self)
+sampled = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, top_k=40, max_tokens=3, ignore_eos=True)
+greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
+yes_or_no = SamplingParams(temperature=0.0, max_tokens=3, structured_outputs={"choice": ["yes", "no"]})
+for lengths in ((1,), (2,), (9,), (20,), (30,), (40,), (200,), (1,) * 8, (1,) * 20, (70, 1, 3)):
+    prompts = [{"prompt_token_ids": list(range(5, 5 + length))} for length in lengths]
+    for params in (greedy, sampled):
+        llm.generate(prompts, params, use_tqdm=False)
+llm.generate(["Is it so?"], yes_or_no, use_tqdm=False)
+print(compiled)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_no_request_waits_for_a_kernel(dtype: str, quantization: str) -> None:
+    """Numba is asked for a function, be it on disk, when it is first called in a process: in one of its own."""
+    command = [sys.executable, "-c", _ANSWER, dtype, quantization]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
