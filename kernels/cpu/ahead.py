@@ -24,6 +24,8 @@ from . import decode, elementwise, operators, prompt_tiles, prompts, sampling
 
 logger = logging.getLogger(__name__)
 
+_PATIENCE_S = 120.0  # for another process; it takes 10 s
+
 
 def _prompts(query: torch.dtype, keys: torch.dtype) -> None:
     """The fastest for them; what has a cap or sinks is compiled when it is met."""
@@ -52,12 +54,10 @@ def compiled_meanwhile(query: torch.dtype, keys: torch.dtype) -> Iterator[None]:
     except BaseException:
         for helper in helpers:
             helper.kill()
+            helper.communicate()
         raise
-    finally:
-        for helper in helpers:
-            _, said = helper.communicate()
-            if helper.returncode != 0:
-                logger.info("Kernels are compiled one after the other, as a process for them failed: %s", said[-500:])
+    for helper in helpers:
+        _wait_for(helper)
 
 
 def _start(parts: list[str], query: torch.dtype, keys: torch.dtype) -> subprocess.Popen[str]:
@@ -70,6 +70,16 @@ def _start(parts: list[str], query: torch.dtype, keys: torch.dtype) -> subproces
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def _wait_for(helper: subprocess.Popen[str]) -> None:
+    try:
+        _, said = helper.communicate(timeout=_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        helper.kill()
+        _, said = helper.communicate()
+    if helper.returncode != 0:
+        logger.info("Kernels are compiled one after the other, as a process for them failed: %s", said[-500:])
 
 
 def main() -> None:
