@@ -62,6 +62,7 @@ class Worker:
         self._model: Model | None = None
         self._runner: ModelRunner | None = None
         self._filler: PageFiller | None = None
+        self._is_warm = False
 
     def load_model(self) -> None:
         """Build and fill this rank's share of the model. Raises `ConfigError` when it cannot work or does not fit."""
@@ -131,10 +132,11 @@ class Worker:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, with this rank's own number of KV heads, and an empty request table. Capture graphs.
 
-        On CPU two steps are run before, so that no request waits until what it needs is compiled.
+        On CPU two steps are run before the first time, so that no request waits until what it needs is compiled.
         """
-        if self.device.type == "cpu":
+        if self.device.type == "cpu" and not self._is_warm:
             self._warm_up()
+            self._is_warm = True
         caches = self._make_runner(config)
         if self.device.type == "cpu":
             halves = [half for cache in caches for half in (cache.key, cache.value)]
@@ -143,11 +145,11 @@ class Worker:
             self._capture_graphs()
 
     def _warm_up(self) -> None:
-        """A prompt of many rows and one of a single token, in a cache of their own."""
+        """A prompt of many rows, whose token is drawn, and a greedy one of a single token, in a cache of their own."""
         limits = self._config.scheduler
         most = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, self._info.max_model_len)
         step, config = self._step_of(np.array([most], np.int32))
-        single, _ = self._step_of(np.array([1], np.int32))
+        single, _ = self._step_of(np.array([1], np.int32), temperature=0.0)
         self._make_runner(config)
         if self._uses_graphs:
             self._capture_graphs()
@@ -263,8 +265,8 @@ class Worker:
         lengths[: limits.max_num_batched_tokens % num_rows] += 1
         return self._step_of(np.minimum(lengths, self._info.max_model_len))
 
-    def _step_of(self, lengths: IntArray) -> tuple[SchedulerOutput, KVCacheConfig]:
-        """A step with prompts of some lengths, all sampled and with a grammar, and the cache it needs."""
+    def _step_of(self, lengths: IntArray, temperature: float = 1.0) -> tuple[SchedulerOutput, KVCacheConfig]:
+        """A step with prompts of some lengths, all with a grammar, and the cache it needs."""
         num_rows, block_size = len(lengths), self._config.cache.block_size
         groups = group_layers(self.kv_cache_specs(), self._parallel.grid.num_stages)
         new_rows, next_block = [], 1
@@ -278,7 +280,7 @@ class Worker:
                     request_id=str(row),
                     token_ids=[0] * length,
                     num_prompt_tokens=length,
-                    sampling_params=SamplingParams(temperature=1.0, top_p=0.9),
+                    sampling_params=SamplingParams(temperature=temperature, top_p=0.9),
                     seed=0,
                     choice_index=0,
                     eos_token_ids=(),

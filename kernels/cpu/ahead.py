@@ -1,4 +1,4 @@
-"""On several cores, what is compiled for every engine, where nothing of it is on disk yet.
+"""On several cores, what is compiled for every engine, on a machine where nothing is on disk yet.
 
 Numba compiles one function at a time in a process, for some 15 s the first time on a machine, and keeps it on disk for
 all of them. So attention, which is half of it, is compiled in other processes while this one loads the model:
@@ -6,7 +6,8 @@ all of them. So attention, which is half of it, is compiled in other processes w
     this process   the model, norms, rotations, sampling, ...  |  has all of it
     others         attention of decodes | attention of prompts |
 
-They end with what they were started for. What they fail to do, this process does itself when it needs it.
+They end with what they were started for. What they fail to do, this process does itself when it needs it; so it does
+where norms are on disk and attention is not, as with the second type of numbers that is served on a machine.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -24,7 +26,8 @@ from . import decode, elementwise, operators, prompt_tiles, prompts, sampling
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE_S = 120.0  # for another process; it takes 10 s
+_PATIENCE_S = 120.0  # for other processes; they take 10 s
+_done: set[tuple[torch.dtype, torch.dtype]] = set()  # by this process
 
 
 def _prompts(query: torch.dtype, keys: torch.dtype) -> None:
@@ -41,40 +44,50 @@ _PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": dec
 @contextmanager
 def compiled_meanwhile(query: torch.dtype, keys: torch.dtype) -> Iterator[None]:
     """Until the block ends, and with it. `query` and `keys` are the types of queries and of KV caches."""
-    is_known = query in decode.DTYPES
-    if not is_known or elementwise.FUNCTIONS[0].compile():
+    is_on_disk = query not in decode.DTYPES or elementwise.FUNCTIONS[0].compile()
+    if is_on_disk or (query, keys) in _done:
         yield
         return
     num_helpers = min(torch.get_num_threads() - 1, len(_PARTS))
-    helpers = [_start(list(_PARTS)[i::num_helpers], query, keys) for i in range(num_helpers)]
+    helpers: list[subprocess.Popen[str]] = []
     try:
+        for i in range(num_helpers):
+            helpers += _start(list(_PARTS)[i::num_helpers], query, keys)
         yield
         for function in (*elementwise.FUNCTIONS, *sampling.FUNCTIONS, *operators.FUNCTIONS):
             function.compile()
-    except BaseException:
+        deadline = time.monotonic() + _PATIENCE_S
         for helper in helpers:
-            helper.kill()
-            helper.communicate()
-        raise
-    for helper in helpers:
-        _wait_for(helper)
+            _wait_for(helper, deadline)
+    finally:
+        for helper in helpers:
+            if helper.returncode is None:
+                helper.kill()
+                helper.communicate()
+    _done.add((query, keys))
 
 
-def _start(parts: list[str], query: torch.dtype, keys: torch.dtype) -> subprocess.Popen[str]:
+def _start(parts: list[str], query: torch.dtype, keys: torch.dtype) -> list[subprocess.Popen[str]]:
+    """One process, or none where the system has no room for it."""
     names = (str(dtype).removeprefix("torch.") for dtype in (query, keys))
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, *names, *parts],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def _wait_for(helper: subprocess.Popen[str]) -> None:
     try:
-        _, said = helper.communicate(timeout=_PATIENCE_S)
+        helper = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__, *names, *parts],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    except OSError as error:
+        logger.info("Kernels are compiled one after the other, as no process for them can be started: %s", error)
+        return []
+    return [helper]
+
+
+def _wait_for(helper: subprocess.Popen[str], deadline: float) -> None:
+    try:
+        _, said = helper.communicate(timeout=max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
         helper.kill()
         _, said = helper.communicate()

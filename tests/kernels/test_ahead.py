@@ -22,8 +22,9 @@ from quire.kernels.cpu import ahead, decode, prompts, sampling
 torch.set_num_threads(2)
 started, start = [], ahead._start
 ahead._start = lambda *given: started.append(given) or start(*given)
-with ahead.compiled_meanwhile(torch.float32, torch.float32):
-    pass
+for _ in range(2):
+    with ahead.compiled_meanwhile(torch.float32, torch.float32):
+        pass
 hits = [worker(torch.float32, torch.float32).cache_hits for worker in (decode.worker, prompts.worker)]
 print(len(started), *hits, all(function.compile() for function in sampling.FUNCTIONS))
 """
@@ -34,7 +35,8 @@ def cold(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[subprocess.Popen[str]
     """As on a machine where nothing is on disk: the processes that are started, of which the first thread needs one."""
     started: list[subprocess.Popen[str]] = []
     start = ahead._start
-    monkeypatch.setattr(ahead, "_start", lambda *given: started.append(start(*given)) or started[-1])
+    monkeypatch.setattr(ahead, "_start", lambda *given: started.extend(found := start(*given)) or found)
+    monkeypatch.setattr(ahead, "_done", set())
     monkeypatch.setattr("quire.kernels.cpu.call.RowFunction.compile", lambda _self: False)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -58,19 +60,40 @@ def test_attention_comes_from_another_process(tmp_path: Path) -> None:
         ).stdout.split()
         for _ in range(2)
     ]
-    assert said[0] == ["1", "1", "1", "False"]  # one process; what it compiled is found on disk, the rest is not
+    assert said[0] == ["1", "1", "1", "False"]  # one process, once; what it compiled is found on disk, the rest is not
     assert said[1] == ["0", "1", "1", "True"]
 
 
 def test_without_the_other_process(
     cold: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It cannot do its part: this one has to."""
+    """It fails: that is no reason not to load the model."""
     monkeypatch.setattr(sys, "executable", _python(tmp_path, "echo no room >&2; exit 3"))
     with caplog.at_level(logging.INFO), ahead.compiled_meanwhile(torch.float32, torch.float32):
         pass
     assert [process.returncode for process in cold] == [3]
     assert "no room" in caplog.text
+
+
+def test_no_room_for_another_process(
+    cold: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    with caplog.at_level(logging.INFO), ahead.compiled_meanwhile(torch.float32, torch.float32):
+        pass
+    assert cold == []
+    assert "No such file" in caplog.text
+
+
+def test_one_that_hangs(
+    cold: list[subprocess.Popen[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", _python(tmp_path, "exec sleep 60"))
+    monkeypatch.setattr(ahead, "_PATIENCE_S", 0.1)
+    with caplog.at_level(logging.INFO), ahead.compiled_meanwhile(torch.float32, torch.float32):
+        pass
+    assert [process.returncode for process in cold] == [-9]
+    assert "one after the other" in caplog.text
 
 
 def test_a_model_that_cannot_be_loaded(

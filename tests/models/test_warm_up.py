@@ -10,9 +10,12 @@ import pytest
 
 _ANSWER = """
 import sys
+from functools import partial
 from numba.core.ccallback import CFunc
+import quire.llm
 from quire import LLM, SamplingParams
 
+quire.llm.ModelConfig = partial(quire.llm.ModelConfig, enforce_eager=sys.argv[3] == "eager")
 llm = LLM(dtype=sys.argv[1], quantization=sys.argv[2] or None, num_threads=2, num_kv_blocks=200)
 compiled, compile = [], CFunc.compile
 CFunc.compile = lambda self: compiled.append(self.__wrapped__.__module__) or compile(self)
@@ -28,10 +31,13 @@ print(compiled)
 """
 
 
-@pytest.mark.parametrize(("dtype", "quantization"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
-def test_no_request_waits_for_a_kernel(dtype: str, quantization: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantization", "steps"),
+    [("float32", "", "graphs"), ("bfloat16", "", "graphs"), ("bfloat16", "int8", "graphs"), ("float32", "", "eager")],
+)
+def test_no_request_waits_for_a_kernel(dtype: str, quantization: str, steps: str) -> None:
     """Numba is asked for a function, be it on disk, when it is first called in a process: in one of its own."""
-    command = [sys.executable, "-c", _ANSWER, dtype, quantization]
+    command = [sys.executable, "-c", _ANSWER, dtype, quantization, steps]
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
