@@ -38,7 +38,7 @@ from .quantization import blueprint_for
 
 logger = logging.getLogger(__name__)
 
-_WARM_UP_TOKENS = 64  # more rows than any kernel on CPU takes for few
+_WARM_UP_ROWS = 32  # requests with a token each are more rows than any kernel on CPU for few rows takes
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -145,10 +145,11 @@ class Worker:
             self._capture_graphs()
 
     def _warm_up(self) -> None:
-        """A prompt of many rows, whose token is drawn, and a greedy one of a single token, in a cache of their own."""
+        """Many prompts, whose tokens are drawn, and a greedy decode, in a cache of their own."""
         limits = self._config.scheduler
-        most = min(_WARM_UP_TOKENS, limits.max_num_batched_tokens, self._info.max_model_len)
-        step, config = self._step_of(np.array([most], np.int32))
+        num_tokens = min(2, self._info.max_model_len, limits.max_num_batched_tokens)
+        num_rows = min(_WARM_UP_ROWS, limits.max_num_seqs, limits.max_num_batched_tokens // num_tokens)
+        step, config = self._step_of(np.full(num_rows, num_tokens, np.int32))
         single, _ = self._step_of(np.array([1], np.int32), temperature=0.0)
         self._make_runner(config)
         if self._uses_graphs:

@@ -1,4 +1,4 @@
-"""On several cores, what is compiled for every engine, on a machine where nothing is on disk yet.
+"""Compiles on several cores what every engine needs, on a machine where nothing of it is on disk yet.
 
 Numba compiles one function at a time in a process, for some 15 s the first time on a machine, and keeps it on disk for
 all of them. So attention, which is half of it, is compiled in other processes while this one loads the model:
@@ -7,7 +7,8 @@ all of them. So attention, which is half of it, is compiled in other processes w
     others         attention of decodes | attention of prompts |
 
 They end with what they were started for. What they fail to do, this process does itself when it needs it; so it does
-where norms are on disk and attention is not, as with the second type of numbers that is served on a machine.
+where norms are on disk and attention is not: with the second type of numbers that is served on a machine, or after a
+first start that was interrupted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ _PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": dec
 
 @contextmanager
 def compiled_meanwhile(query: torch.dtype, keys: torch.dtype) -> Iterator[None]:
-    """Until the block ends, and with it. `query` and `keys` are the types of queries and of KV caches."""
+    """What is compiled while the block runs, and right behind it. `query` and `keys` are the types of queries and of KV
+    caches."""
     is_on_disk = query not in decode.DTYPES or elementwise.FUNCTIONS[0].compile()
     if is_on_disk or (query, keys) in _done:
         yield

@@ -59,7 +59,7 @@ from .packed_call import (
     X,
     run_product,
 )
-from .sources import digest_of
+from .sources import digest_of, filed_as
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
@@ -171,6 +171,7 @@ def _split_worker(num_parts: int, looked_up: bool, sources: str) -> Any:
     x_bytes = 4 if num_parts > 1 else 2
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(num_parts, looked_up)
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _SPLIT_TYPE)[0]
@@ -201,6 +202,7 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
     bias_bytes = TILE * (2 if has_short_bias else 4)
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(packing, num_parts, is_short, activation)
     def worker(address: int) -> None:
         """One thread: take panels until there are none."""
         sources  # noqa: B018 (likewise)

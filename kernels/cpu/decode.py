@@ -33,7 +33,7 @@ from .attention_call import LAYER, NUMBERS, Layer, Shape, layer_call, new_plan, 
 from .claims import RUN, enter, take_item
 from .heads import AHEAD, AT_ONCE, CHUNK, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
-from .sources import digest_of
+from .sources import digest_of, filed_as
 from .threads import run_call
 from .vectors import LANES
 
@@ -279,6 +279,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
 
 def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(query_type.__name__, cache_type.__name__)
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         layer = carray(pointer(address), (1,), LAYER)[0]

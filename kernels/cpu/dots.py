@@ -42,7 +42,7 @@ from .packed_call import (
     X,
     run_product,
 )
-from .sources import digest_of
+from .sources import digest_of, filed_as
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 
 __all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated"]
@@ -111,6 +111,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
     has_least, is_gated, bias_bytes = PACKINGS[packing].has_least, activation != "", 2 * TILE
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(packing, is_short, activation)
     def worker(address: int) -> None:
         """One thread: take panels until there are none."""
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, quantize_row
 from .recording import CompiledCall
-from .sources import digest_of
+from .sources import digest_of, filed_as
 from .threads import run_call
 from .tiles import FORMATS, Format, Places, tile, widen_row
 
@@ -155,6 +155,7 @@ def _compiled(
     meta_bytes = META_BYTES if in_digits else 0
 
     @cfunc(types.void(types.voidptr), cache=True)
+    @filed_as(name)
     def worker(address: Any) -> None:
         """One thread: take blocks until there are none."""
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)

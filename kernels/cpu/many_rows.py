@@ -38,7 +38,7 @@ from .intrinsics import pointer
 from .matrix_tiles import configuration
 from .recording import CompiledCall, Rows
 from .rows import load_row
-from .sources import digest_of
+from .sources import digest_of, filed_as
 from .threads import run_call
 from .tile_product import (
     A_GOES_BY,
@@ -221,6 +221,7 @@ def _turn_worker(run: int, becomes_wider: bool, sources: str) -> Any:
     span_size, num_classes, wider = span_bytes(run), len(words_by_class(run)), 2 if becomes_wider else 1
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(run, becomes_wider)
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _TURN_TYPE)[0]
@@ -305,6 +306,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
     x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(product, run, num_digits, widened)
     def worker(address: int) -> None:
         """One thread: take blocks until there are none."""
         sources  # noqa: B018 (likewise)

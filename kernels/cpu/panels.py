@@ -57,7 +57,7 @@ from .panel_vectors import (
     unpack,
     widen_rows,
 )
-from .sources import digest_of
+from .sources import digest_of, filed_as
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES, TILE
 from .vectors import LANES
 
@@ -123,6 +123,7 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> An
     )
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(packing, has_short_x, is_short)
     def worker(address: int) -> None:
         """One thread: take panels until there are none."""
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)

@@ -28,7 +28,7 @@ from .claims import enter, take_item
 from .heads import CHUNK, divide, merge, to_weights, turn, weigh_group, widen_chunk
 from .intrinsics import pointer, widened
 from .prompt_plan import PLAN
-from .sources import digest_of
+from .sources import digest_of, filed_as
 from .tile_product import CLASSES
 from .vectors import LANES
 
@@ -147,6 +147,7 @@ def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources:
     numbers = np.float32 if cache_type is np.uint8 else cache_type
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(query_type.__name__, cache_type.__name__)
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         layer = carray(pointer(address), (1,), LAYER)[0]

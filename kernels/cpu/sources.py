@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def digest_of(*modules: str) -> str:
     """Of the sources of some modules of this package: a constant for what is compiled from them."""
     files = [Path(__file__).with_name(f"{module}.py") for module in modules]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def filed_as(*kind: object) -> Callable[[_Function], _Function]:
+    """A function that exists in several kinds, each kept on disk under a name of its own.
+
+    Numba numbers the kinds of one name without a lock: of two processes that compile different kinds at the same time,
+    one could get the other's machine code for its own, then and in all processes after.
+    """
+
+    def rename(function: _Function) -> _Function:
+        function.__qualname__ += "." + "_".join(str(part) for part in kind if part != "")
+        return function
+
+    return rename

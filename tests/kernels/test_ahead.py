@@ -62,6 +62,8 @@ def test_attention_comes_from_another_process(tmp_path: Path) -> None:
     ]
     assert said[0] == ["1", "1", "1", "False"]  # one process, once; what it compiled is found on disk, the rest is not
     assert said[1] == ["0", "1", "1", "True"]
+    filed = [path.name for path in tmp_path.rglob("*.nbi") if "float32_float32" in path.name]
+    assert len(filed) == 2  # each kind in a file of its own: those of another type are elsewhere
 
 
 def test_without_the_other_process(

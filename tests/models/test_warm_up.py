@@ -22,7 +22,7 @@ CFunc.compile = lambda self: compiled.append(self.__wrapped__.__module__) or com
 sampled = SamplingParams(temperature=0.8, top_p=0.9, min_p=0.01, top_k=40, max_tokens=3, ignore_eos=True)
 greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
 yes_or_no = SamplingParams(temperature=0.0, max_tokens=3, structured_outputs={"choice": ["yes", "no"]})
-for lengths in ((1,), (2,), (9,), (20,), (30,), (40,), (200,), (1,) * 8, (1,) * 20, (70, 1, 3)):
+for lengths in ((1,), (2,), (9,), (20,), (30,), (40,), (200,), (1,) * 8, (1,) * 30, (70, 1, 3)):
     prompts = [{"prompt_token_ids": list(range(5, 5 + length))} for length in lengths]
     for params in (greedy, sampled):
         llm.generate(prompts, params, use_tqdm=False)
