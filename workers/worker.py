@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -156,6 +157,8 @@ class Worker:
             self._capture_graphs()
         for each in (step, single):
             self.execute_model(each)
+        self._runner = None
+        gc.collect()  # graphs hold weights in cycles: these would outlive the model
 
     def _make_runner(self, config: KVCacheConfig) -> list[LayerCache]:
         self._runner = self._filler = None  # frees the old cache first
