@@ -56,6 +56,7 @@ def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
             # Four threads, its default, wake one after the other when a step's tokens come; one finds them all.
+            # (What `deploy/` describes keeps the default: nodes have more cores.)
             "RAY_SERVE_HAPROXY_NBTHREAD": os.environ.get("RAY_SERVE_HAPROXY_NBTHREAD", "1"),
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(tier / "haproxy.cfg"),

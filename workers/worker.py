@@ -32,7 +32,7 @@ from .loader.load import load_dummy
 from .malloc import keep_freed_memory
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
 from .model_runner import ModelRunner, StepLimits
-from .models.model import Model
+from .models.model import Blueprint, Model
 from .page_filler import PageFiller
 from .parallel import ParallelContext
 from .quantization import blueprint_for
@@ -63,7 +63,6 @@ class Worker:
         self._model: Model | None = None
         self._runner: ModelRunner | None = None
         self._filler: PageFiller | None = None
-        self._is_warm = False
 
     def load_model(self) -> None:
         """Build and fill this rank's share of the model. Raises `ConfigError` when it cannot work or does not fit."""
@@ -76,33 +75,12 @@ class Worker:
             # What a split product adds up in two bytes depends on how it is split.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-        with self._compiled_meanwhile():
-            self._load_model()
-
-    def _compiled_meanwhile(self) -> AbstractContextManager[None]:
-        if self.device.type != "cpu":
-            return nullcontext()
-        from quire.kernels.cpu.ahead import compiled_meanwhile
-
-        return compiled_meanwhile(self.dtype, self.cache_dtype)
-
-    def _load_model(self) -> None:
         blueprint = blueprint_for(self._config.model, self._info, self.device)
         with building(torch.device("meta"), self.dtype):
             weight_bytes = num_bytes(blueprint.build(self._parallel).parameters())
         check_weights_fit(weight_bytes, self.device, self._info.name)
-        with building(self.device, self.dtype):
-            model = blueprint.build(self._parallel)
-        if self.device.type == "cpu":
-            gather_weights(model.parameters())
-        if self._config.model.load_format == "dummy":
-            load_dummy(model)
-        else:
-            blueprint.load(model, self._info, progress=self._parallel.rank == 0)
-        self._kv_scales = kv_scales(self._config, self._info, len(model.kv_cache_specs(1, self.cache_dtype)))
-        self._model = model.to(self.device).eval()  # the weights are there already; this moves the buffers
-        if self.device.type == "cpu":
-            keep_freed_memory()
+        with self._compiled_meanwhile():
+            self._model = self._loaded(blueprint)
         logger.info(
             "rank %d of %d: %s, %s, %s, %d bytes of weights as %s on %s, %d threads",
             self._parallel.rank,
@@ -116,28 +94,50 @@ class Worker:
             torch.get_num_threads(),
         )
 
+    def _compiled_meanwhile(self) -> AbstractContextManager[None]:
+        if self.device.type != "cpu":
+            return nullcontext()
+        from quire.kernels.cpu.ahead import compiled_meanwhile
+
+        return compiled_meanwhile(self.dtype, self.cache_dtype)
+
+    def _loaded(self, blueprint: Blueprint) -> Model:
+        with building(self.device, self.dtype):
+            model = blueprint.build(self._parallel)
+        if self.device.type == "cpu":
+            gather_weights(model.parameters())
+        if self._config.model.load_format == "dummy":
+            load_dummy(model)
+        else:
+            blueprint.load(model, self._info, progress=self._parallel.rank == 0)
+        self._kv_scales = kv_scales(self._config, self._info, len(model.kv_cache_specs(1, self.cache_dtype)))
+        if self.device.type == "cpu":
+            keep_freed_memory()
+        return model.to(self.device).eval()  # the weights are there already; this moves the buffers
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         """What each layer of the whole model caches on ranks with this tensor rank. Rank 0's are the largest."""
         return self.model.kv_cache_specs(self._config.cache.block_size, self.cache_dtype)
 
     def available_kv_cache_bytes(self) -> int:
-        """Bytes that this rank can give to its KV cache. On GPU this runs the largest step once, to measure it.
+        """Bytes that this rank can give to its KV cache. All ranks are asked at once.
+
+        On GPU this runs the largest step once, to measure it; on CPU two small ones, so that no request waits until
+        what it needs is compiled.
 
         Raises `ConfigError` when a size that the user asked for is not there.
         """
         specs = self.kv_cache_specs()
-        activation_bytes = self._measure_activations() if self.device.type == "cuda" else 0
+        if self.device.type == "cuda":
+            activation_bytes = self._measure_activations()
+        else:
+            activation_bytes = 0
+            self._warm_up()
         stage = self._parallel.stage
         return kv_cache_bytes(self._config, specs, self._info.max_model_len, self.device, activation_bytes, stage=stage)
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
-        """Allocate the cache, with this rank's own number of KV heads, and an empty request table. Capture graphs.
-
-        On CPU two steps are run before the first time, so that no request waits until what it needs is compiled.
-        """
-        if self.device.type == "cpu" and not self._is_warm:
-            self._warm_up()
-            self._is_warm = True
+        """Allocate the cache, with this rank's own number of KV heads, and an empty request table. Capture graphs."""
         caches = self._make_runner(config)
         if self.device.type == "cpu":
             halves = [half for cache in caches for half in (cache.key, cache.value)]

@@ -6,9 +6,9 @@ all of them. So attention, which is half of it, is compiled in other processes w
     this process   the model, norms, rotations, sampling, ...  |  has all of it
     others         attention of decodes | attention of prompts |
 
-They end with what they were started for. What they fail to do, this process does itself when it needs it; so it does
-where norms are on disk and attention is not: with the second type of numbers that is served on a machine, or after a
-first start that was interrupted.
+They end with what they were started for; where that is killed, when they have compiled. What they fail to do, this
+process does itself when it needs it; so it does where norms are on disk and attention is not: with the second type of
+numbers that is served on a machine, or after a first start that was interrupted.
 """
 
 from __future__ import annotations

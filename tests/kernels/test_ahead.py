@@ -109,7 +109,7 @@ def test_a_model_that_cannot_be_loaded(
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_who_gets_another_process(
     cold: list[subprocess.Popen[str]],
@@ -118,8 +118,8 @@ def test_who_gets_another_process(
     dtype: torch.dtype,
     num_threads: int,
 ) -> None:
-    """Whose attention is compiled, where there is a second core."""
+    """Whose attention is compiled, one for each other core, up to two."""
     monkeypatch.setattr(sys, "executable", _python(tmp_path, "exit 0"))
     torch.set_num_threads(num_threads)
     with ahead.compiled_meanwhile(dtype, dtype):
-        assert len(cold) == (dtype == torch.float32 and num_threads == 2)
+        assert len(cold) == (min(num_threads - 1, 2) if dtype == torch.float32 else 0)
