@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 from collections.abc import Iterator
@@ -153,12 +152,8 @@ class Worker:
         step, config = self._step_of(np.full(num_rows, num_tokens, np.int32))
         single, _ = self._step_of(np.array([1], np.int32), temperature=0.0)
         self._make_runner(config)
-        if self._uses_graphs:
-            self._capture_graphs()
         for each in (step, single):
             self.execute_model(each)
-        self._runner = None
-        gc.collect()  # graphs hold weights in cycles: these would outlive the model
 
     def _make_runner(self, config: KVCacheConfig) -> list[LayerCache]:
         self._runner = self._filler = None  # frees the old cache first

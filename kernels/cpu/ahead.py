@@ -39,6 +39,7 @@ def _prompts(query: torch.dtype, keys: torch.dtype) -> None:
         prompts.worker(query, keys)
 
 
+_FUNCTIONS = (*elementwise.FUNCTIONS, *sampling.FUNCTIONS, *operators.FUNCTIONS)
 _PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": decode.worker, "prompts": _prompts}
 
 
@@ -46,17 +47,14 @@ _PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": dec
 def compiled_meanwhile(query: torch.dtype, keys: torch.dtype) -> Iterator[None]:
     """What is compiled while the block runs, and right behind it. `query` and `keys` are the types of queries and of KV
     caches."""
-    is_on_disk = query not in decode.DTYPES or elementwise.FUNCTIONS[0].compile()
-    if is_on_disk or (query, keys) in _done:
-        yield
-        return
-    num_helpers = min(torch.get_num_threads() - 1, len(_PARTS))
     helpers: list[subprocess.Popen[str]] = []
     try:
-        for i in range(num_helpers):
-            helpers += _start(list(_PARTS)[i::num_helpers], query, keys)
+        if _is_new(query, keys):
+            num_helpers = min(torch.get_num_threads() - 1, len(_PARTS))
+            for i in range(num_helpers):
+                helpers += _start(list(_PARTS)[i::num_helpers], query, keys)
         yield
-        for function in (*elementwise.FUNCTIONS, *sampling.FUNCTIONS, *operators.FUNCTIONS):
+        for function in _FUNCTIONS:
             function.compile()
         deadline = time.monotonic() + _PATIENCE_S
         for helper in helpers:
@@ -67,6 +65,11 @@ def compiled_meanwhile(query: torch.dtype, keys: torch.dtype) -> Iterator[None]:
                 helper.kill()
                 helper.communicate()
     _done.add((query, keys))
+
+
+def _is_new(query: torch.dtype, keys: torch.dtype) -> bool:
+    """Whether their attention is compiled here, and nothing was on disk when the first function was asked for."""
+    return query in decode.DTYPES and (query, keys) not in _done and not _FUNCTIONS[0].compile()
 
 
 def _start(parts: list[str], query: torch.dtype, keys: torch.dtype) -> list[subprocess.Popen[str]]:
