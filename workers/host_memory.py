@@ -22,15 +22,17 @@ _HUGE_PAGE = 2 << 20  # bytes
 _ALIGNMENT = 64  # bytes: a line of the cache, and a whole number of any dtype
 
 
-def zeros(num_bytes: int) -> Tensor:
-    """[num_bytes] uint8. The system gives the memory page by page, each when it is first touched."""
+def zeros(num_bytes: int, part: float = 0.0) -> Tensor:
+    """[num_bytes] uint8, from `part` of a huge page on, 0 to 1. The system gives the memory page by page, each when it
+    is first touched."""
     if sys.platform != "linux" or num_bytes == 0:
         return torch.from_numpy(np.zeros(num_bytes, np.uint8))
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = int(part * _HUGE_PAGE) // mmap.PAGESIZE * mmap.PAGESIZE
+    memory = mmap.mmap(-1, start + num_bytes + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    return tensor[-tensor.data_ptr() % _HUGE_PAGE :][:num_bytes]
+    return tensor[-tensor.data_ptr() % _HUGE_PAGE + start :][:num_bytes]
 
 
 def gather_weights(parameters: Iterable[nn.Parameter]) -> None:

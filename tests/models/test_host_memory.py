@@ -12,9 +12,12 @@ import torch
 from tiny_llama import make_tiny_llama
 
 from quire.engine.config import ModelConfig
+from quire.engine.kv_cache_spec import KVCacheConfig, group_layers
 from quire.engine.model_source import load_model_info
 from quire.workers.blueprints import blueprint_of
 from quire.workers.host_memory import gather_weights, zeros
+from quire.workers.kv_cache import allocate_kv_cache
+from quire.workers.layers.attention import KVScales
 from quire.workers.parallel import ParallelContext
 
 _HUGE_PAGE = 2 << 20
@@ -45,14 +48,30 @@ def test_memory_is_in_huge_pages_once_it_is_touched() -> None:
     assert 4 * _HUGE_PAGE <= added <= 5 * _HUGE_PAGE  # the system may be short of one
 
 
+@pytest.mark.parametrize("part", [0.0, 0.5])
 @pytest.mark.parametrize("num_bytes", [0, 1, 4097, _HUGE_PAGE + 64])
-def test_memory_is_zero_and_aligned(num_bytes: int) -> None:
-    memory = zeros(num_bytes)
+def test_memory_is_zero_and_aligned(num_bytes: int, part: float) -> None:
+    memory = zeros(num_bytes, part)
     assert memory.shape == (num_bytes,)
     assert memory.dtype == torch.uint8
     assert not memory.any()
-    assert num_bytes == 0 or sys.platform != "linux" or memory.data_ptr() % _HUGE_PAGE == 0
+    assert num_bytes == 0 or sys.platform != "linux" or memory.data_ptr() % _HUGE_PAGE == part * _HUGE_PAGE
     memory.fill_(255)  # to its last byte
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere NumPy gives it")
+def test_no_two_layers_of_a_cache_come_to_a_new_page_at_once(tmp_path: Path) -> None:
+    make_tiny_llama(tmp_path)
+    info = load_model_info(ModelConfig(model=str(tmp_path)))
+    model = blueprint_of(info).build(ParallelContext())
+    specs = model.kv_cache_specs(16, torch.float32)
+    config = KVCacheConfig(40, 16, group_layers(specs, 1))
+    caches = allocate_kv_cache(
+        config, specs, [KVScales()] * len(specs), model.own_layers, torch.float32, torch.device("cpu")
+    )
+    places = sorted(cache.key.data_ptr() % _HUGE_PAGE for cache in caches)
+    assert len(places) == 3
+    assert all(after - before >= _HUGE_PAGE // 4 for before, after in pairwise([*places, _HUGE_PAGE]))
 
 
 def test_weights_lie_in_one_piece_side_by_side(tmp_path: Path) -> None:
