@@ -1,15 +1,29 @@
-"""The application on the private Ray of `quire serve`: deployed, and waited for, but not for ever."""
+"""Serve and the application on the private Ray of `quire serve`: started, and waited for, but not for ever.
+
+    Serve's controller  -->  HTTP proxies  -->  both are waited for
+                        -->  deployments
+
+Imports Ray: after its environment is set.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.config import HTTPOptions, gRPCOptions
 
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, EngineError
 
 from . import placement
+from .config import GRPC_SERVICER
 from .config_file import ServiceConfig
 from .placement import PlacementPlan
 from .serve_api import last_error
@@ -18,23 +32,67 @@ if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
 POLL_S = 0.05
+PROXIES_S = 5.0  # for Serve's start to end, when nobody wants it any more
 GRACE_S = 20.0  # for an engine that gives up in time to say why
 
 
+@contextmanager
+def serve_starts(service: ServiceConfig) -> Iterator[None]:
+    """Serve's own start, in a thread. Inside, there is a controller, which can deploy; behind, the HTTP proxies are
+    ready. Raises `EngineError` where they cannot start."""
+    ready: Future[None] = Future()
+    thread = threading.Thread(target=_start_serve, args=(service, ready), name="Serve's start", daemon=True)
+    thread.start()
+    try:
+        while not ready.done() and not serve.status().proxies:
+            time.sleep(POLL_S)
+        if ready.done():
+            _raise_problem(ready)
+        yield
+        _raise_problem(ready)
+    finally:
+        thread.join(PROXIES_S)  # or Ray, shut down below a thread that waits for it, may end the process
+
+
+def _start_serve(service: ServiceConfig, ready: Future[None]) -> None:
+    try:
+        serve.start(http_options=HTTPOptions(host=service.host, port=service.port), grpc_options=_grpc_options(service))
+    except BaseException as error:
+        ready.set_exception(error)
+    else:
+        ready.set_result(None)
+
+
+def _raise_problem(ready: Future[None]) -> None:
+    try:
+        ready.result()
+    except (RayError, TimeoutError) as error:
+        last_line = str(error).strip().splitlines()[-1]
+        raise EngineError(f"The HTTP proxy could not start: {last_line}") from error
+
+
+def _grpc_options(service: ServiceConfig) -> gRPCOptions | None:
+    if service.grpc_port is None:
+        return None
+    return gRPCOptions(port=service.grpc_port, grpc_servicer_functions=[GRPC_SERVICER])
+
+
 def deploy(service: ServiceConfig) -> None:
-    """Returns when all deployments are ready.
-
-    Raises `ConfigError` when this machine has not what they ask for, `EngineError` when one of them fails, or is not
-    ready in the longest `parallel.startup_timeout_s` of all engines.
-    """
-    from ray import serve
-
+    """Have Serve start all deployments. Raises `ConfigError` when this machine has not what they ask for."""
     from .app import bind
 
     check_room(service, placement.live_nodes())
     application = bind(service.quire, service.deployments)
     target = serve.RunTarget(application, name=service.application, route_prefix=service.route_prefix)
     serve.run_many([target], wait_for_applications_running=False)
+
+
+def wait_until_ready(service: ServiceConfig) -> None:
+    """Wait for all deployments.
+
+    Raises `EngineError` when one of them fails, or is not ready in the longest `parallel.startup_timeout_s` of all
+    engines.
+    """
     timeout_s = max(engine.parallel.startup_timeout_s for engine in service.quire.engines().values())
     wait_until_running(lambda: serve.status().applications.get(service.application), timeout_s)
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
@@ -32,12 +32,9 @@ from quire.engine.errors import ConfigError, EngineError
 from quire.engine.model_source import load_model_info
 from quire.workers.models.sizes import check_ranks
 
-from .config import GRPC_SERVICER, override
+from .config import override
 from .config_file import ServiceConfig, load_service
 from .ray_local import LocalRay, environment, make_folder
-
-if TYPE_CHECKING:
-    from ray.serve.config import gRPCOptions
 
 logger = logging.getLogger(__name__)
 
@@ -144,39 +141,24 @@ def _check_model(engine: EngineConfig) -> str:
 def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bool) -> LocalRay:
     """Ray, Serve, and the application's deployments, all of them ready."""
     os.environ.update(environment(folder, haproxy=_haproxy_launcher(folder)))
-    local = LocalRay.start(folder, dashboard=dashboard)
-    _listen_to_signals()  # Ray has put a handler of its own in place: it prints a stack and ends the process
+    local: LocalRay | None = None
     try:
+        with _signals_wait():  # whoever leaves Ray while it connects ends in a crash
+            local = LocalRay.start(folder, dashboard=dashboard)
         clock.lap("Ray")
-        from ray import serve as ray_serve
-        from ray.exceptions import RayError
-        from ray.serve.config import HTTPOptions
+        from .local_deploy import deploy, serve_starts, wait_until_ready  # Ray, now that its environment is set
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        try:
-            ray_serve.start(
-                http_options=HTTPOptions(host=service.host, port=service.port), grpc_options=_grpc_options(service)
-            )
-        except RayError as error:
-            last_line = str(error).strip().splitlines()[-1]
-            raise EngineError(f"The HTTP proxy could not start: {last_line}") from error
+        with serve_starts(service):
+            deploy(service)
         clock.lap("Serve")
-        from .local_deploy import deploy  # which imports Ray, so after its environment is set
-
-        deploy(service)
+        wait_until_ready(service)
         clock.lap("model")
     except BaseException:
-        local.stop()
+        if local is not None:
+            local.stop()
         raise
     return local
-
-
-def _grpc_options(service: ServiceConfig) -> gRPCOptions | None:
-    from ray.serve.config import gRPCOptions
-
-    if service.grpc_port is None:
-        return None
-    return gRPCOptions(port=service.grpc_port, grpc_servicer_functions=[GRPC_SERVICER])
 
 
 def _first_answers(service: ServiceConfig, models: list[str]) -> None:
@@ -244,6 +226,9 @@ class _Clock:
 # The end
 
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
 class Stopped(KeyboardInterrupt):
     """SIGTERM, handled like Ctrl-C."""
 
@@ -251,7 +236,7 @@ class Stopped(KeyboardInterrupt):
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
     """SIGINT and SIGTERM end the block, whatever it is doing; a second one during the clean-up is ignored."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
     _listen_to_signals()
     try:
         yield
@@ -262,14 +247,38 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _listen_to_signals() -> None:
-    def stop(number: int, _frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Stopped(signal.Signals(number).name)
+@contextlib.contextmanager
+def _signals_wait() -> Iterator[None]:
+    """The first signal that comes inside is obeyed behind the block; a second one at once, wherever it is.
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, stop)
+    Ray puts a handler of its own in place, which prints a stack and ends the process: ours are back behind the block.
+    """
+    came: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if came:
+            _stop(number, frame)
+        came.append(number)
+
+    for number in _SIGNALS:
+        signal.signal(number, note)
+    try:
+        yield
+    finally:
+        _listen_to_signals()
+    if came:
+        _stop(came[0], None)
+
+
+def _listen_to_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, _stop)
+
+
+def _stop(number: int, _frame: FrameType | None) -> None:
+    for each in _SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    raise Stopped(signal.Signals(number).name)
 
 
 @contextlib.contextmanager

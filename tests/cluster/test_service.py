@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -50,10 +51,17 @@ def _belongs_to(process: psutil.Process, folder: str) -> bool:
         return False
 
 
-def start(environment: dict[str, str], *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+@contextmanager
+def started(environment: dict[str, str], *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """Killed behind the block, if it has not ended."""
+    process = subprocess.Popen(
         [QUIRE, "serve", *arguments], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def end(process: subprocess.Popen[str], number: int, within_s: float) -> None:
@@ -65,44 +73,60 @@ def end(process: subprocess.Popen[str], number: int, within_s: float) -> None:
 
 def test_serve_answers_and_ends_without_a_trace(environment: dict[str, str]) -> None:
     (port,) = free_ports(1)
-    process = start(environment, "--port", str(port), "--max-num-seqs", "8")
-    assert process.stdout is not None
-    lines = []
-    for line in process.stdout:  # nothing is printed there before the service answers
-        lines.append(line)
-        if "Ctrl-C" in line:
-            break
-    assert any(f"http://127.0.0.1:{port}/v1" in line for line in lines), (lines, process.stderr)
-    assert any(line.strip().startswith("curl ") for line in lines)
-    answer = httpx.post(
-        f"http://127.0.0.1:{port}/v1/chat/completions",
-        json={
-            "model": "smollm2-135m-instruct",
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
-            "temperature": 0,
-        },
-        timeout=60,
-    )
-    assert answer.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."
-    with httpx.stream(
-        "POST",
-        f"http://127.0.0.1:{port}/v1/completions",
-        json={"model": "smollm2-135m-instruct", "prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True},
-        timeout=60,
-    ) as stream:
-        next(stream.iter_lines())
-        end(process, signal.SIGINT, within_s=15)  # gateways may take long for their streams, but not here
-    assert process.returncode in (0, 130)
+    with started(environment, "--port", str(port), "--max-num-seqs", "8") as process:
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:  # nothing is printed there before the service answers
+            lines.append(line)
+            if "Ctrl-C" in line:
+                break
+        assert any(f"http://127.0.0.1:{port}/v1" in line for line in lines), (lines, process.stderr)
+        assert any(line.strip().startswith("curl ") for line in lines)
+        answer = httpx.post(
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json={
+                "model": "smollm2-135m-instruct",
+                "messages": [{"role": "user", "content": "What is the capital of France?"}],
+                "temperature": 0,
+            },
+            timeout=60,
+        )
+        assert answer.json()["choices"][0]["message"]["content"] == "The capital of France is Paris."
+        with httpx.stream(
+            "POST",
+            f"http://127.0.0.1:{port}/v1/completions",
+            json={
+                "model": "smollm2-135m-instruct",
+                "prompt": "a",
+                "max_tokens": 4000,
+                "ignore_eos": True,
+                "stream": True,
+            },
+            timeout=60,
+        ) as stream:
+            next(stream.iter_lines())
+            end(process, signal.SIGINT, within_s=15)  # gateways may take long for their streams, but not here
+        assert process.returncode in (0, 130)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_start_that_is_interrupted_leaves_nothing(environment: dict[str, str], number: int) -> None:
+@pytest.mark.parametrize(
+    ("number", "when_there_is"),
+    [
+        (signal.SIGINT, "raylet"),
+        (signal.SIGINT, "ray::DashboardAgent"),  # the driver connects about then
+        (signal.SIGTERM, "ray::ServeController"),
+        (signal.SIGINT, "ray::HAProxyManager"),  # and deployments begin to start
+    ],
+)
+def test_a_start_that_is_interrupted_leaves_nothing(
+    environment: dict[str, str], number: int, when_there_is: str
+) -> None:
     (port,) = free_ports(1)
-    process = start(environment, "--port", str(port))
-    parent = psutil.Process(process.pid)
-    wanted = "raylet" if number == signal.SIGINT else "ray::ServeController"
-    wait_for(lambda: any(wanted in command(child) for child in parent.children(recursive=True)), 60)
-    end(process, number, within_s=15)
+    with started(environment, "--port", str(port)) as process:
+        parent = psutil.Process(process.pid)
+        wait_for(lambda: any(when_there_is in command(child) for child in parent.children(recursive=True)), 60)
+        end(process, number, within_s=15)
+    assert process.returncode in (0, 130)
 
 
 def one_line_of_refusal(environment: dict[str, str], *arguments: str) -> str:
