@@ -44,12 +44,14 @@ def serve_starts(service: ServiceConfig) -> Iterator[None]:
     thread = threading.Thread(target=_start_serve, args=(service, ready), name="Serve's start", daemon=True)
     thread.start()
     try:
-        while not ready.done() and not serve.status().proxies:
-            time.sleep(POLL_S)
-        if ready.done():
-            _raise_problem(ready)
+        with _said_in_one_line():
+            while not ready.done() and not serve.status().proxies:
+                time.sleep(POLL_S)
+            if ready.done():
+                ready.result()
         yield
-        _raise_problem(ready)
+        with _said_in_one_line():
+            ready.result()
     finally:
         thread.join(PROXIES_S)  # or Ray, shut down below a thread that waits for it, may end the process
 
@@ -63,11 +65,12 @@ def _start_serve(service: ServiceConfig, ready: Future[None]) -> None:
         ready.set_result(None)
 
 
-def _raise_problem(ready: Future[None]) -> None:
+@contextmanager
+def _said_in_one_line() -> Iterator[None]:
     try:
-        ready.result()
+        yield
     except (RayError, TimeoutError) as error:
-        last_line = str(error).strip().splitlines()[-1]
+        last_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
         raise EngineError(f"The HTTP proxy could not start: {last_line}") from error
 
 

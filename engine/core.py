@@ -16,6 +16,7 @@ import msgspec
 
 from .cache_history import KVEvent
 from .config import EngineConfig
+from .draft_gain import DraftGain
 from .errors import ConfigError, EngineError, ExecutorError
 from .executor import Executor, PendingStep
 from .gates import Gate
@@ -62,7 +63,10 @@ class EngineCore:
         self.max_model_len = fit_model_len(config, kv_cache, max_model_len)
         self._max_inflight_steps = config.scheduler.max_inflight_steps or executor.preferred_inflight_steps()
         share = PipelineShare(self._max_inflight_steps) if config.parallel.pipeline_parallel_size > 1 else None
-        speculation = Speculation(num_speculative_tokens(config, executor.preferred_inflight_steps()))
+        num_drafts = num_speculative_tokens(config, executor.preferred_inflight_steps())
+        # Who asks for drafts gets them; nobody else does where they do not pay.
+        gain = DraftGain() if config.scheduler.num_speculative_tokens is None else None
+        speculation = Speculation(num_drafts, gain)
         self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates, share, speculation)
         self._inflight: deque[tuple[ScheduledStep, PendingStep]] = deque()
         executor.initialize_kv_cache(self._kv_cache_config)

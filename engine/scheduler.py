@@ -309,13 +309,14 @@ class Scheduler:
         self._released_rows = []
         self._share.given_out(output.total_num_scheduled_tokens)
         self.waiting.drain_rate.record(output.total_num_scheduled_tokens, plan.now)
-        return ScheduledStep(output, requests, table.epoch[rows], samples)
+        return ScheduledStep(output, plan.now, requests, table.epoch[rows], samples)
 
     # ---- taking in the results of a step --------------------------------------------------------------------------
 
     def update(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> list[EngineOutput]:
         """Book the tokens that a step sampled, and end the requests that they end. In batch order."""
         self._share.taken_in(step.output.total_num_scheduled_tokens)
+        self._speculation.learn_step(step.output.total_num_scheduled_tokens, now - step.planned_at)
         table, rows = self.running, step.output.rows
         taken = step.samples & (table.epoch[rows] == step.epochs)  # a row released meanwhile belongs to somebody else
         table.num_pending[rows[taken]] -= 1

@@ -14,10 +14,12 @@ parameters, seed and position (DESIGN 4.3), a token that was guessed is the one 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Mapping
 
 import numpy as np
 
 from .config import EngineConfig
+from .draft_gain import MAX_TRUST, DraftGain
 from .errors import ConfigError
 from .outputs import DraftTokens, IntArray
 from .request import Request
@@ -30,7 +32,6 @@ _WINDOW = 8192  # tokens that are searched, from the end
 _MAX_TRIES = 16  # what a search finds may begin amid a token
 _BYTES = 4  # of a token
 
-_MAX_TRUST = 16
 # Tokens in a step up to which one more is cheap: CPUs read weights for so many about as fast as for one, and multiply
 # packed ones in 1.4 (matrix tiles) or 2.3 times the time of one. Beyond, most products take as long as they have rows,
 # and a draft what a token is worth (tests/benchmarks/RESULTS.md: what steps of 1 to 32 take).
@@ -62,12 +63,13 @@ class NgramDrafter:
     """Guesses how a request goes on: as it did after its last tokens when they stood there before.
 
     `trust` is how many of its guesses in a row were right, those that no step checked as well; without one it falls.
-    Owned by the request's scheduler.
+    `gain` is told of each. Owned by the request's scheduler.
     """
 
-    __slots__ = ("_drafts", "_tokens", "trust")
+    __slots__ = ("_drafts", "_gain", "_tokens", "trust")
 
-    def __init__(self, token_ids: list[int]) -> None:
+    def __init__(self, token_ids: list[int], gain: DraftGain | None = None) -> None:
+        self._gain = gain
         self._tokens = bytearray(array("i", token_ids[-_WINDOW:]).tobytes())
         self._drafts: list[int] = []
         self.trust = 0
@@ -89,10 +91,12 @@ class NgramDrafter:
         if not self._drafts:
             self.trust = max(self.trust - 1, 0)
         for draft, token_id in zip(self._drafts, token_ids, strict=False):
+            if self._gain is not None:
+                self._gain.learn(self.trust, was_right=draft == token_id)
             if draft != token_id:
                 self.trust = 0
                 break
-            self.trust = min(self.trust + 1, _MAX_TRUST)
+            self.trust = min(self.trust + 1, MAX_TRUST)
         self._drafts = []
         self._tokens += array("i", token_ids).tobytes()
         if len(self._tokens) > 2 * _WINDOW * _BYTES:
@@ -118,10 +122,12 @@ class NgramDrafter:
 
 
 class Speculation:
-    """Which requests of a step compute drafts, and how many. `num_tokens` 0: none ever. Owned by the scheduler."""
+    """Which requests of a step compute drafts, and how many: up to `num_tokens` each, 0 for none ever, and with a
+    `gain` only those that pay. Owned by the scheduler."""
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, gain: DraftGain | None = None) -> None:
         self._num_tokens = num_tokens
+        self._gain = gain
         self.num_drafts = 0  # draft tokens given out
         self.num_accepted = 0  # those that were right
 
@@ -133,7 +139,7 @@ class Speculation:
         if not self._num_tokens or request.is_prompt_only or request.constraint is not None or params.has_penalties:
             return
         if request.drafter is None:
-            request.drafter = NgramDrafter(request.all_token_ids)
+            request.drafter = NgramDrafter(request.all_token_ids, self._gain)
         table.is_speculative[request.row] = True
 
     def add_to(self, plan: StepPlan, table: RunningTable, block_size: int) -> None:
@@ -148,20 +154,29 @@ class Speculation:
             return
         rows = plan.rows
         ready = (plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])
+        drafts: dict[int, list[int]] = {}
+        wanted: dict[int, tuple[int, int]] = {}  # by row: see `DraftGain`
         for row in rows[ready].tolist():
             request = table.requests[row]
             if request is None or request.drafter is None:
                 continue
-            drafts = request.drafter.draft(self._num_tokens)
+            drafts[row] = request.drafter.draft(self._num_tokens)
             room_in_blocks = int(table.num_blocks[row]) * block_size - request.num_tokens
             # One more than were right the last time.
-            count = min(request.drafter.trust + 1, room, room_in_blocks, request.num_tokens_left - 1)
-            if drafts and count > 0:
-                plan.drafts[row] = drafts[:count]
-                room -= len(plan.drafts[row])
-        given = sum(map(len, plan.drafts.values()))
+            trust = request.drafter.trust
+            count = min(trust + 1, len(drafts[row]), room_in_blocks, request.num_tokens_left - 1)
+            if count > 0:
+                wanted[row] = trust, count
+        counts = _in_order(wanted, room) if self._gain is None else self._gain.choose(wanted, num_tokens, room)
+        plan.drafts = {row: drafts[row][:count] for row, count in counts.items()}
+        given = sum(counts.values())
         plan.budget -= given
         self.num_drafts += given
+
+    def learn_step(self, num_tokens: int, seconds: float) -> None:
+        """What a step took, from its plan to its results."""
+        if self._gain is not None and num_tokens <= _NUM_CHEAP:
+            self._gain.costs.learn(num_tokens, seconds)
 
     def book(self, request: Request, sampled: list[int], table: RunningTable) -> None:
         """What a step sampled after a request's last token and the drafts that were right is appended to it, up to the
@@ -178,6 +193,16 @@ class Speculation:
         table.num_computed[row] += len(new) - 1
         table.last_token_ids[row] = new[-1]
         self.num_accepted += len(new) - 1
+
+
+def _in_order(wanted: Mapping[int, tuple[int, int]], room: int) -> Mapping[int, int]:
+    """All that there is room for, the first rows first."""
+    counts = {}
+    for row, (_, count) in wanted.items():
+        if room > 0:
+            counts[row] = min(count, room)
+            room -= count
+    return counts
 
 
 def draft_tokens(plan: StepPlan, rows: IntArray) -> DraftTokens | None:

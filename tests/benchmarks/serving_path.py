@@ -25,9 +25,8 @@ from quire.cluster.bench.latency import Summary
 from quire.cluster.bench.machine import describe_machine
 
 from .peers.measure import Workload, load_server
-from .peers.servers import quire_server, running
+from .peers.servers import quire_server, running, wait_until_at_rest
 
-SETTLE_S = 3.0  # what a load has set in motion comes to rest
 IDLE_S = 10.0
 
 
@@ -92,7 +91,7 @@ def measure(precision: str, workload: Workload, folder: Path) -> Cost:
     with running(quire_server(precision), folder / "quire.log") as (url, service):
         load_server(url, workload, seed=1, on_request=lambda: None)
         names = thread_names(service)
-        time.sleep(SETTLE_S)
+        wait_until_at_rest(service)
         idle_from, _ = cpu_seconds(service)
         time.sleep(IDLE_S)
         before, threads = cpu_seconds(service)

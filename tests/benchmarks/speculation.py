@@ -44,7 +44,9 @@ def main() -> int:
     """0: every answer was the same."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.speculation", description=__doc__)
     parser.add_argument("--precision", default="float32", choices=("float32", "bfloat16", "int8"))
-    parser.add_argument("--drafts", type=int, default=4, help="num_speculative_tokens")
+    parser.add_argument(
+        "--drafts", type=int, help="num_speculative_tokens; default: as many as an engine gives by itself"
+    )
     parser.add_argument("--requests", default="1,4", help="at a time")
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
@@ -73,7 +75,7 @@ def main() -> int:
     return 0 if are_same else 1
 
 
-def _engine(precision: str, num_speculative_tokens: int) -> LLM:
+def _engine(precision: str, num_speculative_tokens: int | None) -> LLM:
     chosen = {"quantization": "int8"} if precision == "int8" else {"dtype": precision}
     return LLM(
         max_model_len=2048,

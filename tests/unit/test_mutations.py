@@ -29,6 +29,7 @@ TESTS = (  # the quickest first
     "test_admission.py",
     "test_core.py",
     "test_speculation.py",
+    "test_draft_gain.py",
 )
 
 # What is wrong, file, what stands there, what is put in its place.
@@ -86,6 +87,9 @@ FAULTS = [
     ("drafts amid a prompt", "speculation.py", "(plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])", "plan.grants > 0"),
     ("a row goes on while its drafts are checked", "step_share.py", "table.is_constrained[rows] | table.is_speculative[rows]", "table.is_constrained[rows]"),
     ("drafts take more than the budget", "speculation.py", "min(plan.budget, _NUM_CHEAP - num_tokens)", "_NUM_CHEAP - num_tokens"),
+    ("drafts cost nothing", "draft_gain.py", "self.costs.seconds(num_tokens + count)", "self.costs.seconds(num_tokens)"),
+    ("a guess behind a wrong one counts", "draft_gain.py", "chance *= self", "chance = self"),
+    ("steps are not timed", "scheduler.py", "        self._speculation.learn_step(step.output.total_num_scheduled_tokens, now - step.planned_at)\n", ""),
     ("the last token of an embedded prompt is not computed", "request.py", "self.max_total_tokens = len(self.prompt_token_ids) + 1", "self.max_total_tokens = len(self.prompt_token_ids)"),
 ]  # fmt: skip
 

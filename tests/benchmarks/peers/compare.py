@@ -15,9 +15,10 @@ from . import answers
 from .checkpoint import export, num_parameters, packed_bytes
 from .limits import Limits, measure
 from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, waves, workloads
-from .servers import Server, quire_server, running, unpacked_server, vllm_server
+from .servers import Server, paused, quire_server, running, unpacked_server, vllm_server, wait_until_at_rest
 
-STREAMS = 8  # over HTTP against as many prompts at a time offline
+STREAMS = 8  # over HTTP against as many prompts at a time offline,
+TURNS = 3  # one after the other so often: the machine drifts by more than what is between them
 BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 
@@ -90,28 +91,30 @@ def _measure_one(
         server = unpacked_server(export(plan.folder / precision, precision), precision)
     else:
         server = quire_server(precision)
-    rate = _load(plan, found, server, precision, index, say)
-    if name == "quire":
-        say("offline")
-        offline = offline_tokens_per_s(precision, STREAMS, plan.output_len, plan.folder)
-        found.waves.append((precision, rate, offline))
+    _load(plan, found, server, precision, index, say)
 
 
 def _load(
     plan: Plan, found: Comparison, server: Server, precision: str, index: int, say: Callable[[str], None]
-) -> float:
-    """Put every load on one server; returns the output tokens per second of STREAMS streams."""
+) -> None:
+    """Put every load on one server."""
     say("starts")
     log = plan.folder / f"{server.name}-{precision}-{index}.log"
-    with running(server, log) as (url, _):
+    with running(server, log) as (url, process):
         answered = answers.of_server(url)
         found.answers.setdefault(f"{server.name} {precision}", []).append(answered)
+        wait_until_at_rest(process)
         for number, workload in enumerate(workloads(plan.concurrency, plan.output_len)):
             found.served.append(_level(url, server.name, precision, index, workload, number, say))
         if server.name != "quire":
-            return 0.0
-        several = waves(STREAMS, plan.output_len)
-        return _level(url, server.name, precision, index, several, len(plan.concurrency) + 2, say).output_tokens_per_s
+            return
+        several, number = waves(STREAMS, plan.output_len), len(plan.concurrency) + 2
+        for turn in range(TURNS):
+            http = _level(url, server.name, precision, index, several, number + turn, say).output_tokens_per_s
+            say(f"offline, {turn + 1} of {TURNS}")
+            with paused(process):
+                offline = offline_tokens_per_s(precision, STREAMS, plan.output_len, plan.folder)
+            found.waves.append((precision, http, offline))
 
 
 def _level(

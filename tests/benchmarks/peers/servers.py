@@ -23,6 +23,7 @@ MAX_MODEL_LEN = 2048
 START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
+AT_REST, REST_LOOK_S, REST_TIMEOUT_S = 0.3, 2.0, 60.0  # of a core; Ray takes a tenth
 LOG_LINES = 15
 
 
@@ -115,6 +116,41 @@ def _wait_until_ready(process: psutil.Popen, url: str, name: str, log: Path) -> 
             last = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
             raise PeerError(f"{name} did not start (log: {log}):\n{last}")
         time.sleep(POLL_S)
+
+
+def wait_until_at_rest(process: psutil.Process) -> None:
+    """A server that is ready may have more to prepare: Quire gives its KV cache its memory (vLLM has done that by
+    then). Until it and all that it has started take little of a core; not for ever."""
+    deadline, before = time.monotonic() + REST_TIMEOUT_S, _cpu_seconds(process)
+    while time.monotonic() < deadline:
+        time.sleep(REST_LOOK_S)
+        now = _cpu_seconds(process)
+        if now - before < AT_REST * REST_LOOK_S:
+            return
+        before = now
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    total = 0.0
+    for each in [process, *process.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = each.cpu_times()
+            total += times.user + times.system
+    return total
+
+
+@contextlib.contextmanager
+def paused(process: psutil.Process) -> Iterator[None]:
+    """Inside, it and all that it has started stands still: what it does at rest takes nothing from others."""
+    family = [process, *process.children(recursive=True)]
+    try:
+        for each in family:
+            each.suspend()
+        yield
+    finally:
+        for each in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.resume()
 
 
 def end(process: psutil.Popen) -> None:

@@ -1,0 +1,86 @@
+"""Which drafts (`speculation`) are worth their time, by what was seen so far.
+
+A step brings a token for each request, and one more for each draft that is right. Drafts are chosen so that it brings
+the most tokens per second:
+
+    (requests + chances of the drafts) / seconds of a step with as many tokens as both are
+
+What steps take depends on the CPU, on how weights are stored and on the length of contexts, and is no line: they are
+measured. How often guesses are right depends on the text, and is counted by how many of a request's last ones were.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+MAX_TRUST = 16  # of a request: guesses in a row that were right
+_SOME_GUESSES = 64  # of the same trust, that are counted in full: texts differ
+_SOME_STEPS = 16  # of a size, that are averaged
+_MEMORY = 256  # steps after which a size is tried again
+
+
+class StepCosts:
+    """Seconds of a step, by its tokens."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._seen: dict[int, tuple[float, int, int]] = {}  # mean seconds, of how many steps, and the last one's number
+
+    def learn(self, num_tokens: int, seconds: float) -> None:
+        if seconds <= 0:
+            return  # by a clock that has not moved
+        self._num_steps += 1
+        mean, count, last = self._seen.get(num_tokens, (0.0, 0, 0))
+        if self._num_steps - last > _MEMORY:
+            count = 0
+        count = min(count + 1, _SOME_STEPS)
+        self._seen[num_tokens] = mean + (seconds - mean) / count, count, self._num_steps
+
+    def seconds(self, num_tokens: int) -> float:
+        """Of a size that was not seen of late, as if its tokens beyond one that was were free: so it is tried."""
+        for size in range(num_tokens, 0, -1):
+            mean, _, last = self._seen.get(size, (0.0, 0, -_MEMORY))
+            if self._num_steps - last < _MEMORY:
+                return mean
+        return 1.0
+
+
+class DraftGain:
+    """Owned by the scheduler's `Speculation`."""
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+        self._right, self._checked = [1.0] * (MAX_TRUST + 1), [2.0] * (MAX_TRUST + 1)  # by trust
+
+    def learn(self, trust: int, *, was_right: bool) -> None:
+        """A guess of a request whose last `trust` ones were right."""
+        if self._checked[trust] >= _SOME_GUESSES:
+            self._right[trust] /= 2
+            self._checked[trust] /= 2
+        self._right[trust] += was_right
+        self._checked[trust] += 1
+
+    def choose(self, wanted: Mapping[int, tuple[int, int]], num_tokens: int, room: int) -> Mapping[int, int]:
+        """How many drafts each row gets, `room` in all, in a step of `num_tokens` others.
+
+        wanted: by row, the trust in its guesses and the most it can take.
+        """
+        chances = sorted((chance for row in wanted.items() for chance in self._chances(*row)), reverse=True)[:room]
+        right, best, most = 0.0, 0, num_tokens / self.costs.seconds(num_tokens)
+        for count, (chance, _) in enumerate(chances, start=1):
+            right += chance
+            rate = (num_tokens + right) / self.costs.seconds(num_tokens + count)
+            if rate > most:
+                best, most = count, rate
+        return Counter(row for _, row in chances[:best])
+
+    def _chances(self, row: int, wanted: tuple[int, int]) -> list[tuple[float, int]]:
+        """That a row's first guess is right, its first two, and so on: a draft behind a wrong one is lost."""
+        trust, most = wanted
+        chance, found = 1.0, []
+        for level in range(trust, trust + most):
+            at = min(level, MAX_TRUST)
+            chance *= self._right[at] / self._checked[at]
+            found.append((chance, row))
+        return found

@@ -1,0 +1,122 @@
+"""Drafts that nobody asked for are given where they pay: by what steps have taken, and how guesses have fared."""
+
+from __future__ import annotations
+
+import pytest
+from engine_helpers import make_core, make_request, run
+from fake_executor import FakeExecutor, expected_tokens
+
+from quire.engine.draft_gain import DraftGain, StepCosts
+
+REPETITIVE = 4  # a seed with which the fake model mostly repeats itself
+PROMPT = [7, 8, 9, 10, 11]
+
+
+def gain(seconds: dict[int, float], right: int, of: int) -> DraftGain:
+    """`right` of the last guesses were right, whatever the trust in them."""
+    made = DraftGain()
+    for size, each in seconds.items():
+        made.costs.learn(size, each)
+    for trust in range(17):
+        for index in range(of - 2):  # it begins with one of two
+            made.learn(trust, was_right=index < right - 1)
+    return made
+
+
+def test_what_steps_take_is_the_mean_of_the_last_16() -> None:
+    costs = StepCosts()
+    for seconds in (1.0, 2.0, 6.0):
+        costs.learn(4, seconds)
+    assert costs.seconds(4) == pytest.approx(3.0)
+    costs.learn(4, 0.0)  # by a clock that has not moved
+    for _ in range(200):
+        costs.learn(4, 5.0)
+    assert costs.seconds(4) == pytest.approx(5.0, abs=1e-4)
+
+
+def test_a_size_that_was_not_seen_of_late_costs_what_a_smaller_one_does() -> None:
+    costs = StepCosts()
+    assert costs.seconds(3) == costs.seconds(8) > 0
+    costs.learn(8, 20.0)
+    costs.learn(2, 6.0)
+    assert [costs.seconds(size) for size in (2, 3, 7, 8)] == [6.0, 6.0, 6.0, 20.0]
+    for _ in range(254):
+        costs.learn(4, 9.0)
+    assert [round(costs.seconds(size), 6) for size in (2, 4, 7, 8)] == [6.0, 9.0, 9.0, 20.0]
+    costs.learn(4, 9.0)
+    assert [round(costs.seconds(size), 6) for size in (2, 4, 7, 8)] == [6.0, 9.0, 9.0, 9.0]
+    costs.learn(8, 30.0)  # nothing is left of the 20
+    assert costs.seconds(8) == 30.0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "right", "drafts"),
+    [
+        ({4: 8.0, 5: 11.0, 6: 11.2, 7: 13.6, 8: 14.5}, 50, 0),
+        ({4: 8.0, 5: 11.0, 6: 11.2, 7: 13.6, 8: 14.5}, 99, 4),  # 8 tokens of 14.5 come sooner than 4 of 8
+        ({4: 8.0, 5: 11.0, 6: 11.2, 7: 13.6, 8: 16.5}, 99, 2),  # and here 6 of 11.2, though 5 of 11 do not
+        ({4: 8.0, 5: 8.1, 6: 8.2, 7: 8.3, 8: 8.4}, 50, 4),
+        ({4: 8.0, 5: 8.1, 6: 8.2, 7: 8.3, 8: 8.4}, 4, 0),  # four requests wait for a guess that is hardly ever right
+        ({4: 8.0}, 10, 4),  # it is not known what more tokens cost
+        ({}, 10, 4),
+    ],
+)
+def test_drafts_are_given_where_tokens_come_sooner(seconds: dict[int, float], right: int, drafts: int) -> None:
+    chosen = gain(seconds, right, of=100).choose(dict.fromkeys(range(4), (0, 1)), num_tokens=4, room=4)
+    assert sum(chosen.values()) == drafts
+    assert set(chosen.values()) <= {1}
+
+
+def test_the_likeliest_come_first_and_none_behind_one_that_is_left_out() -> None:
+    chosen = gain({1: 1.0}, 80, of=100)
+    for _ in range(60):
+        chosen.learn(0, was_right=False)
+    # A second draft counts 0.8 times what the first one does: 0.8, 0.64, 0.51 of row 5 and far less of row 3.
+    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_tokens=2, room=3) == {5: 3}
+    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_tokens=2, room=4) == {5: 3, 3: 1}
+    assert chosen.choose({}, num_tokens=2, room=3) == {}
+
+
+def test_a_draft_is_lost_behind_a_wrong_one() -> None:
+    made = gain({1: 1.0, 2: 1.5, 3: 2.0}, 60, of=100)
+    # 1.6 tokens of 1.5 come sooner than one of 1.0 and than 1.6 + 0.36 of 2.0.
+    assert made.choose({0: (0, 2)}, num_tokens=1, room=7) == {0: 1}
+
+
+def test_what_was_seen_of_guesses_fades() -> None:
+    made = gain({}, 90, of=100)
+    for _ in range(200):
+        made.learn(3, was_right=False)
+    assert made.choose({0: (3, 1)}, num_tokens=1, room=1) == {0: 1}  # of one step, nothing is known
+    made.costs.learn(1, 1.0)
+    made.costs.learn(2, 1.1)
+    assert made.choose({0: (3, 1)}, num_tokens=1, room=1) == {}
+    assert made.choose({0: (4, 1)}, num_tokens=1, room=1) == {0: 1}
+
+
+@pytest.mark.parametrize(("extra", "share_with_drafts"), [(0.0, (0.3, 1.0)), (1.0, (0.0, 0.1))])
+def test_an_engine_finds_out(extra: float, share_with_drafts: tuple[float, float]) -> None:
+    """By a clock of the test: each token of a step takes `extra` of the time of the first."""
+    executor = FakeExecutor(block_size=16)
+
+    def clock() -> float:
+        return sum(1.0 + extra * (step.total_num_scheduled_tokens - 1) for step in executor.steps)
+
+    core = make_core(executor, clock=clock, num_speculative_tokens=None)
+    requests = [make_request(str(i), [*PROMPT, i], 150, REPETITIVE) for i in range(2)]
+    collector = run(core, requests)
+    for i, request in enumerate(requests):
+        assert collector.tokens[str(i)] == expected_tokens(request.prompt_token_ids, 150, REPETITIVE)
+    least, most = share_with_drafts
+    assert least <= sum(step.drafts is not None for step in executor.steps) / len(executor.steps) <= most
+    assert core.stats().num_accepted_tokens > 0  # what is not known is tried
+
+
+def test_who_asks_for_drafts_gets_them() -> None:
+    executor = FakeExecutor(block_size=16)
+
+    def clock() -> float:
+        return float(sum(step.total_num_scheduled_tokens for step in executor.steps))
+
+    run(make_core(executor, clock=clock, num_speculative_tokens=4), [make_request("a", PROMPT, 150, REPETITIVE)])
+    assert sum(step.drafts is not None for step in executor.steps) > 20
