@@ -13,13 +13,13 @@ PROMPT = [7, 8, 9, 10, 11]
 
 
 def gain(seconds: dict[int, float], right: int, of: int) -> DraftGain:
-    """`right` of the last guesses were right, whatever the trust in them."""
+    """Of every `of` guesses, `right` were right, evenly, whatever the trust in them."""
     made = DraftGain()
     for size, each in seconds.items():
         made.costs.learn(size, each)
     for trust in range(17):
-        for index in range(of - 2):  # it begins with one of two
-            made.learn(trust, was_right=index < right - 1)
+        for index in range(3 * of):
+            made.learn(trust, was_right=(index + 1) * right // of > index * right // of)
     return made
 
 
