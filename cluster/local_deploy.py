@@ -32,26 +32,27 @@ if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
 POLL_S = 0.05
-PROXIES_S = 5.0  # for Serve's start to end, when nobody wants it any more
+PROXIES_S = 15.0  # for Serve's start to end, when nobody wants it any more
 GRACE_S = 20.0  # for an engine that gives up in time to say why
 
 
 @contextmanager
 def serve_starts(service: ServiceConfig) -> Iterator[None]:
     """Serve's own start, in a thread. Inside, there is a controller, which can deploy; behind, the HTTP proxies are
-    ready. Raises `EngineError` where they cannot start."""
+    ready. Raises `EngineError` where they cannot start, or what is inside finds that."""
     ready: Future[None] = Future()
     thread = threading.Thread(target=_start_serve, args=(service, ready), name="Serve's start", daemon=True)
-    thread.start()
     try:
-        with _said_in_one_line():
-            while not ready.done() and not serve.status().proxies:
-                time.sleep(POLL_S)
-            if ready.done():
-                ready.result()
-        yield
-        with _said_in_one_line():
+        thread.start()
+        while not ready.done() and not serve.status().proxies:
+            time.sleep(POLL_S)
+        if ready.done():
             ready.result()
+        yield
+        ready.result()
+    except (RayError, TimeoutError) as error:
+        last_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        raise EngineError(f"Serve could not start: {last_line}") from error
     finally:
         thread.join(PROXIES_S)  # or Ray, shut down below a thread that waits for it, may end the process
 
@@ -63,15 +64,6 @@ def _start_serve(service: ServiceConfig, ready: Future[None]) -> None:
         ready.set_exception(error)
     else:
         ready.set_result(None)
-
-
-@contextmanager
-def _said_in_one_line() -> Iterator[None]:
-    try:
-        yield
-    except (RayError, TimeoutError) as error:
-        last_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        raise EngineError(f"The HTTP proxy could not start: {last_line}") from error
 
 
 def _grpc_options(service: ServiceConfig) -> gRPCOptions | None:

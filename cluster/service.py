@@ -249,9 +249,9 @@ def _ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_wait() -> Iterator[None]:
-    """The first signal that comes inside is obeyed behind the block; a second one at once, wherever it is.
+    """The first Ctrl-C that comes inside is obeyed behind the block; a second one at once, wherever it is.
 
-    Ray puts a handler of its own in place, which prints a stack and ends the process: ours are back behind the block.
+    For SIGTERM, Ray puts a handler of its own in place, which ends the process: ours is back behind the block.
     """
     came: list[int] = []
 
@@ -259,6 +259,7 @@ def _signals_wait() -> Iterator[None]:
         if came:
             _stop(number, frame)
         came.append(number)
+        logger.warning("Ends when Ray has started; Ctrl-C again ends it now.")
 
     for number in _SIGNALS:
         signal.signal(number, note)

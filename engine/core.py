@@ -65,7 +65,7 @@ class EngineCore:
         share = PipelineShare(self._max_inflight_steps) if config.parallel.pipeline_parallel_size > 1 else None
         num_drafts = num_speculative_tokens(config, executor.preferred_inflight_steps())
         # Who asks for drafts gets them; nobody else does where they do not pay.
-        gain = DraftGain() if config.scheduler.num_speculative_tokens is None else None
+        gain = DraftGain() if num_drafts and config.scheduler.num_speculative_tokens is None else None
         speculation = Speculation(num_drafts, gain)
         self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates, share, speculation)
         self._inflight: deque[tuple[ScheduledStep, PendingStep]] = deque()

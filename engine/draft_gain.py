@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 MAX_TRUST = 16  # of a request: guesses in a row that were right
 _SOME_GUESSES = 64  # of the same trust, that are counted in full: texts differ
-_SOME_STEPS = 16  # of a size, that are averaged
+_SOME_STEPS = 16  # of a size, that its average remembers
 _MEMORY = 256  # steps after which a size is tried again
 
 
@@ -31,19 +31,25 @@ class StepCosts:
         if seconds <= 0:
             return  # by a clock that has not moved
         self._num_steps += 1
-        mean, count, last = self._seen.get(num_tokens, (0.0, 0, 0))
+        mean, count, last = self._seen.get(num_tokens, (seconds, 0, 0))
         if self._num_steps - last > _MEMORY:
-            count = 0
+            mean, count = seconds, 0
+        if count == 1:  # the first of a size may have had to record it, or to wait for others
+            mean = seconds = min(mean, seconds)
         count = min(count + 1, _SOME_STEPS)
         self._seen[num_tokens] = mean + (seconds - mean) / count, count, self._num_steps
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a size that was not seen of late, as if its tokens beyond one that was were free: so it is tried."""
-        for size in range(num_tokens, 0, -1):
-            mean, _, last = self._seen.get(size, (0.0, 0, -_MEMORY))
-            if self._num_steps - last < _MEMORY:
-                return mean
-        return 1.0
+        """A size that was not seen of late is taken for as fast as it could be, so that it is tried: as if its tokens
+        beyond those of a smaller one were free, or it took its part of a larger one."""
+        known = {size: mean for size, (mean, count, last) in self._seen.items() if count > 1 and self._is_fresh(last)}
+        smaller = [size for size in known if size <= num_tokens]
+        if smaller:
+            return known[max(smaller)]
+        return known[min(known)] * num_tokens / min(known) if known else 1.0
+
+    def _is_fresh(self, last: int) -> bool:
+        return self._num_steps - last < _MEMORY
 
 
 class DraftGain:
@@ -61,16 +67,18 @@ class DraftGain:
         self._right[trust] += was_right
         self._checked[trust] += 1
 
-    def choose(self, wanted: Mapping[int, tuple[int, int]], num_tokens: int, room: int) -> Mapping[int, int]:
-        """How many drafts each row gets, `room` in all, in a step of `num_tokens` others.
+    def choose(
+        self, wanted: Mapping[int, tuple[int, int]], num_requests: int, num_tokens: int, room: int
+    ) -> Mapping[int, int]:
+        """How many drafts each row gets, `room` in all, in a step of some requests with `num_tokens` without drafts.
 
         wanted: by row, the trust in its guesses and the most it can take.
         """
         chances = sorted((chance for row in wanted.items() for chance in self._chances(*row)), reverse=True)[:room]
-        right, best, most = 0.0, 0, num_tokens / self.costs.seconds(num_tokens)
+        right, best, most = 0.0, 0, num_requests / self.costs.seconds(num_tokens)
         for count, (chance, _) in enumerate(chances, start=1):
             right += chance
-            rate = (num_tokens + right) / self.costs.seconds(num_tokens + count)
+            rate = (num_requests + right) / self.costs.seconds(num_tokens + count)
             if rate > most:
                 best, most = count, rate
         return Counter(row for _, row in chances[:best])

@@ -316,7 +316,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> list[EngineOutput]:
         """Book the tokens that a step sampled, and end the requests that they end. In batch order."""
         self._share.taken_in(step.output.total_num_scheduled_tokens)
-        self._speculation.learn_step(step.output.total_num_scheduled_tokens, now - step.planned_at)
+        self._speculation.learn_step(step.output, now - step.planned_at)
         table, rows = self.running, step.output.rows
         taken = step.samples & (table.epoch[rows] == step.epochs)  # a row released meanwhile belongs to somebody else
         table.num_pending[rows[taken]] -= 1

@@ -21,7 +21,7 @@ import numpy as np
 from .config import EngineConfig
 from .draft_gain import MAX_TRUST, DraftGain
 from .errors import ConfigError
-from .outputs import DraftTokens, IntArray
+from .outputs import DraftTokens, IntArray, SchedulerOutput
 from .request import Request
 from .running_table import RunningTable
 from .step_plan import StepPlan
@@ -167,15 +167,23 @@ class Speculation:
             count = min(trust + 1, len(drafts[row]), room_in_blocks, request.num_tokens_left - 1)
             if count > 0:
                 wanted[row] = trust, count
-        counts = _in_order(wanted, room) if self._gain is None else self._gain.choose(wanted, num_tokens, room)
+        if self._gain is None:
+            counts = _in_order(wanted, room)
+        else:
+            num_requests = int((plan.grants > 0).sum()) + len(plan.new_grants)
+            counts = self._gain.choose(wanted, num_requests, num_tokens, room)
         plan.drafts = {row: drafts[row][:count] for row, count in counts.items()}
         given = sum(counts.values())
         plan.budget -= given
         self.num_drafts += given
 
-    def learn_step(self, num_tokens: int, seconds: float) -> None:
-        """What a step took, from its plan to its results."""
-        if self._gain is not None and num_tokens <= _NUM_CHEAP:
+    def learn_step(self, step: SchedulerOutput, seconds: float) -> None:
+        """What a step took, from its plan to its results. Prompts are computed in other ways than as many decodes."""
+        num_tokens = step.total_num_scheduled_tokens
+        if self._gain is None or num_tokens > _NUM_CHEAP:
+            return
+        num_drafts = 0 if step.drafts is None else int(step.drafts.counts.sum())
+        if num_tokens - num_drafts == len(step.rows):
             self._gain.costs.learn(num_tokens, seconds)
 
     def book(self, request: Request, sampled: list[int], table: RunningTable) -> None:

@@ -29,7 +29,7 @@ def allocate_kv_cache(
 
     On the host no two memories begin at the same place of a huge page: requests that come to a new page come to that of
     one memory at a time. All at once made a step a third of a second longer where the system takes 5 ms for such a page
-    (a virtual machine that is given its own memory late).
+    (a virtual machine that is given its own memory late). Each takes up to a page more.
     """
     caches: dict[int, LayerCache] = {}
     memories = list(shared_layers(config.groups, own_layers))

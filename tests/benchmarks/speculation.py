@@ -51,6 +51,8 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2)
     args = parser.parse_args()
+    if args.drafts is None and args.precision != "float32":
+        args.drafts = 4
     print(" · ".join(f"{name} {value}" for name, value in describe_machine().items()), f"· {args.precision}\n")
     print("| prompts | temperature | requests | tokens/s without | with drafts | ratio | tokens per step | accepted |")
     print("|---|---|---|---|---|---|---|---|")

@@ -115,7 +115,7 @@ def test_serve_answers_and_ends_without_a_trace(environment: dict[str, str]) -> 
         (signal.SIGINT, "raylet"),
         (signal.SIGINT, "ray::DashboardAgent"),  # the driver connects about then
         (signal.SIGTERM, "ray::ServeController"),
-        (signal.SIGINT, "ray::HAProxyManager"),  # and deployments begin to start
+        (signal.SIGINT, "ray::ProxyActor"),  # and deployments begin to start
     ],
 )
 def test_a_start_that_is_interrupted_leaves_nothing(

@@ -17,15 +17,16 @@ def gain(seconds: dict[int, float], right: int, of: int) -> DraftGain:
     made = DraftGain()
     for size, each in seconds.items():
         made.costs.learn(size, each)
+        made.costs.learn(size, each)
     for trust in range(17):
         for index in range(3 * of):
             made.learn(trust, was_right=(index + 1) * right // of > index * right // of)
     return made
 
 
-def test_what_steps_take_is_the_mean_of_the_last_16() -> None:
+def test_what_steps_take_is_a_mean_that_forgets() -> None:
     costs = StepCosts()
-    for seconds in (1.0, 2.0, 6.0):
+    for seconds in (40.0, 2.0, 2.0, 6.0):  # the first one had something else to do
         costs.learn(4, seconds)
     assert costs.seconds(4) == pytest.approx(3.0)
     costs.learn(4, 0.0)  # by a clock that has not moved
@@ -34,19 +35,30 @@ def test_what_steps_take_is_the_mean_of_the_last_16() -> None:
     assert costs.seconds(4) == pytest.approx(5.0, abs=1e-4)
 
 
-def test_a_size_that_was_not_seen_of_late_costs_what_a_smaller_one_does() -> None:
+def test_a_size_that_was_not_seen_of_late_is_as_fast_as_it_could_be() -> None:
     costs = StepCosts()
     assert costs.seconds(3) == costs.seconds(8) > 0
-    costs.learn(8, 20.0)
-    costs.learn(2, 6.0)
-    assert [costs.seconds(size) for size in (2, 3, 7, 8)] == [6.0, 6.0, 6.0, 20.0]
-    for _ in range(254):
+    for _ in range(2):
+        costs.learn(8, 20.0)
+    assert costs.seconds(2) == 5.0
+    for _ in range(2):
+        costs.learn(2, 6.0)
+    assert [costs.seconds(size) for size in (1, 2, 3, 7, 8)] == [3.0, 6.0, 6.0, 6.0, 20.0]
+    for _ in range(253):
         costs.learn(4, 9.0)
     assert [round(costs.seconds(size), 6) for size in (2, 4, 7, 8)] == [6.0, 9.0, 9.0, 20.0]
     costs.learn(4, 9.0)
     assert [round(costs.seconds(size), 6) for size in (2, 4, 7, 8)] == [6.0, 9.0, 9.0, 9.0]
-    costs.learn(8, 30.0)  # nothing is left of the 20
+    costs.learn(8, 30.0)  # nothing is left of the 20, and one step says nothing
+    assert round(costs.seconds(8), 6) == 9.0
+    costs.learn(8, 31.0)
     assert costs.seconds(8) == 30.0
+
+
+def test_a_step_without_drafts_is_tried_as_well() -> None:
+    """Else steps whose requests always have a guess would never find out."""
+    made = gain({5: 11.0, 6: 11.2}, 20, of=100)
+    assert made.choose(dict.fromkeys(range(4), (0, 1)), num_requests=4, num_tokens=4, room=4) == {}
 
 
 @pytest.mark.parametrize(
@@ -62,7 +74,7 @@ def test_a_size_that_was_not_seen_of_late_costs_what_a_smaller_one_does() -> Non
     ],
 )
 def test_drafts_are_given_where_tokens_come_sooner(seconds: dict[int, float], right: int, drafts: int) -> None:
-    chosen = gain(seconds, right, of=100).choose(dict.fromkeys(range(4), (0, 1)), num_tokens=4, room=4)
+    chosen = gain(seconds, right, of=100).choose(dict.fromkeys(range(4), (0, 1)), num_requests=4, num_tokens=4, room=4)
     assert sum(chosen.values()) == drafts
     assert set(chosen.values()) <= {1}
 
@@ -72,26 +84,27 @@ def test_the_likeliest_come_first_and_none_behind_one_that_is_left_out() -> None
     for _ in range(60):
         chosen.learn(0, was_right=False)
     # A second draft counts 0.8 times what the first one does: 0.8, 0.64, 0.51 of row 5 and far less of row 3.
-    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_tokens=2, room=3) == {5: 3}
-    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_tokens=2, room=4) == {5: 3, 3: 1}
-    assert chosen.choose({}, num_tokens=2, room=3) == {}
+    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_requests=2, num_tokens=2, room=3) == {5: 3}
+    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_requests=2, num_tokens=2, room=4) == {5: 3, 3: 1}
+    assert chosen.choose({}, num_requests=2, num_tokens=2, room=3) == {}
 
 
 def test_a_draft_is_lost_behind_a_wrong_one() -> None:
     made = gain({1: 1.0, 2: 1.5, 3: 2.0}, 60, of=100)
     # 1.6 tokens of 1.5 come sooner than one of 1.0 and than 1.6 + 0.36 of 2.0.
-    assert made.choose({0: (0, 2)}, num_tokens=1, room=7) == {0: 1}
+    assert made.choose({0: (0, 2)}, num_requests=1, num_tokens=1, room=7) == {0: 1}
 
 
 def test_what_was_seen_of_guesses_fades() -> None:
     made = gain({}, 90, of=100)
     for _ in range(200):
         made.learn(3, was_right=False)
-    assert made.choose({0: (3, 1)}, num_tokens=1, room=1) == {0: 1}  # of one step, nothing is known
-    made.costs.learn(1, 1.0)
-    made.costs.learn(2, 1.1)
-    assert made.choose({0: (3, 1)}, num_tokens=1, room=1) == {}
-    assert made.choose({0: (4, 1)}, num_tokens=1, room=1) == {0: 1}
+    assert made.choose({0: (3, 1)}, num_requests=1, num_tokens=1, room=1) == {0: 1}  # of one step, nothing is known
+    for _ in range(2):
+        made.costs.learn(1, 1.0)
+        made.costs.learn(2, 1.1)
+    assert made.choose({0: (3, 1)}, num_requests=1, num_tokens=1, room=1) == {}
+    assert made.choose({0: (4, 1)}, num_requests=1, num_tokens=1, room=1) == {0: 1}
 
 
 @pytest.mark.parametrize(("extra", "share_with_drafts"), [(0.0, (0.3, 1.0)), (1.0, (0.0, 0.1))])
@@ -110,6 +123,20 @@ def test_an_engine_finds_out(extra: float, share_with_drafts: tuple[float, float
     least, most = share_with_drafts
     assert least <= sum(step.drafts is not None for step in executor.steps) / len(executor.steps) <= most
     assert core.stats().num_accepted_tokens > 0  # what is not known is tried
+
+
+def test_prompts_say_nothing_of_what_decodes_take() -> None:
+    executor = FakeExecutor(block_size=16)
+
+    def clock() -> float:
+        return sum(100.0 if step.new_rows else 1.0 for step in executor.steps)
+
+    core = make_core(executor, clock=clock, num_speculative_tokens=None)
+    run(core, [make_request("a", PROMPT, 100, REPETITIVE)])
+    gain = core.scheduler._speculation._gain
+    assert gain is not None
+    assert {gain.costs.seconds(size) for size in range(1, 9)} == {1.0}
+    assert len(gain.costs._seen) > 1  # steps with drafts, too
 
 
 def test_who_asks_for_drafts_gets_them() -> None:

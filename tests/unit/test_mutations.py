@@ -89,7 +89,7 @@ FAULTS = [
     ("drafts take more than the budget", "speculation.py", "min(plan.budget, _NUM_CHEAP - num_tokens)", "_NUM_CHEAP - num_tokens"),
     ("drafts cost nothing", "draft_gain.py", "self.costs.seconds(num_tokens + count)", "self.costs.seconds(num_tokens)"),
     ("a guess behind a wrong one counts", "draft_gain.py", "chance *= self", "chance = self"),
-    ("steps are not timed", "scheduler.py", "        self._speculation.learn_step(step.output.total_num_scheduled_tokens, now - step.planned_at)\n", ""),
+    ("steps are not timed", "scheduler.py", "        self._speculation.learn_step(step.output, now - step.planned_at)\n", ""),
     ("the last token of an embedded prompt is not computed", "request.py", "self.max_total_tokens = len(self.prompt_token_ids) + 1", "self.max_total_tokens = len(self.prompt_token_ids)"),
 ]  # fmt: skip
 

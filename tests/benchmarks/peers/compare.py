@@ -114,6 +114,7 @@ def _load(
             say(f"offline, {turn + 1} of {TURNS}")
             with paused(process):
                 offline = offline_tokens_per_s(precision, STREAMS, plan.output_len, plan.folder)
+            wait_until_at_rest(process)
             found.waves.append((precision, http, offline))
 
 

@@ -127,7 +127,7 @@ def _serve_path(found: Comparison) -> str:
     for precision in _in_order(precision for precision, _, _ in found.waves):
         http = median(w[1] for w in found.waves if w[0] == precision)
         offline = median(w[2] for w in found.waves if w[0] == precision)
-        # Round by round: the two were measured within a minute of each other.
+        # Turn by turn: the two were measured within a minute of each other.
         share = median(w[1] / w[2] for w in found.waves if w[0] == precision)
         rows.append((precision, f"{http:.1f}", f"{offline:.1f}", f"**{share:.0%}** (aim {AIM_SERVE_PATH:.0%})"))
     return _table(("precision", "8 streams over HTTP tok/s", "8 at a time offline tok/s", "share"), rows)

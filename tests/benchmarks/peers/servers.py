@@ -125,18 +125,19 @@ def wait_until_at_rest(process: psutil.Process) -> None:
     while time.monotonic() < deadline:
         time.sleep(REST_LOOK_S)
         now = _cpu_seconds(process)
-        if now - before < AT_REST * REST_LOOK_S:
+        if sum(seconds - before.get(pid, 0.0) for pid, seconds in now.items()) < AT_REST * REST_LOOK_S:
             return
         before = now
 
 
-def _cpu_seconds(process: psutil.Process) -> float:
-    total = 0.0
+def _cpu_seconds(process: psutil.Process) -> dict[int, float]:
+    """So far, by process."""
+    found = {}
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):
             times = each.cpu_times()
-            total += times.user + times.system
-    return total
+            found[each.pid] = times.user + times.system
+    return found
 
 
 @contextlib.contextmanager
@@ -145,7 +146,8 @@ def paused(process: psutil.Process) -> Iterator[None]:
     family = [process, *process.children(recursive=True)]
     try:
         for each in family:
-            each.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
         yield
     finally:
         for each in family:
