@@ -42,8 +42,9 @@ MAX_STEP_DRAFTS = _NUM_CHEAP - 1  # of all requests; workers have room for so ma
 def num_speculative_tokens(config: EngineConfig, preferred_inflight_steps: int) -> int:
     """Drafts of a request in one step.
 
-    By default in float32 on CPU: there a row's bits do not depend on the rows beside it, a few more are nearly free,
-    and a step is planned when the one before is known. Elsewhere a request that may get some would have to wait for it.
+    By default in float32 on CPU: there a row's bits do not depend on the rows beside it, and a step is planned when the
+    one before is known. Elsewhere a request that may get some would have to wait for it. Whether they pay there, says
+    `DraftGain`.
 
     Raises `ConfigError` if the user asks for drafts that cannot be.
     """
