@@ -168,6 +168,8 @@ class Speculation:
             count = min(trust + 1, len(drafts[row]), room_in_blocks, request.num_tokens_left - 1)
             if count > 0:
                 wanted[row] = trust, count
+        if not wanted:
+            return
         if self._gain is None:
             counts = _in_order(wanted, room)
         else:

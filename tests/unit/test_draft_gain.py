@@ -120,6 +120,7 @@ def test_an_engine_finds_out(extra: float, share_with_drafts: tuple[float, float
     collector = run(core, requests)
     for i, request in enumerate(requests):
         assert collector.tokens[str(i)] == expected_tokens(request.prompt_token_ids, 150, REPETITIVE)
+    assert core.scheduler.schedule(clock()) is None  # and what is not there costs nothing
     least, most = share_with_drafts
     assert least <= sum(step.drafts is not None for step in executor.steps) / len(executor.steps) <= most
     assert core.stats().num_accepted_tokens > 0  # what is not known is tried
