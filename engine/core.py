@@ -16,7 +16,7 @@ import msgspec
 
 from .cache_history import KVEvent
 from .config import EngineConfig
-from .draft_gain import DraftGain
+from .draft_gain import DraftGain, EveryDraft
 from .errors import ConfigError, EngineError, ExecutorError
 from .executor import Executor, PendingStep
 from .gates import Gate
@@ -65,8 +65,8 @@ class EngineCore:
         share = PipelineShare(self._max_inflight_steps) if config.parallel.pipeline_parallel_size > 1 else None
         num_drafts = num_speculative_tokens(config, executor.preferred_inflight_steps())
         # Who asks for drafts gets them; nobody else does where they do not pay.
-        gain = DraftGain() if num_drafts and config.scheduler.num_speculative_tokens is None else None
-        speculation = Speculation(num_drafts, gain)
+        policy = DraftGain() if num_drafts and config.scheduler.num_speculative_tokens is None else EveryDraft()
+        speculation = Speculation(num_drafts, policy)
         self.scheduler = Scheduler(config.scheduler, kv_cache, self.max_model_len, gates, share, speculation)
         self._inflight: deque[tuple[ScheduledStep, PendingStep]] = deque()
         executor.initialize_kv_cache(self._kv_cache_config)

@@ -13,11 +13,57 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from typing import Protocol
 
 MAX_TRUST = 16  # of a request: guesses in a row that were right
 _SOME_GUESSES = 64  # of the same trust, that are counted in full: texts differ
 _SOME_STEPS = 16  # of a size, that its average remembers
 _MEMORY = 256  # steps after which a size is tried again
+
+
+class DraftPolicy(Protocol):
+    """Which of the drafts that there are a step computes. Owned by the scheduler's `Speculation`."""
+
+    def choose(
+        self, wanted: Mapping[int, tuple[int, int]], num_requests: int, num_tokens: int, room: int
+    ) -> Mapping[int, int]:
+        """How many drafts each row gets, `room` in all, in a step of some requests with `num_tokens` without drafts.
+
+        wanted: by row, the trust in its guesses and the most it can take.
+        """
+        ...
+
+    def learn(self, trust: int, *, was_right: bool) -> None:
+        """A guess of a request whose last `trust` ones were right."""
+        ...
+
+    def learn_step(self, num_tokens: int, seconds: float) -> None:
+        """What a step of decodes and drafts took."""
+        ...
+
+
+class EveryDraft:
+    """All that there is room for, the first rows first."""
+
+    def choose(
+        self,
+        wanted: Mapping[int, tuple[int, int]],
+        num_requests: int,  # noqa: ARG002 (nothing is weighed)
+        num_tokens: int,  # noqa: ARG002 (likewise)
+        room: int,
+    ) -> Mapping[int, int]:
+        counts = {}
+        for row, (_, count) in wanted.items():
+            if room > 0:
+                counts[row] = min(count, room)
+                room -= count
+        return counts
+
+    def learn(self, trust: int, *, was_right: bool) -> None:
+        pass
+
+    def learn_step(self, num_tokens: int, seconds: float) -> None:
+        pass
 
 
 class StepCosts:
@@ -53,14 +99,16 @@ class StepCosts:
 
 
 class DraftGain:
-    """Owned by the scheduler's `Speculation`."""
+    """Those that bring more tokens per second."""
 
     def __init__(self) -> None:
         self.costs = StepCosts()
         self._right, self._checked = [1.0] * (MAX_TRUST + 1), [2.0] * (MAX_TRUST + 1)  # by trust
 
+    def learn_step(self, num_tokens: int, seconds: float) -> None:
+        self.costs.learn(num_tokens, seconds)
+
     def learn(self, trust: int, *, was_right: bool) -> None:
-        """A guess of a request whose last `trust` ones were right."""
         if self._checked[trust] >= _SOME_GUESSES:
             self._right[trust] /= 2
             self._checked[trust] /= 2
@@ -70,10 +118,6 @@ class DraftGain:
     def choose(
         self, wanted: Mapping[int, tuple[int, int]], num_requests: int, num_tokens: int, room: int
     ) -> Mapping[int, int]:
-        """How many drafts each row gets, `room` in all, in a step of some requests with `num_tokens` without drafts.
-
-        wanted: by row, the trust in its guesses and the most it can take.
-        """
         chances = sorted((chance for row in wanted.items() for chance in self._chances(*row)), reverse=True)[:room]
         right, best, most = 0.0, 0, num_requests / self.costs.seconds(num_tokens)
         for count, (chance, _) in enumerate(chances, start=1):

@@ -14,12 +14,11 @@ parameters, seed and position (DESIGN 4.3), a token that was guessed is the one 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping
 
 import numpy as np
 
 from .config import EngineConfig
-from .draft_gain import MAX_TRUST, DraftGain
+from .draft_gain import MAX_TRUST, DraftPolicy, EveryDraft
 from .errors import ConfigError
 from .outputs import DraftTokens, IntArray, SchedulerOutput
 from .request import Request
@@ -64,13 +63,13 @@ class NgramDrafter:
     """Guesses how a request goes on: as it did after its last tokens when they stood there before.
 
     `trust` is how many of its guesses in a row were right, those that no step checked as well; without one it falls.
-    `gain` is told of each. Owned by the request's scheduler.
+    `policy` is told of each. Owned by the request's scheduler.
     """
 
-    __slots__ = ("_drafts", "_gain", "_tokens", "trust")
+    __slots__ = ("_drafts", "_policy", "_tokens", "trust")
 
-    def __init__(self, token_ids: list[int], gain: DraftGain | None = None) -> None:
-        self._gain = gain
+    def __init__(self, token_ids: list[int], policy: DraftPolicy) -> None:
+        self._policy = policy
         self._tokens = bytearray(array("i", token_ids[-_WINDOW:]).tobytes())
         self._drafts: list[int] = []
         self.trust = 0
@@ -92,8 +91,7 @@ class NgramDrafter:
         if not self._drafts:
             self.trust = max(self.trust - 1, 0)
         for draft, token_id in zip(self._drafts, token_ids, strict=False):
-            if self._gain is not None:
-                self._gain.learn(self.trust, was_right=draft == token_id)
+            self._policy.learn(self.trust, was_right=draft == token_id)
             if draft != token_id:
                 self.trust = 0
                 break
@@ -123,12 +121,13 @@ class NgramDrafter:
 
 
 class Speculation:
-    """Which requests of a step compute drafts, and how many: up to `num_tokens` each, 0 for none ever, and with a
-    `gain` only those that pay. Owned by the scheduler."""
+    """Which requests of a step compute drafts, and how many: up to `num_tokens` each, 0 for none ever, those that the
+    policy chooses. Owned by the scheduler."""
 
-    def __init__(self, num_tokens: int, gain: DraftGain | None = None) -> None:
+    def __init__(self, num_tokens: int, policy: DraftPolicy | None = None) -> None:
+        """`policy`: every draft if None."""
         self._num_tokens = num_tokens
-        self._gain = gain
+        self._policy = policy or EveryDraft()
         self.num_drafts = 0  # draft tokens given out
         self.num_accepted = 0  # those that were right
 
@@ -140,7 +139,7 @@ class Speculation:
         if not self._num_tokens or request.is_prompt_only or request.constraint is not None or params.has_penalties:
             return
         if request.drafter is None:
-            request.drafter = NgramDrafter(request.all_token_ids, self._gain)
+            request.drafter = NgramDrafter(request.all_token_ids, self._policy)
         table.is_speculative[request.row] = True
 
     def add_to(self, plan: StepPlan, table: RunningTable, block_size: int) -> None:
@@ -170,11 +169,8 @@ class Speculation:
                 wanted[row] = trust, count
         if not wanted:
             return
-        if self._gain is None:
-            counts = _in_order(wanted, room)
-        else:
-            num_requests = int((plan.grants > 0).sum()) + len(plan.new_grants)
-            counts = self._gain.choose(wanted, num_requests, num_tokens, room)
+        num_requests = int((plan.grants > 0).sum()) + len(plan.new_grants)
+        counts = self._policy.choose(wanted, num_requests, num_tokens, room)
         plan.drafts = {row: drafts[row][:count] for row, count in counts.items()}
         given = sum(counts.values())
         plan.budget -= given
@@ -183,11 +179,11 @@ class Speculation:
     def learn_step(self, step: SchedulerOutput, seconds: float) -> None:
         """What a step took, from its plan to its results. Prompts are computed in other ways than as many decodes."""
         num_tokens = step.total_num_scheduled_tokens
-        if self._gain is None or num_tokens > _NUM_CHEAP:
+        if num_tokens > _NUM_CHEAP:
             return
         num_drafts = 0 if step.drafts is None else int(step.drafts.counts.sum())
         if num_tokens - num_drafts == len(step.rows):
-            self._gain.costs.learn(num_tokens, seconds)
+            self._policy.learn_step(num_tokens, seconds)
 
     def book(self, request: Request, sampled: list[int], table: RunningTable) -> None:
         """What a step sampled after a request's last token and the drafts that were right is appended to it, up to the
@@ -204,16 +200,6 @@ class Speculation:
         table.num_computed[row] += len(new) - 1
         table.last_token_ids[row] = new[-1]
         self.num_accepted += len(new) - 1
-
-
-def _in_order(wanted: Mapping[int, tuple[int, int]], room: int) -> Mapping[int, int]:
-    """All that there is room for, the first rows first."""
-    counts = {}
-    for row, (_, count) in wanted.items():
-        if room > 0:
-            counts[row] = min(count, room)
-            room -= count
-    return counts
 
 
 def draft_tokens(plan: StepPlan, rows: IntArray) -> DraftTokens | None:

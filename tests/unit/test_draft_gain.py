@@ -134,8 +134,8 @@ def test_prompts_say_nothing_of_what_decodes_take() -> None:
 
     core = make_core(executor, clock=clock, num_speculative_tokens=None)
     run(core, [make_request("a", PROMPT, 100, REPETITIVE)])
-    gain = core.scheduler._speculation._gain
-    assert gain is not None
+    gain = core.scheduler._speculation._policy
+    assert isinstance(gain, DraftGain)
     assert {gain.costs.seconds(size) for size in range(1, 9)} == {1.0}
     assert len(gain.costs._seen) > 1  # steps with drafts, too
 

@@ -7,6 +7,7 @@ from engine_helpers import make_core, make_request, run
 from fake_executor import FakeExecutor, expected_tokens
 
 from quire.engine.config import EngineConfig
+from quire.engine.draft_gain import EveryDraft
 from quire.engine.errors import ConfigError
 from quire.engine.speculation import NgramDrafter, num_speculative_tokens
 
@@ -30,21 +31,21 @@ PROMPT = [7, 8, 9, 10, 11]
     ],
 )
 def test_what_followed_the_last_tokens_before(known: list[int], drafts: list[int]) -> None:
-    assert NgramDrafter(known).draft(4) == drafts
+    assert NgramDrafter(known, EveryDraft()).draft(4) == drafts
 
 
 def test_a_drafter_that_learns_is_as_one_that_knew() -> None:
     tokens = expected_tokens(PROMPT, 20_000, REPETITIVE)
-    learning = NgramDrafter(tokens[:3])
+    learning = NgramDrafter(tokens[:3], EveryDraft())
     for start in range(3, len(tokens), 7):
         learning.learn(tokens[start : start + 7])
         if start < 8192 and start % 91 == 3:
-            assert learning.draft(5) == NgramDrafter(tokens[: start + 7]).draft(5)
+            assert learning.draft(5) == NgramDrafter(tokens[: start + 7], EveryDraft()).draft(5)
     assert len(learning._tokens) <= 2 * 4 * 8192  # what lies far behind is forgotten
 
 
 def test_trust_is_the_number_of_right_guesses_in_a_row() -> None:
-    drafter = NgramDrafter([1, 2, 3, 4, 5, 1, 2, 3])
+    drafter = NgramDrafter([1, 2, 3, 4, 5, 1, 2, 3], EveryDraft())
     assert drafter.draft(2) == [4, 5]
     drafter.learn([4, 5, 1])  # both, and the token behind them, of which it said nothing
     assert drafter.trust == 2
