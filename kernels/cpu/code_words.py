@@ -49,7 +49,7 @@ Step = Callable[[], None]  # generates something
 Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a panel: [row][number of the pair]
 
 _HALVES = ir.VectorType(INT16, LANES)
-_AHEAD = 8192  # bytes, of what is unpacked later
+AHEAD = 8192  # bytes, of what is unpacked later
 
 
 class Place(NamedTuple):
@@ -131,10 +131,10 @@ def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     return call(b, "llvm.x86.avx512.permvar.hi.512", WORDS, [table, places])
 
 
-def fetch(b: ir.IRBuilder, packing: Packing, block: Any) -> None:
-    """What comes some blocks later."""
+def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: int = AHEAD) -> None:
+    """What comes some blocks later, so many bytes."""
     for line in range(0, TILE * packing.block_bytes, STEP_BYTES):
-        prefetch(b, b.add(block, INT64(_AHEAD + line)), level=2)
+        prefetch(b, b.add(block, INT64(ahead + line)), level=2)
 
 
 def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_numbers: bool) -> list[Step]:

@@ -140,14 +140,25 @@ def multiply_codes(
     return types.void(packing, *[types.int64] * 9), generate
 
 
-@intrinsic
+@intrinsic(prefer_literal=True)
 def multiply_unpacked(
-    typing_context: Any, unpacked: Any, num_blocks: Any, x: Any, x_row: Any, num_rows: Any, totals: Any
+    typing_context: Any,
+    packing: Any,
+    unpacked: Any,
+    num_blocks: Any,
+    x: Any,
+    x_row: Any,
+    num_rows: Any,
+    totals: Any,
+    following: Any,
+    panel_step: Any,
 ) -> Any:
-    """Likewise, of ROWS rows at most and numbers, as `code_tiles.unpack` writes them, in the order of `many_rows`."""
+    """Likewise, of ROWS rows at most and numbers, as `code_tiles.unpack` writes them, in the order of `many_rows`.
+    `following`: the address of the panels that come next, which are fetched."""
+    kind = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        unpacked, num_blocks, x, x_row, num_rows, totals = arguments
+        _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step = arguments
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)
@@ -157,6 +168,8 @@ def multiply_unpacked(
                     k = b.add(first, i)
                     places = [b.add(start, b.mul(k, INT64(BLOCK_BYTES))) for start in starts]
                     tiles = [tile_of(b, unpacked, k, j) for j in range(WIDTH)]
+                    for block in blocks_of(b, kind, following, panel_step, k):
+                        fetch(b, kind, block, ahead=0)
 
                     def multiply(pair: Any, sums: list[Any]) -> list[Any]:
                         numbers = [load(b, b.add(tile, b.mul(pair, INT64(STEP_BYTES))), INTS) for tile in tiles]
@@ -177,7 +190,7 @@ def multiply_unpacked(
         by_least(b, num_rows, _COUNTS, of_rows)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 6), generate
+    return types.void(packing, *[types.int64] * 8), generate
 
 
 def _dots(b: ir.IRBuilder, starts: Sequence[Any], pair: Any, vectors: Sequence[Any], sums: Sequence[Any]) -> list[Any]:

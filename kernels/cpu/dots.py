@@ -125,6 +125,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
         num_panels = out_features // TILE  # of results
         num_pairs = num_panels if is_gated else (num_panels + WIDTH - 1) // WIDTH
         step = num_panels if is_gated else 1  # to the panel that is multiplied with one: the next, or that of the ups
+        next_pair = panel_bytes if is_gated else WIDTH * panel_bytes
         panel_step, bias_step, are_few = step * panel_bytes, step * bias_bytes, num_rows <= FEW_ROWS
         own = np.empty(TOTALS_BYTES + STEP_BYTES, np.uint8)
         totals = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
@@ -155,7 +156,9 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
                     sums = x_sums.ctypes.data + row * sums_step
                     multiply_codes(packing, panel, panel_step, num_blocks, x, x_row, count, sums, sums_step, totals)
                 else:
-                    multiply_unpacked(unpacked, num_blocks, x, x_row, count, totals)
+                    multiply_unpacked(
+                        packing, unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step
+                    )
                 results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
                 finish(activation, is_short, True, results.ctypes.data)
                 row += count

@@ -13,9 +13,10 @@ Weights come in three precisions:
     bfloat16    x as well; products and sums in float32
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
-Those that are packed (`kernels.packed`) are multiplied in matrix tiles, with x in float32 or bfloat16 (`codes`), or in
-vectors: in bfloat16 where its dot products are fast (`dots`), else in float32 (`panels`: the same sums of the same
-numbers; x in bfloat16 is widened). They are unpacked part by part, in registers or into a core's caches.
+Those that are packed (`kernels.packed`) are multiplied with x in float32 or bfloat16: in matrix tiles (`codes`); else,
+in vectors, in bfloat16 by its dot products where they are fast (`dots`), otherwise by those of bytes (`byte_dots`); and
+without these in float32 (`panels`: the same sums of the same numbers; x in bfloat16 is widened). They are unpacked part
+by part, in registers or into a core's caches.
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
@@ -39,9 +40,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..packed import Packing
-from . import codes, dots, few_rows, many_rows, matrix_tiles, panels
+from . import byte_dots, codes, dots, few_rows, many_rows, matrix_tiles, panels
 from .elementwise import activate_and_mul
-from .features import dots_are_fast
+from .features import cpu_features, dots_are_fast
 from .intrinsics import IS_X86
 from .recording import as_one_action
 from .tile_product import TILE
@@ -73,6 +74,7 @@ class _PackedKernel(Protocol):
 _GATED: dict[_PackedKernel, Callable[[Tensor, Tensor, Tensor | None, Packing, str], Tensor]] = {
     codes: codes.linear_gated,
     dots: dots.linear_gated,
+    byte_dots: byte_dots.linear_gated,
 }
 
 
@@ -147,7 +149,9 @@ def _packed_kernel(dtype: torch.dtype) -> _PackedKernel:
     """The fastest on this CPU for x of a dtype."""
     if matrix_tiles.are_available():
         return codes
-    return dots if dtype == torch.bfloat16 and dots_are_fast() else panels
+    if dtype == torch.bfloat16 and dots_are_fast():
+        return dots
+    return byte_dots if "avx512vnni" in cpu_features() else panels
 
 
 def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

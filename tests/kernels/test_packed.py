@@ -14,7 +14,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from quire.kernels import ops
-from quire.kernels.cpu import codes, dots, few_rows, many_rows, matrix_tiles, panels, vectors
+from quire.kernels.cpu import byte_dots, byte_vectors, codes, dots, few_rows, many_rows, matrix_tiles, panels, vectors
 from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.features import IS_WIDE, cpu_features, dots_are_fast
 from quire.kernels.cpu.graph import Pool
@@ -28,12 +28,17 @@ from quire.kernels.packed import BLOCK, PACKINGS, Packing, unpack
 # (out_features, in_features): an odd number of panels, sums of one span and of more, and parts of a span.
 SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
 KERNELS: list[tuple[ModuleType, torch.dtype]] = [(panels, torch.float32), (panels, torch.bfloat16)]
+HAS_BYTES = "avx512vnni" in cpu_features()
+if HAS_BYTES:
+    KERNELS += [(byte_dots, torch.float32), (byte_dots, torch.bfloat16)]
 if matrix_tiles.are_available():
     KERNELS += [(codes, torch.float32), (codes, torch.bfloat16)]
 if "avx512bf16" in cpu_features():
     KERNELS += [(dots, torch.bfloat16)]
 OF_CODES = [(kernel, dtype) for kernel, dtype in KERNELS if kernel is not panels]
-IN_BFLOAT16 = codes if matrix_tiles.are_available() else dots if dots_are_fast() else panels  # what multiplies it
+IN_FLOAT32 = codes if matrix_tiles.are_available() else byte_dots if HAS_BYTES else panels  # what multiplies it
+IN_BFLOAT16 = dots if dots_are_fast() and IN_FLOAT32 is not codes else IN_FLOAT32
+LEAST_ROWS = {panels: FEW[-1] + 1, byte_dots: byte_vectors.ROWS + 1}  # that are recorded for others, where not 1
 DTYPES = [torch.bfloat16, torch.float32] if IS_WIDE else [torch.float32]  # of x, with which weights stay packed
 
 
@@ -50,7 +55,7 @@ packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda pack
 
 def most_by_codes(kernel: Any, packing: Packing) -> int:
     """Rows in bfloat16 with which numbers are not rounded: where sums are of codes, only so many."""
-    return {codes: {4: 16, 8: 32}[packing.bits], dots: dots.FEW_ROWS, panels: sys.maxsize}[kernel]
+    return {codes: {4: 16, 8: 32}[packing.bits], dots: dots.FEW_ROWS}.get(kernel, sys.maxsize)
 
 
 def packed(packing: Packing, out_features: int, in_features: int, scale: float = 0.05) -> torch.Tensor:
@@ -126,7 +131,7 @@ def test_what_multiplies_on_this_cpu() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert ops.fits_packed((48, 96), dtype, torch.device("cpu")) is (dtype in fit), dtype
     assert _packed_kernel(torch.bfloat16) is IN_BFLOAT16
-    assert _packed_kernel(torch.float32) is (codes if matrix_tiles.are_available() else panels)
+    assert _packed_kernel(torch.float32) is IN_FLOAT32
 
 
 def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -182,9 +187,10 @@ def test_a_code_that_cancels_what_is_least(kernel: Any, dtype: torch.dtype) -> N
         check(found, exact[:num_rows], of_all[:num_rows], most_by_codes(kernel, packing))
 
 
-@in_tiles
-def test_ends_of_float32() -> None:
-    """What becomes infinite in bfloat16 has no rest; what is below the smallest normal number is nothing there."""
+@pytest.mark.parametrize("kernel", [kernel for kernel, dtype in OF_CODES if dtype == torch.float32])
+def test_ends_of_float32(kernel: Any) -> None:
+    """What becomes infinite in bfloat16 has no rest; what is below the smallest normal number is nothing there. Bytes
+    have powers of two above it."""
     packing = PACKINGS["q8_0"]
     rows = torch.cat(
         [torch.full((32, 1), 2.0).half().view(torch.uint8), torch.full((32, 32), 3, dtype=torch.uint8)], dim=1
@@ -192,7 +198,7 @@ def test_ends_of_float32() -> None:
     for value, expected in ((3.4e38, torch.inf), (torch.inf, torch.inf), (1e33, 6e33), (1e-30, 6e-30), (1e-39, 0.0)):
         x = torch.zeros(1, 32)
         x[0, 5] = value
-        got = product(codes, x, rows, packing)
+        got = product(kernel, x, rows, packing)
         if value == torch.inf:
             assert not got.isfinite().any()
         else:
@@ -209,11 +215,13 @@ def test_rows_do_not_depend_on_their_batch(
     found = {num_rows: product(kernel, x[:num_rows], rows, packing, bias) for num_rows in ROW_COUNTS}
     most = most_by_codes(kernel, packing)
     for num_rows, got in found.items():
-        whole = found[700 if num_rows > most or dtype == torch.float32 or kernel is panels else most]
+        whole = found[700 if num_rows > most or dtype == torch.float32 or most == sys.maxsize else most]
         assert torch.equal(got, whole[:num_rows]), num_rows
 
 
-@pytest.mark.parametrize("kernel", [kernel for kernel, dtype in OF_CODES if dtype == torch.bfloat16])
+@pytest.mark.parametrize(
+    "kernel", [kernel for kernel, dtype in OF_CODES if kernel is not byte_dots and dtype == torch.bfloat16]
+)
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
 def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing, kernel: Any) -> None:
@@ -329,13 +337,17 @@ def test_any_number_of_rows_of_gates(recorded: int, kernel: Any, dtype: torch.dt
     """And of results in float32 with a bias in bfloat16: a record of some rows is repeated with others."""
     bias = torch.randn(160).to(dtype)
     weight, x = kernel.lay_out(packed(packing, 160, 96), packing), torch.randn(163, 96).to(dtype)
+    least = LEAST_ROWS.get(kernel, 1)
+    if recorded < least:
+        pytest.skip("so few rows are not recorded for others")
     for run in (
         lambda x: kernel.linear_gated(x, weight, bias, packing, "silu"),
         lambda x: kernel.linear(x, weight, bias, packing, torch.float32),
     ):
         with torch.inference_mode():
             record, _ = capture(lambda run=run: run(x[:recorded]), Pool(), recorded, 163, [x])
-            for num_rows in (163, 1, 16, 17, 32, 33, 41, 100):
+            assert record.least_rows == least
+            for num_rows in (163, least, 16, 17, 32, 33, 41, 100):
                 x.copy_(torch.randn(163, 96))
                 found = record.replay(num_rows).clone()
                 assert torch.equal(found, run(x[:num_rows]))
@@ -432,7 +444,8 @@ def test_no_rows(dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not IS_X86, reason="other layers of any number of rows are compiled on x86 alone")
 def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """A record of some rows is repeated with others, but not with so few that another kernel would take them."""
-    if kernel is panels and recorded <= FEW[-1]:
+    least = LEAST_ROWS.get(kernel, 1)
+    if recorded < least:
         pytest.skip("so few rows are not recorded for others")
     bias = torch.randn(80).to(dtype)
     weight = kernel.lay_out(packed(packing, 80, 96), packing)
@@ -441,7 +454,7 @@ def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel:
         record, _ = capture(
             lambda: kernel.linear(x[:recorded], weight, bias, packing, dtype), Pool(), recorded, 163, [x]
         )
-        assert record.least_rows == (FEW[-1] + 1 if kernel is panels else 1)
+        assert record.least_rows == least
         for num_rows in (163, record.least_rows, 16, 17, 32, 33, 41, 100):
             x.copy_(torch.randn(163, 96))
             found = record.replay(num_rows).clone()

@@ -1,0 +1,217 @@
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
+# (compiled functions and their views into memory are not Python to a type checker)
+"""The product of rows with a packed weight (`kernels.packed`) by dot products of bytes. For CPUs that have them in
+vectors of 64 bytes and no matrix tiles.
+
+A code is a byte, and a block of 32 numbers of x becomes whole numbers of 24 bits, three digits to the base 256:
+
+    x  --split-->  digits  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
+
+Sums of whole numbers are exact. What is rounded is x, to 2^-23 of the largest number of its block or less, and totals,
+to float32: where blocks are some, errors are no larger than those of products of float32.
+
+An instruction multiplies four digits in each lane, so that three digits take three quarters of the products of float32;
+to scale the sums takes the rest. What is won is that codes stay codes: 64 are unpacked by a mask, where 16 numbers take
+four instructions.
+
+x and results are float32 or bfloat16. A row's result does not depend on the rows beside it.
+Panels lie as `codes` has them, but for their codes: four numbers of a row lie together.
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, types
+from torch import Tensor
+
+from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
+from .byte_vectors import (
+    ROWS,
+    UNPACKED_BYTES,
+    X_BLOCK_BYTES,
+    multiply_packed,
+    multiply_unpacked,
+    split_row,
+    unpack,
+)
+from .call import Arguments, RowFunction, enter_rows, take_rows
+from .claims import enter, take_item
+from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
+from .code_words import TOTALS_BYTES, WIDTH
+from .codes import fits
+from .intrinsics import pointer
+from .many_rows import CHUNK_BYTES
+from .packed_call import (
+    BIAS,
+    CLAIMS,
+    IN_FEATURES,
+    NUM_ARGUMENTS,
+    NUM_ROWS,
+    NUM_THREADS,
+    OUT,
+    OUT_FEATURES,
+    WEIGHT,
+    X,
+    run_product,
+)
+from .sources import digest_of, filed_as
+from .tile_product import STEP_BYTES, TILE
+
+__all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated"]
+
+DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
+
+_SOURCES = (
+    "byte_vectors",
+    "call",
+    "claims",
+    "code_results",
+    "code_words",
+    "digits",
+    "exponential",
+    "features",
+    "intrinsics",
+    "many_rows",
+    "packed_call",
+    "tile_product",
+    "vectors",
+)
+
+_SPLIT = Arguments("x", "in_features", "digits")
+_SPLIT_TYPE = _SPLIT.dtype
+_SPLIT_NS = 0.3  # about what an element takes
+
+
+def lay_out(rows: Tensor, packing: Packing) -> Tensor:
+    """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
+    halves, codes = panels_of(rows, packing, TILE)
+    return join_blocks(halves, codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)).view(rows.shape)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
+    """x @ weight.T + bias. x and bias are both float32 or bfloat16; `out_dtype` is theirs, or float32.
+
+    x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
+    """
+    out = x.new_empty(len(x), len(weight), dtype=out_dtype)
+    _multiply(x, weight, bias, packing, out)
+    return out
+
+
+def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, activation: str) -> Tensor:
+    """activation(gate) * up, in the dtype of x, where `linear` gives gates, then as many ups: see
+    `codes.linear_gated`."""
+    out = x.new_empty(len(x), len(weight) // 2)
+    _multiply(x, weight, bias, packing, out, activation)
+    return out
+
+
+def _multiply(
+    x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out: Tensor, activation: str = ""
+) -> None:
+    x, (num_rows, in_features), has_short_x = x.contiguous(), x.shape, x.dtype == torch.bfloat16
+    entry = _entry(packing.name, has_short_x, out.dtype == torch.bfloat16, activation)
+    if num_rows <= ROWS:
+        run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=None)
+        return
+    digits = torch.empty(num_rows * in_features // BLOCK * X_BLOCK_BYTES + STEP_BYTES, dtype=torch.int8)
+    first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then two lines of the cache
+    _splitter(packing.bits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
+    run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1)
+
+
+@cache
+def _splitter(bits: int, has_short_x: bool) -> RowFunction:
+    compiled = partial(_split_worker, bits, 2 if has_short_x else 4, digest_of(*_SOURCES))
+    return RowFunction(compiled, _SPLIT, _SPLIT_NS, is_idempotent=True)
+
+
+@cache
+def _entry(packing: str, has_short_x: bool, is_short: bool, activation: str) -> Any:
+    """`is_short`: results are bfloat16."""
+    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}"
+    return _worker(packing, has_short_x, is_short, activation, sources).ctypes
+
+
+def _split_worker(bits: int, x_bytes: int, sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(bits, x_bytes)
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _SPLIT_TYPE)[0]
+        num_blocks, thread, item, lap = a.in_features // BLOCK, enter_rows(address), -1, 0
+        while True:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
+                return
+            for row in range(first, stop):
+                target = a.digits + row * num_blocks * X_BLOCK_BYTES
+                split_row(bits, x_bytes, a.x + row * a.in_features * x_bytes, num_blocks, target)
+
+    return worker
+
+
+def _worker(packing: str, has_short_x: bool, is_short: bool, activation: str, sources: str) -> Any:
+    panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
+    bits, x_bytes, is_gated = PACKINGS[packing].bits, 2 if has_short_x else 4, activation != ""
+    bias_bytes = TILE * x_bytes
+
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(packing, has_short_x, is_short, activation)
+    def worker(address: int) -> None:
+        """One thread: take panels until there are none."""
+        sources  # noqa: B018 (likewise)
+        a = carray(pointer(address), (NUM_ARGUMENTS,), np.int64)
+        num_rows, out_features, in_features = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES]
+        num_blocks = in_features // BLOCK
+        num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
+        thread, x_row, out_row = enter(claims), num_blocks * X_BLOCK_BYTES, out_features * size
+        num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
+        chunk_rows = (num_rows + num_chunks * ROWS - 1) // (num_chunks * ROWS) * ROWS
+        num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
+        num_panels = out_features // TILE  # of results
+        num_pairs = num_panels if is_gated else (num_panels + WIDTH - 1) // WIDTH
+        step = num_panels if is_gated else 1  # to the panel that is multiplied with one: the next, or that of the ups
+        next_pair = panel_bytes if is_gated else WIDTH * panel_bytes
+        panel_step, bias_step, are_few = step * panel_bytes, step * bias_bytes, num_rows <= ROWS
+        own_bytes = UNPACKED_BYTES + num_rows * x_row if are_few else num_blocks * UNPACKED_BYTES
+        own = np.empty(TOTALS_BYTES + own_bytes + STEP_BYTES, np.uint8)
+        totals = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        unpacked, digits = totals + TOTALS_BYTES, a[X]
+        if are_few:  # each thread for itself: nobody waits
+            digits = unpacked + UNPACKED_BYTES
+            for i in range(num_rows):
+                split_row(bits, x_bytes, a[X] + i * in_features * x_bytes, num_blocks, digits + i * x_row)
+        results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
+        results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
+        item, lap = -1, 0
+        while True:
+            item, lap = take_item(claims, num_threads, num_pairs * num_chunks, thread, item, lap)
+            if item < 0:
+                break
+            # The last panels may be multiplied twice, by two threads even: to the same bits.
+            chunk, pair = item // num_pairs, item % num_pairs
+            first = pair if is_gated else min(WIDTH * pair, num_panels - WIDTH)
+            panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
+            results[BIASES] = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0
+            row, end = chunk * chunk_rows, min((chunk + 1) * chunk_rows, num_rows)
+            if not are_few:
+                unpack(packing, panel, panel_step, num_blocks, unpacked)
+            while row < end:
+                x, count = digits + row * x_row, min(ROWS, end - row)
+                if are_few:
+                    multiply_packed(packing, panel, panel_step, num_blocks, unpacked, x, x_row, count, totals)
+                else:
+                    multiply_unpacked(
+                        packing, unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step
+                    )
+                results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
+                finish(activation, is_short, has_short_x, results.ctypes.data)
+                row += count
+        own[0] = results[0] = 0  # they live until here: Numba does not see who has their addresses
+
+    return worker

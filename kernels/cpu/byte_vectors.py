@@ -1,0 +1,316 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
+"""Words to multiply rows with packed weights by dot products of bytes (see `byte_dots`), as LLVM vectors:
+
+    four digits of a row of x, in all lanes    dot    four codes of each row of a panel    ->    sums, int32
+
+A block of a row of x is X_BLOCK_BYTES: its digits, [digit, the highest first][number] int8, then words: what a whole
+number is worth and the sum of the block, float32, and for each of GROUPS what is added to its sums, int32, as codes are
+unpacked without a sign. A block of WIDTH panels is unpacked as UNPACKED_BYTES: codes [four numbers][panel][row of the
+panel][number] uint8, then scales [panel][row] and what belongs to sums of x, likewise, float32.
+
+Everything works on addresses. Totals are [panel][row of x][row of the panel], panels PANEL_TOTALS apart; behind as many
+rows of x as there are, they are of no meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..packed import BLOCK, PACKINGS, Packing
+from .code_words import PANEL_TOTALS, WIDTH, blocks_of, codes_of, fetch, scale_and_middle
+from .digits import dot_int8, unsigned
+from .tile_product import STEP_BYTES
+from .vectors import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    INT16,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    broadcast,
+    by_least,
+    call,
+    fma,
+    from_bfloat16,
+    load,
+    loop_over,
+    rows_at,
+    splat,
+    store,
+    sum_lanes,
+    take,
+)
+
+ROWS = 8  # of x at a time: their sums for WIDTH panels leave registers for what is multiplied
+NUM_DIGITS = 3
+X_BLOCK_BYTES = 2 * STEP_BYTES
+QUADS = BLOCK // 4  # of numbers, that a lane multiplies at once
+UNPACKED_BYTES = (QUADS + 2) * WIDTH * STEP_BYTES
+# Digits of x whose sums are one whole number, by the bits of a code: sums of codes of 8 bits and all digits have 36.
+GROUPS = {4: ((0, 1, 2),), 8: ((0, 1), (2,))}
+
+_COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
+_TOP = 22  # the binary exponent of the largest whole number of a block; digits reach 2^23 less half a percent
+_WORDS = NUM_DIGITS * BLOCK  # where they begin in a block of x
+_FACTOR, _SUM, _OFFSETS = 0, 1, 2
+_ZEROS, _NO_SUMS = splat(FLOATS, 0.0), splat(INTS, 0)
+
+
+@intrinsic(prefer_literal=True)
+def split_row(typing_context: Any, bits: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any) -> Any:
+    """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks of digits, for codes of so many bits; both constants.
+
+    A block's numbers become whole multiples of a power of two, which is 2^-22 of its largest or less, and no less than
+    2^-126. If one of them is not finite, all their products become NaN.
+    """
+    is_narrow, size = bits.literal_value == 4, x_bytes.literal_value
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, _, x, num_blocks, out = arguments
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            source, target = b.add(x, b.mul(k, INT64(BLOCK * size))), b.add(out, b.mul(k, INT64(X_BLOCK_BYTES)))
+            halves = [_numbers(b, b.add(source, INT64(start * size)), size) for start in (0, LANES)]
+            factor, inverse = _factors(b, halves)
+            whole = [_whole(b, each, inverse) for each in halves]
+            _store_digits(b, whole, target)
+            lowest = [b.ashr(b.shl(each, splat(INTS, 24)), splat(INTS, 24)) for each in whole]
+            sums = sum_lanes(b, [b.add(*whole), b.add(*lowest), _NO_SUMS, _NO_SUMS])
+            total, low = (b.extract_element(sums, INT32(i)) for i in range(2))
+            x_sum = b.extract_element(sum_lanes(b, [b.fadd(*halves), _ZEROS, _ZEROS, _ZEROS]), INT32(0))
+            if is_narrow:
+                offsets = [b.mul(total, INT32(-8))]
+            else:
+                offsets = [b.mul(each, INT32(-128)) for each in (b.ashr(b.sub(total, low), INT32(8)), low)]
+            for number, word in enumerate((factor, x_sum, *offsets)):
+                store(b, word, b.add(target, INT64(_WORDS + 4 * number)))
+            return []
+
+        loop_over(b, num_blocks, 1, [], step)
+        return context.get_dummy_value()
+
+    return types.void(bits, x_bytes, *[types.int64] * 3), generate
+
+
+@intrinsic(prefer_literal=True)
+def unpack(typing_context: Any, packing: Any, panel: Any, panel_step: Any, num_blocks: Any, out: Any) -> Any:
+    """Write WIDTH panels, `panel_step` bytes from one to the next, block by block. `packing` is a constant."""
+    kind = PACKINGS[packing.literal_value]
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, panel, panel_step, num_blocks, out = arguments
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            _unpack_block(b, kind, blocks_of(b, kind, panel, panel_step, k), _unpacked_at(b, out, k))
+            return []
+
+        loop_over(b, num_blocks, 1, [], step)
+        return context.get_dummy_value()
+
+    return types.void(packing, *[types.int64] * 4), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_packed(
+    typing_context: Any,
+    packing: Any,
+    panel: Any,
+    panel_step: Any,
+    num_blocks: Any,
+    scratch: Any,
+    x: Any,
+    x_row: Any,
+    num_rows: Any,
+    totals: Any,
+) -> Any:
+    """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
+    `panel_step` bytes from one to the next, unpacked on the way. `packing` is a constant; scratch: UNPACKED_BYTES."""
+    kind = PACKINGS[packing.literal_value]
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, panel, panel_step, num_blocks, scratch, x, x_row, num_rows, totals = arguments
+
+        def block_of(k: Any) -> Any:
+            blocks = blocks_of(b, kind, panel, panel_step, k)
+            for block in blocks:
+                fetch(b, kind, block)
+            _unpack_block(b, kind, blocks, scratch)
+            return scratch
+
+        _multiply(b, kind, num_blocks, block_of, (x, x_row, num_rows), totals)
+        return context.get_dummy_value()
+
+    return types.void(packing, *[types.int64] * 8), generate
+
+
+@intrinsic(prefer_literal=True)
+def multiply_unpacked(
+    typing_context: Any,
+    packing: Any,
+    unpacked: Any,
+    num_blocks: Any,
+    x: Any,
+    x_row: Any,
+    num_rows: Any,
+    totals: Any,
+    following: Any,
+    panel_step: Any,
+) -> Any:
+    """Likewise, with what `unpack` wrote. `following`: the address of the panels that come next, which are fetched."""
+    kind = PACKINGS[packing.literal_value]
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step = arguments
+
+        def block_of(k: Any) -> Any:
+            for block in blocks_of(b, kind, following, panel_step, k):
+                fetch(b, kind, block, ahead=0)
+            return _unpacked_at(b, unpacked, k)
+
+        _multiply(b, kind, num_blocks, block_of, (x, x_row, num_rows), totals)
+        return context.get_dummy_value()
+
+    return types.void(packing, *[types.int64] * 8), generate
+
+
+def _numbers(b: ir.IRBuilder, address: Any, size: int) -> Any:
+    return load(b, address, FLOATS) if size == 4 else from_bfloat16(b, load(b, address, ir.VectorType(INT16, LANES)))
+
+
+def _factors(b: ir.IRBuilder, numbers: Sequence[Any]) -> tuple[Any, Any]:
+    """What a whole number is worth in a block, a power of two or NaN, and the inverse of that power."""
+    bits = [b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in numbers]
+    largest = b.select(b.icmp_signed(">", *bits), *bits)
+    top = call(b, "llvm.vector.reduce.smax.v16i32", INT32, [largest])
+    # The exponent of a number a little larger: digits of -128 to 127 do not reach 2^23.
+    exponent = b.lshr(b.add(top, INT32(1 << 17)), INT32(23))
+    exponent = b.select(b.icmp_signed("<", exponent, INT32(_TOP + 1)), INT32(_TOP + 1), exponent)
+    factor = b.shl(b.sub(exponent, INT32(_TOP)), INT32(23))
+    is_finite = b.icmp_signed("<", top, INT32(0x7F800000))
+    inverse = b.shl(b.sub(INT32(2 * 127 + _TOP), exponent), INT32(23))
+    return b.bitcast(b.select(is_finite, factor, INT32(0x7FC00000)), FLOAT), b.bitcast(inverse, FLOAT)
+
+
+def _whole(b: ir.IRBuilder, numbers: Any, inverse: Any) -> Any:
+    scaled = b.fmul(numbers, broadcast(b, inverse, LANES))
+    return b.fptosi(call(b, "llvm.rint.v16f32", FLOATS, [scaled]), INTS)
+
+
+def _store_digits(b: ir.IRBuilder, whole: Sequence[Any], target: Any) -> None:
+    """Of two vectors of whole numbers. Where 128 is added to every digit, digits are the bytes of the sum."""
+    middle = splat(INTS, 0x808080)
+    first, second = (b.bitcast(b.xor(b.add(each, middle), middle), BYTES) for each in whole)
+    for digits in ((0, 1), (2,)):
+        places = [4 * number + NUM_DIGITS - 1 - digit for digit in digits for number in range(BLOCK)]
+        store(b, take(b, first, places, second), b.add(target, INT64(BLOCK * digits[0])))
+
+
+def _unpacked_at(b: ir.IRBuilder, unpacked: Any, k: Any) -> Any:
+    return b.add(unpacked, b.mul(k, INT64(UNPACKED_BYTES)))
+
+
+def _line(b: ir.IRBuilder, start: Any, number: int, panel: int) -> Any:
+    return b.add(start, INT64((number * WIDTH + panel) * STEP_BYTES))
+
+
+def _unpack_block(b: ir.IRBuilder, kind: Packing, blocks: Sequence[Any], out: Any) -> None:
+    low = splat(INTS, 0x0F0F0F0F)
+    for j, block in enumerate(blocks):
+        codes = codes_of(b, kind, block)
+        for i in range(BLOCK * kind.bits // 8 // 4):
+            words = load(b, b.add(codes, INT64(STEP_BYTES * i)), INTS)
+            if kind.bits == 8:
+                store(b, unsigned(b, words), _line(b, out, i, j))
+            else:
+                store(b, b.and_(words, low), _line(b, out, i, j))
+                store(b, b.and_(b.lshr(words, splat(INTS, 4)), low), _line(b, out, QUADS // 2 + i, j))
+        scale, middle = scale_and_middle(b, kind, block)
+        store(b, scale, _line(b, out, QUADS, j))
+        if middle is not None:
+            store(b, middle, _line(b, out, QUADS + 1, j))
+
+
+def _multiply(
+    b: ir.IRBuilder,
+    kind: Packing,
+    num_blocks: Any,
+    block_of: Callable[[Any], Any],
+    rows: tuple[Any, Any, Any],
+    totals: Any,
+) -> None:
+    """`block_of` gives the address of a block that is unpacked, by its number; `rows`: the address of the first, the
+    bytes from one to the next, and how many there are."""
+
+    def of_rows(count: int) -> None:
+        starts, places = rows_at(b, *rows, count), [(i, j) for i in range(count) for j in range(WIDTH)]
+        for place in places:
+            store(b, _ZEROS, _total_at(b, totals, place))
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            block, x_blocks = block_of(k), [b.add(start, b.mul(k, INT64(X_BLOCK_BYTES))) for start in starts]
+            sums = _sums(b, block, x_blocks, kind.bits)
+            scales, middles = ([load(b, _line(b, block, QUADS + i, j), FLOATS) for j in range(WIDTH)] for i in range(2))
+            for number, (i, j) in zip(sums, places, strict=True):
+                place = _total_at(b, totals, (i, j))
+                total = load(b, place, FLOATS)
+                if kind.has_least:
+                    total = fma(b, _word(b, x_blocks[i], _SUM, FLOAT), middles[j], total)
+                product = b.fmul(number, _word(b, x_blocks[i], _FACTOR, FLOAT))
+                store(b, fma(b, product, scales[j], total), place)
+            return []
+
+        loop_over(b, num_blocks, 1, [], step)
+
+    by_least(b, rows[2], _COUNTS, of_rows)
+
+
+def _sums(b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], bits: int) -> list[Any]:
+    """Of the products of a block's codes, signed, and whole numbers of x: float32, [row of x][panel]."""
+    found: list[Any] = []
+    for number, digits in enumerate(GROUPS[bits]):
+        sums = _whole_sums(b, block, x_blocks, digits)
+        offsets = [_word(b, x_block, _OFFSETS + number, INT32) for x_block in x_blocks for _ in range(WIDTH)]
+        parts = [b.sitofp(b.add(each, offset), FLOATS) for each, offset in zip(sums, offsets, strict=True)]
+        scale = splat(FLOATS, 256.0 ** len(digits))
+        found = [fma(b, high, scale, low) for high, low in zip(found, parts, strict=True)] if found else parts
+    return found
+
+
+def _whole_sums(b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], digits: Sequence[int]) -> list[Any]:
+    """Likewise, of codes as they are unpacked and some digits as one number: int32."""
+    sums, at_once = [_NO_SUMS] * (len(x_blocks) * WIDTH), max(1, ROWS // len(x_blocks))
+    for digit in digits:
+        if digit != digits[0]:
+            sums = [b.shl(each, splat(INTS, 8)) for each in sums]
+
+        def step(first: Any, sums: list[Any], digit: int = digit) -> list[Any]:
+            found = list(sums)
+            for quad in (b.add(first, INT64(i)) for i in range(at_once)):
+                start = b.add(block, b.mul(quad, INT64(WIDTH * STEP_BYTES)))
+                codes = [load(b, _line(b, start, 0, j), INTS) for j in range(WIDTH)]
+                for i, x_block in enumerate(x_blocks):
+                    place = b.add(b.add(x_block, INT64(BLOCK * digit)), b.mul(quad, INT64(4)))
+                    four = broadcast(b, load(b, place, INT32), LANES)
+                    for j, each in enumerate(codes):
+                        found[i * WIDTH + j] = dot_int8(b, four, each, found[i * WIDTH + j])
+            return found
+
+        sums = loop_over(b, INT64(QUADS), at_once, sums, step, may_unroll=False)
+    return sums
+
+
+def _word(b: ir.IRBuilder, x_block: Any, number: int, word: ir.Type) -> Any:
+    return broadcast(b, load(b, b.add(x_block, INT64(_WORDS + 4 * number)), word), LANES)
+
+
+def _total_at(b: ir.IRBuilder, totals: Any, place: tuple[int, int]) -> Any:
+    row, panel = place
+    return b.add(totals, INT64(STEP_BYTES * row + PANEL_TOTALS * panel))
