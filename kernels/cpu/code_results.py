@@ -19,6 +19,7 @@ from numba.extending import intrinsic
 
 from .code_words import PANEL_TOTALS, WIDTH, Step
 from .exponential import GATES, gated
+from .features import cpu_features
 from .tile_product import STEP_BYTES
 from .vectors import (
     FLOATS,
@@ -95,11 +96,12 @@ class ResultRows:
             gate, up = results
             product = gated(b, gate, up, (scale, cube))
             store(b, to_bfloat16(b, product) if is_short else product, target)
-        elif is_short:
+        elif is_short and "avx512bf16" in cpu_features():
             store(b, to_bfloat16_by_instruction(b, *results), target)
         else:
             for j, result in enumerate(results):
-                store(b, result, b.add(target, INT64(STEP_BYTES * j)))
+                found, size = (to_bfloat16(b, result), 2) if is_short else (result, 4)
+                store(b, found, b.add(target, INT64(size * LANES * j)))
 
 
 @intrinsic(prefer_literal=True)
