@@ -40,6 +40,7 @@ from .vectors import (
     call,
     fma,
     from_bfloat16,
+    largest_lanes,
     load,
     loop_over,
     rows_at,
@@ -57,6 +58,7 @@ UNPACKED_BYTES = (QUADS + 2) * WIDTH * STEP_BYTES
 # Digits of x whose sums are one whole number, by the bits of a code: sums of codes of 8 bits and all digits have 36.
 GROUPS = {4: ((0, 1, 2),), 8: ((0, 1), (2,))}
 
+_AT_ONCE = 4  # blocks of x that are split together
 _COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
 _TOP = 22  # the binary exponent of the largest whole number of a block; digits reach 2^23 less half a percent
 _WORDS = NUM_DIGITS * BLOCK  # where they begin in a block of x
@@ -76,25 +78,40 @@ def split_row(typing_context: Any, bits: Any, x_bytes: Any, x: Any, num_blocks: 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, x, num_blocks, out = arguments
 
+        last = b.sub(num_blocks, INT64(1))
+
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            source, target = b.add(x, b.mul(k, INT64(BLOCK * size))), b.add(out, b.mul(k, INT64(X_BLOCK_BYTES)))
-            halves = [_numbers(b, b.add(source, INT64(start * size)), size) for start in (0, LANES)]
-            factor, inverse = _factors(b, halves)
-            whole = [_whole(b, each, inverse) for each in halves]
-            _store_digits(b, whole, target)
-            lowest = [b.ashr(b.shl(each, splat(INTS, 24)), splat(INTS, 24)) for each in whole]
-            sums = sum_lanes(b, [b.add(*whole), b.add(*lowest), _NO_SUMS, _NO_SUMS])
-            total, low = (b.extract_element(sums, INT32(i)) for i in range(2))
-            x_sum = b.extract_element(sum_lanes(b, [b.fadd(*halves), _ZEROS, _ZEROS, _ZEROS]), INT32(0))
+            numbers = [_at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
+            sources, targets = (
+                [b.add(start, b.mul(number, INT64(step))) for number in numbers]
+                for start, step in ((x, BLOCK * size), (out, X_BLOCK_BYTES))
+            )
+            halves = [
+                [_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)] for source in sources
+            ]
+            factors, inverses = _factors(b, halves)
+            whole = []
+            for i, each in enumerate(halves):
+                inverse = broadcast(b, b.extract_element(inverses, INT32(i)), LANES)
+                whole.append(
+                    [b.fptosi(call(b, "llvm.rint.v16f32", FLOATS, [b.fmul(half, inverse)]), INTS) for half in each]
+                )
+            for each, target in zip(whole, targets, strict=True):
+                _store_digits(b, each, target)
+            totals = sum_lanes(b, [b.add(*each) for each in whole])
             if is_narrow:
-                offsets = [b.mul(total, INT32(-8))]
+                offsets = [b.mul(totals, splat(totals.type, -8))]
             else:
-                offsets = [b.mul(each, INT32(-128)) for each in (b.ashr(b.sub(total, low), INT32(8)), low)]
-            for number, word in enumerate((factor, x_sum, *offsets)):
-                store(b, word, b.add(target, INT64(_WORDS + 4 * number)))
+                lowest = sum_lanes(b, [b.add(*(_lowest(b, half) for half in each)) for each in whole])
+                highest = b.ashr(b.sub(totals, lowest), splat(totals.type, 8))
+                offsets = [b.mul(each, splat(totals.type, -128)) for each in (highest, lowest)]
+            sums = sum_lanes(b, [b.fadd(*each) for each in halves])
+            for number, words in enumerate((factors, sums, *offsets)):
+                for i, target in enumerate(targets):
+                    store(b, b.extract_element(words, INT32(i)), b.add(target, INT64(_WORDS + 4 * number)))
             return []
 
-        loop_over(b, num_blocks, 1, [], step)
+        loop_over(b, num_blocks, _AT_ONCE, [], step)
         return context.get_dummy_value()
 
     return types.void(bits, x_bytes, *[types.int64] * 3), generate
@@ -185,23 +202,29 @@ def _numbers(b: ir.IRBuilder, address: Any, size: int) -> Any:
     return load(b, address, FLOATS) if size == 4 else from_bfloat16(b, load(b, address, ir.VectorType(INT16, LANES)))
 
 
-def _factors(b: ir.IRBuilder, numbers: Sequence[Any]) -> tuple[Any, Any]:
-    """What a whole number is worth in a block, a power of two or NaN, and the inverse of that power."""
-    bits = [b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in numbers]
-    largest = b.select(b.icmp_signed(">", *bits), *bits)
-    top = call(b, "llvm.vector.reduce.smax.v16i32", INT32, [largest])
+def _at_most(b: ir.IRBuilder, value: Any, most: Any) -> Any:
+    return b.select(b.icmp_signed("<", value, most), value, most)
+
+
+def _factors(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
+    """By block: what a whole number is worth, a power of two or NaN, and the inverse of that power."""
+    sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
+    tops = largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
+    kind, floats = tops.type, ir.VectorType(FLOAT, tops.type.count)
     # The exponent of a number a little larger: digits of -128 to 127 do not reach 2^23.
-    exponent = b.lshr(b.add(top, INT32(1 << 17)), INT32(23))
-    exponent = b.select(b.icmp_signed("<", exponent, INT32(_TOP + 1)), INT32(_TOP + 1), exponent)
-    factor = b.shl(b.sub(exponent, INT32(_TOP)), INT32(23))
-    is_finite = b.icmp_signed("<", top, INT32(0x7F800000))
-    inverse = b.shl(b.sub(INT32(2 * 127 + _TOP), exponent), INT32(23))
-    return b.bitcast(b.select(is_finite, factor, INT32(0x7FC00000)), FLOAT), b.bitcast(inverse, FLOAT)
+    exponents = b.lshr(b.add(tops, splat(kind, 1 << 17)), splat(kind, 23))
+    least = splat(kind, _TOP + 1)
+    exponents = b.select(b.icmp_signed("<", exponents, least), least, exponents)
+    factors = b.shl(b.sub(exponents, splat(kind, _TOP)), splat(kind, 23))
+    are_finite = b.icmp_signed("<", tops, splat(kind, 0x7F800000))
+    factors = b.select(are_finite, factors, splat(kind, 0x7FC00000))
+    inverses = b.shl(b.sub(splat(kind, 2 * 127 + _TOP), exponents), splat(kind, 23))
+    return b.bitcast(factors, floats), b.bitcast(inverses, floats)
 
 
-def _whole(b: ir.IRBuilder, numbers: Any, inverse: Any) -> Any:
-    scaled = b.fmul(numbers, broadcast(b, inverse, LANES))
-    return b.fptosi(call(b, "llvm.rint.v16f32", FLOATS, [scaled]), INTS)
+def _lowest(b: ir.IRBuilder, whole: Any) -> Any:
+    """The lowest digits of whole numbers."""
+    return b.ashr(b.shl(whole, splat(INTS, 24)), splat(INTS, 24))
 
 
 def _store_digits(b: ir.IRBuilder, whole: Sequence[Any], target: Any) -> None:

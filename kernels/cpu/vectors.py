@@ -75,20 +75,27 @@ def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
 def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
     """The totals of four vectors, of float32 or int32, in one of four lanes.
 
-    Each is (0 + 2) + (1 + 3) of its quarters, and a quarter the same of its lanes. Vectors are interleaved before they
-    are added, so that no lane is wasted.
+    Each is (0 + 2) + (1 + 3) of its quarters, and a quarter the same of its lanes.
     """
+    return _join_lanes(b, vectors, b.fadd if vectors[0].type == FLOATS else b.add)
 
-    add = b.fadd if vectors[0].type == FLOATS else b.add
+
+def largest_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
+    """The largest lanes of four vectors of int32, in one of four lanes."""
+    return _join_lanes(b, vectors, lambda first, second: b.select(b.icmp_signed(">", first, second), first, second))
+
+
+def _join_lanes(b: ir.IRBuilder, vectors: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
+    """Vectors are interleaved before they are joined, so that no lane is wasted."""
 
     def interleave(two: Sequence[Any], low: Sequence[int], high: Sequence[int]) -> Any:
         lanes = [[quarter + i for quarter in range(0, LANES, 4) for i in half] for half in (low, high)]
-        return add(*(take(b, two[0], half, two[1]) for half in lanes))
+        return join(*(take(b, two[0], half, two[1]) for half in lanes))
 
     pairs = [interleave(vectors[i : i + 2], (0, 16, 1, 17), (2, 18, 3, 19)) for i in (0, 2)]
     quarters = interleave(pairs, (0, 1, 16, 17), (2, 3, 18, 19))
-    halves = add(take(b, quarters, range(8)), take(b, quarters, range(8, 16)))
-    return add(take(b, halves, range(4)), take(b, halves, range(4, 8)))
+    halves = join(take(b, quarters, range(8)), take(b, quarters, range(8, 16)))
+    return join(take(b, halves, range(4)), take(b, halves, range(4, 8)))
 
 
 def at_most(b: ir.IRBuilder, value: Any, limit: int) -> Any:
@@ -105,6 +112,18 @@ def join_quarters(b: ir.IRBuilder, quarters: Sequence[Any]) -> Any:
 def repeat_quarter(b: ir.IRBuilder, quarter: Any) -> Any:
     """A vector laid end to end with itself, four times."""
     return take(b, quarter, list(range(quarter.type.count)) * 4)
+
+
+def turn_quarters(b: ir.IRBuilder, vectors: Sequence[Any]) -> list[Any]:
+    """Four vectors are a 4 x 4 matrix of quarters; its columns."""
+
+    def meet(low: Any, high: Any, which: int) -> Any:
+        """Quarters 0 and 2 of both (`which` 0), or 1 and 3."""
+        quarters = [LANES * end + LANES // 4 * (2 * half + which) for end in (0, 1) for half in (0, 1)]
+        return take(b, low, [first + i for first in quarters for i in range(LANES // 4)], high)
+
+    halves = [[meet(low, high, which) for low, high in (vectors[:2], vectors[2:])] for which in (0, 1)]
+    return [meet(halves[column % 2][0], halves[column % 2][1], column // 2) for column in range(4)]
 
 
 def add_quarters(b: ir.IRBuilder, totals: Any, sums: Any) -> Any:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
 from quire.cluster.bench.latency import RequestTiming, summarize
+from tests.benchmarks.peers import servers
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits
 from tests.benchmarks.peers.measure import Served, Workload, workloads
 from tests.benchmarks.peers.report import faults, markdown
-from tests.benchmarks.peers.servers import PeerError, Server, running
+from tests.benchmarks.peers.servers import PeerError, Server, paused, running, wait_until_at_rest
 
 ONE = Workload(1, 3, 0, 128, 128)
 EIGHT = Workload(8, 16, 0, 128, 128)
@@ -119,3 +122,31 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
     server = Server("fake", (sys.executable, "-c", "raise SystemExit('no such model')"), "/")
     with pytest.raises(PeerError, match="no such model"), running(server, tmp_path / "log"):
         pass
+
+
+def test_a_paused_server_stands_still_with_all_that_it_started(tmp_path: Path) -> None:
+    server = Server("fake", (sys.executable, "-c", SERVER, "{port}"), "/")
+    with running(server, tmp_path / "log") as (_, process):
+        family = [process, *process.children()]
+        assert len(family) == 2
+        with paused(process):
+            wait_for(family, lambda status: status == psutil.STATUS_STOPPED)
+        wait_for(family, lambda status: status != psutil.STATUS_STOPPED)
+
+
+def wait_for(processes: list[psutil.Process], is_wanted: Callable[[str], bool]) -> None:
+    """Until all are in such a state: a signal has been sent when it may not have arrived yet."""
+    deadline = time.monotonic() + 10.0
+    while not all(is_wanted(process.status()) for process in processes):
+        assert time.monotonic() < deadline
+
+
+def test_a_server_is_at_rest_when_nobody_of_it_takes_much_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU seconds of each process, look by look, two seconds apart. One ends and one begins, which is at work."""
+    looks = iter([{1: 5.0, 2: 3.0}, {1: 6.0, 2: 3.0}, {1: 6.1, 3: 0.9}, {1: 6.2, 3: 1.3}, {1: 6.9, 3: 1.3}])
+    waited: list[float] = []
+    monkeypatch.setattr(servers, "_cpu_seconds", lambda _process: next(looks))
+    monkeypatch.setattr(servers.time, "sleep", waited.append)
+    wait_until_at_rest(psutil.Process())
+    assert waited == [servers.REST_LOOK_S] * 3
+    assert next(looks) == {1: 6.9, 3: 1.3}
