@@ -7,6 +7,10 @@ The context of a request is cut into chunks at fixed positions, so that one long
     positions   0 .. 255      256 .. 511    512 .. seq_len - 1
     items       (r, 0)        (r, 1)        (r, 2)                each: sum of weights, highest score, weighted values
 
+Requests with a common prefix have the same blocks there. Items that read the same whole chunk are one unit, up to
+SHARED of them: to bring keys into the order in which they are multiplied takes as long as to multiply them with one
+request's queries, and is done once for all.
+
 Whoever finishes an item and sees that all of its request are finished merges them, in order; two may, to the same
 bits. The result depends on neither the number of threads nor the rest of the batch, and has the same bits as that of
 `prompts`.
@@ -31,7 +35,7 @@ from torch import Tensor
 from .. import fp8
 from .attention_call import LAYER, NUMBERS, Layer, Shape, layer_call, new_plan, plan_type
 from .claims import RUN, enter, take_item
-from .heads import AHEAD, AT_ONCE, CHUNK, divide, merge, score_group, to_weights, weigh_group
+from .heads import AHEAD, CHUNK, POSITIONS, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
 from .sources import digest_of, filed_as
 from .threads import run_call
@@ -43,12 +47,15 @@ _PLAN = plan_type(
     # What a step has, in memory that stays where it is
     *("starts", "seq_lens", "block_table", "table_stride", "num_reqs"),
     # What follows from it: the rows of the decodes in the query and in the block table; by item, whose it is and of
-    # which positions; by decode, its first item
-    *("tokens", "requests", "owners", "begins", "ends", "first_item", "num_decodes", "num_items"),
+    # which positions; by decode, its first item, and the unit of its last one so far
+    *("tokens", "requests", "owners", "begins", "ends", "first_item", "units", "num_decodes", "num_items"),
+    # By unit, how many items it has, and SHARED places for them; how many units there are, and the most items of one
+    *("counts", "members", "num_units", "most_shared"),
     # For calls in turn, so that one may begin while a thread still computes an item of one before: what the items gave,
     # and the last call of whom each was finished
     *("partial", "finished", "room"),
 )
+SHARED = 4  # threads have something to divide among them where one prefix is all there is
 _NUM_TURNS = 4
 _MANY_CALLS = 1 << 32  # of one plan
 
@@ -68,10 +75,11 @@ class DecodePlan:
 
     def __init__(self, shape: Shape, most_reqs: int) -> None:
         self._shape, self._record = shape, new_plan(_PLAN, shape)
-        self._of_decodes, self._first_item = np.empty((2, most_reqs), np.int64), np.empty(most_reqs + 1, np.int64)
+        self._of_decodes, self._first_item = np.empty((3, most_reqs), np.int64), np.empty(most_reqs + 1, np.int64)
         self._capacity = 0  # items for which there is memory
         fields = self._record[0]
-        fields["tokens"], fields["requests"] = self._of_decodes.ctypes.data, self._of_decodes[1:].ctypes.data
+        for name, values in zip(("tokens", "requests", "units"), self._of_decodes, strict=True):
+            fields[name] = values.ctypes.data
         fields["first_item"] = self._first_item.ctypes.data
         self._address, self._num_calls = self._record.ctypes.data, 0
 
@@ -97,6 +105,13 @@ class DecodePlan:
     def num_decodes(self) -> int:
         return int(self._record[0]["num_decodes"])
 
+    def items_by_unit(self) -> list[list[int]]:
+        """What was planned last. Items count from that of the first decode's first chunk on, decode by decode."""
+        by_item, *_ = self._items
+        counts, members = by_item[3], by_item[4:].reshape(-1)[: SHARED * by_item.shape[1]].reshape(-1, SHARED)
+        units = range(int(self._record[0]["num_units"]))
+        return [members[unit, : counts[unit]].tolist() for unit in units]
+
     def update(self) -> None:
         """Plan for what a step has now."""
         # A request has an item for each chunk of its context, the last of which may be short; with a window, fewer.
@@ -107,13 +122,13 @@ class DecodePlan:
 
     def _make_room(self, num_items: int) -> None:
         self._capacity = num_items
-        by_item = np.empty((3, num_items), np.int64)
+        by_item = np.empty((4 + SHARED, num_items), np.int64)
         partial = np.empty(_NUM_TURNS * num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
         finished = np.zeros(_NUM_TURNS * num_items, np.int64)
         self._items = by_item, partial, finished  # likewise
         fields = self._record[0]
-        for name, values in zip(("owners", "begins", "ends"), by_item, strict=True):
-            fields[name] = values.ctypes.data
+        for name, values in zip(("owners", "begins", "ends", "counts", "members"), by_item, strict=False):
+            fields[name] = values.ctypes.data  # members have all rows that are left
         fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
     def attend(self, layer: Layer) -> None:
@@ -139,7 +154,7 @@ def _planner(sources: str) -> Any:
         owners = carray(pointer(plan.owners), (many,), np.int64)
         begins = carray(pointer(plan.begins), (many,), np.int64)
         ends = carray(pointer(plan.ends), (many,), np.int64)
-        decode, item = 0, 0
+        decode, item, most = 0, 0, 0
         for request in range(num_reqs):
             if starts[request + 1] - starts[request] != 1:
                 continue
@@ -151,11 +166,64 @@ def _planner(sources: str) -> Any:
                 begin = min((begin // CHUNK + 1) * CHUNK, end)
                 ends[item] = begin
                 item += 1
+            most = max(most, item - first_item[decode])
             decode += 1
         first_item[decode] = item
         plan.num_decodes, plan.num_items = decode, item
+        plan.num_units, plan.most_shared = _share(plan, most)
 
     return planner
+
+
+@njit(error_model="numpy")
+def _share(plan: Any, most: int) -> tuple[int, int]:
+    """Put the items, `most` of a decode, into units. Returns how many there are, and the most items of one.
+
+    Whoever shares a chunk shares all before it, if the two share a prefix: who is alone in one is not compared again.
+    """
+    many = np.int64(1) << 31
+    table = carray(pointer(plan.block_table), (many,), np.int32)
+    requests = carray(pointer(plan.requests), (many,), np.int64)
+    owners = carray(pointer(plan.owners), (many,), np.int64)
+    begins = carray(pointer(plan.begins), (many,), np.int64)
+    ends = carray(pointer(plan.ends), (many,), np.int64)
+    first_item = carray(pointer(plan.first_item), (plan.num_decodes + 1,), np.int64)
+    units = carray(pointer(plan.units), (many,), np.int64)
+    counts = carray(pointer(plan.counts), (many,), np.int64)
+    members = carray(pointer(plan.members), (many, SHARED), np.int64)
+    num_units, most_shared = 0, 1
+    for index in range(most):
+        first_unit = num_units
+        for decode in range(plan.num_decodes):
+            item = first_item[decode] + index
+            if item >= first_item[decode + 1]:
+                continue
+            unit, begin, end = num_units, begins[item], ends[item]
+            if end - begin == CHUNK and (index == 0 or counts[units[decode]] > 1):
+                blocks = requests[decode] * plan.table_stride
+                for other in range(first_unit, num_units):
+                    leader = members[other, 0]
+                    if counts[other] == SHARED or begins[leader] != begin or ends[leader] != end:
+                        continue
+                    others = requests[owners[leader]] * plan.table_stride
+                    if _are_same(table, blocks, others, begin // plan.block_size, (end - 1) // plan.block_size):
+                        unit = other
+                        break
+            if unit == num_units:
+                counts[unit], num_units = 0, num_units + 1
+            members[unit, counts[unit]], units[decode] = item, unit
+            counts[unit] += 1
+            most_shared = max(most_shared, counts[unit])
+    return num_units, most_shared
+
+
+@njit(error_model="numpy")
+def _are_same(table: Any, row: int, other: int, first: int, last: int) -> bool:
+    """Whether two rows of a table, which begin there, have the same blocks from `first` to `last`."""
+    block = first
+    while block <= last and table[row + block] == table[other + block]:
+        block += 1
+    return block > last
 
 
 @njit(error_model="numpy")
@@ -188,21 +256,28 @@ def _is_last(finished: int, item: int, first: int, last: int, call: int) -> bool
 
 
 @njit(error_model="numpy")
-def _place_tokens(blocks: Any, block_size: int, begin: int, length: int, token_bytes: int, offsets: Any) -> None:
-    """Where the tokens from position `begin` on lie in a cache, in bytes."""
-    block, within = begin // block_size, begin % block_size
-    for i in range(length):
-        offsets[i] = (blocks[block] * block_size + within) * token_bytes
-        within += 1
-        if within == block_size:
-            block, within = block + 1, 0
+def _place_tokens(
+    blocks: Any, block_size: int, begin: int, count: int, token_bytes: int, start: int, offsets: Any
+) -> None:
+    """Where `count` tokens from position `begin` on lie, in bytes behind `start`, in a cache."""
+    first = 0
+    while first < count:
+        block, within = (begin + first) // block_size, (begin + first) % block_size
+        place = start + (blocks[block] * block_size + within) * token_bytes
+        num_tokens = min(block_size - within, count - first)
+        for i in range(num_tokens):
+            offsets[first + i] = place + i * token_bytes
+        first += num_tokens
 
 
 @njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
-    """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`."""
+    """One thread: take units until there are none. `query` is flat; caches have the type of `like`, see `heads`.
+
+    Queries, scores and sums are those of a unit: [KV head, item, head of the group].
+    """
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
-    group, block_size = num_heads // num_kv_heads, plan.block_size
+    group, block_size, num_units = num_heads // num_kv_heads, plan.block_size, plan.num_units
     head_bytes = head_dim * like.itemsize
     token_bytes = num_kv_heads * head_bytes
     many = np.int64(1) << 31  # the first dimension of a view plays no part in its addresses
@@ -222,59 +297,76 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     scale, softcap = np.float32(plan.scale * layer.key_scale), np.float32(plan.softcap)
     value_scale = np.float32(layer.value_scale)
 
-    q = np.empty((num_heads, head_dim), np.float32)
-    acc = np.empty((num_heads, head_dim), np.float32)  # not yet divided by the sum of weights
-    scores = np.empty((num_heads, CHUNK), np.float32)
+    counts = carray(pointer(plan.counts), (num_units,), np.int64)
+    members = carray(pointer(plan.members), (num_units, SHARED), np.int64)
+    most_rows = plan.most_shared * num_heads
+    q = np.empty((most_rows, head_dim), np.float32)
+    acc = np.empty((most_rows, head_dim), np.float32)  # not yet divided by the sum of weights
+    totals, tops = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
+    scores = np.empty((most_rows, CHUNK), np.float32)
     offsets = np.empty(CHUNK + AHEAD, np.int64)  # of tokens in the caches, in bytes
     q_start, acc_start = q.ctypes.data, acc.ctypes.data
     scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
-    thread, item, lap = enter(layer.claims), -1, 0
+    thread, unit, lap = enter(layer.claims), -1, 0
     while True:
-        item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
-        if item < 0:
+        unit, lap = take_item(layer.claims, layer.num_threads, num_units, thread, unit, lap)
+        if unit < 0:
             return
-        owner = owners[item]
-        for head in range(num_heads):
-            base = tokens[owner] * layer.token_stride + head * layer.head_stride
-            for d in range(head_dim):
-                q[head, d] = widened(query[base + d]) * scale
-        blocks = table[requests[owner] * plan.table_stride :]
-        begin, length = begins[item], ends[item] - begins[item]
-        _place_tokens(blocks, block_size, begin, length, token_bytes, offsets)
-        whole = (length + AT_ONCE - 1) // AT_ONCE * AT_ONCE
+        items = members[unit, : counts[unit]]
+        heads = len(items) * group  # that share a KV head
+        for member in range(len(items)):
+            base = tokens[owners[items[member]]] * layer.token_stride
+            for kv_head in range(num_kv_heads):
+                for row in range(kv_head * heads + member * group, kv_head * heads + (member + 1) * group):
+                    for d in range(head_dim):
+                        q[row, d] = widened(query[base + d]) * scale
+                    base += layer.head_stride
+        blocks = table[requests[owners[items[0]]] * plan.table_stride :]
+        begin, length = begins[items[0]], ends[items[0]] - begins[items[0]]
+        _place_tokens(blocks, block_size, begin, length, token_bytes, 0, offsets)
+        whole = (length + POSITIONS - 1) // POSITIONS * POSITIONS
         for i in range(length, whole):  # scored for nothing
             offsets[i] = offsets[length - 1]
         for i in range(AHEAD):  # behind the last keys come values
             offsets[whole + i] = layer.value_cache - layer.key_cache + offsets[min(i, length - 1)]
-        for i in range(0, whole, AT_ONCE):
+        for i in range(0, whole, POSITIONS):
             for kv_head in range(num_kv_heads):
-                head = kv_head * group
+                row = kv_head * heads
                 score_group(
-                    like, group, q_start + head * head_dim * 4, layer.key_cache + kv_head * head_bytes,
-                    offsets_start + i * 8, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
+                    like, heads, q_start + row * head_dim * 4, layer.key_cache + kv_head * head_bytes,
+                    offsets_start + i * 8, head_dim, scores_start + (row * CHUNK + i) * 4, CHUNK * 4,
                 )  # fmt: skip
-        for head in range(num_heads):
-            total, top = to_weights(scores[head, :length], softcap)
-            partial[item, head, head_dim], partial[item, head, head_dim + 1] = total, top
-        follower = min(item + 1, num_items - 1)
-        blocks, place = table[requests[owners[follower]] * plan.table_stride :], begins[follower]
-        for i in range(AHEAD):  # and behind the last values keys of the next item
-            slot = blocks[place // block_size] * block_size + place % block_size
-            offsets[length + i] = layer.key_cache - layer.value_cache + slot * token_bytes
-            place = min(place + 1, ends[follower] - 1)
+        for row in range(num_kv_heads * heads):
+            totals[row], tops[row] = to_weights(scores[row, :length], softcap)
+        # And behind the last values keys of the next unit.
+        follower = members[min(unit + 1, num_units - 1), 0]
+        blocks, count = table[requests[owners[follower]] * plan.table_stride :], ends[follower] - begins[follower]
+        count, keys_behind = min(count, AHEAD), layer.key_cache - layer.value_cache
+        _place_tokens(blocks, block_size, begins[follower], count, token_bytes, keys_behind, offsets[length:])
+        for i in range(count, AHEAD):
+            offsets[length + i] = offsets[length]
         for kv_head in range(num_kv_heads):
-            head = kv_head * group
+            row = kv_head * heads
             weigh_group(
-                like, AHEAD, 1, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
+                like, AHEAD, 1, heads, head_dim, scores_start + row * CHUNK * 4, CHUNK * 4,
                 layer.value_cache + kv_head * head_bytes, offsets_start, length,
-                acc_start + head * head_dim * 4, head_dim * 4,
+                acc_start + row * head_dim * 4, head_dim * 4,
             )  # fmt: skip
-        for head in range(num_heads):
-            for d in range(head_dim):
-                partial[item, head, d] = acc[head, d]
-        first, last = first_item[owner], first_item[owner + 1]
-        if _is_last(finished, item, first, last, call):
-            _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, out[tokens[owner]])
+        for member in range(len(items)):
+            item, owner = items[member], owners[items[member]]
+            first, last = first_item[owner], first_item[owner + 1]
+            is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
+            for head in range(num_heads):
+                row = (head // group * len(items) + member) * group + head % group
+                if is_all:
+                    for d in range(head_dim):
+                        acc[row, d] += np.float32(0.0)  # as `merge` has it: none is -0
+                    divide(acc[row], totals[row], value_scale, result[head])
+                else:
+                    partial[item, head, :head_dim] = acc[row]
+                    partial[item, head, head_dim], partial[item, head, head_dim + 1] = totals[row], tops[row]
+            if not is_all and _is_last(finished, item, first, last, call):
+                _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, result)
 
 
 def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:

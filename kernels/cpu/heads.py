@@ -3,7 +3,7 @@
 """What attention does with some query heads and the cache of the KV head that they share, as LLVM vectors.
 
     turn     16 positions  ->  columns                             so that `weigh` can score long rows of positions
-    score    query heads  x  4 positions  ->  scores               keys are walked along `head_dim`
+    score    query heads  x  some positions  ->  scores            keys are walked along `head_dim`
     weigh    query heads  x  vectors of head_dim  ->  sums of values    values are walked along the positions
     merge    what was seen  +  a chunk of positions      ->  what was seen
 
@@ -47,10 +47,13 @@ from .vectors import (
     repeat_quarter,
     splat,
     store,
+    turn_quarters,
     turn_words,
 )
 
-AT_ONCE = 4  # positions, heads, and vectors of head_dim, that registers hold the sums of
+_AT_ONCE = 4  # heads, and vectors of head_dim, that registers hold the sums of
+# Positions that `score` takes, and heads at most: a vector of sums has a quarter for each of four positions.
+POSITIONS, _HEADS = (8, 8) if IS_WIDE else (4, 4)
 # Vectors of head_dim in `weigh`, by how many heads it weighs for: fewer, where registers are fewer and shorter.
 _OF_ONE, _OF_TWO, _OF_MORE = (4, 4, 4) if IS_WIDE else (4, 2, 1)
 CHUNK = 256  # positions that are merged at once, at fixed places
@@ -127,9 +130,9 @@ def score(
     scores: Any,
     scores_row: Any,
 ) -> Any:
-    """Dot products of `num_heads` queries with the keys at AT_ONCE offsets, [heads, offsets] float32 at `scores`.
+    """Dot products of `num_heads` queries with the keys at POSITIONS offsets, [heads, offsets] float32 at `scores`.
 
-    query [num_heads, head_dim] is float32; `scores_row` bytes are between heads. Constant: `num_heads`, up to AT_ONCE.
+    query [num_heads, head_dim] is float32; `scores_row` bytes are between heads. Constant: `num_heads`, up to _HEADS.
     Keys have the type of `like`, an array: float32, bfloat16 as uint16, or e4m3fn as uint8. The keys AHEAD offsets
     behind are fetched.
     """
@@ -137,23 +140,31 @@ def score(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, query, keys, offsets, head_dim, scores, scores_row = arguments
-        places = [b.add(keys, load(b, b.add(offsets, INT64(8 * i)), INT64)) for i in range(AT_ONCE)]
-        fetched = [b.add(keys, load(b, b.add(offsets, INT64(8 * (AHEAD + i))), INT64)) for i in range(AT_ONCE)]
+        places, fetched = (
+            [b.add(keys, load(b, b.add(offsets, INT64(8 * (ahead + i))), INT64)) for i in range(POSITIONS)]
+            for ahead in (0, AHEAD)
+        )
         query_rows = [b.add(query, b.mul(head_dim, INT64(_SIZE * i))) for i in range(heads)]
+        fours = range(0, POSITIONS, 4)
 
         def step(d: Any, sums: list[Any]) -> list[Any]:
             for place in fetched:
                 prefetch(b, b.add(place, b.mul(d, INT64(width))), level=2)
-            for _ in range(LANES // CLASSES):
-                keys = _keys(b, [b.add(place, b.mul(d, INT64(width))) for place in places], width)
-                queries = [load(b, b.add(row, b.mul(d, INT64(_SIZE))), _QUARTER) for row in query_rows]
-                sums = [fma(b, repeat_quarter(b, q), keys, total) for q, total in zip(queries, sums, strict=True)]
-                d = b.add(d, INT64(CLASSES))
+            rows = [b.add(place, b.mul(d, INT64(width))) for place in places]
+            keys = [_quarters(b, rows[first : first + 4], width) for first in fours]
+            for number in range(LANES // CLASSES):
+                offset = b.mul(b.add(d, INT64(CLASSES * number)), INT64(_SIZE))
+                queries = [repeat_quarter(b, load(b, b.add(row, offset), _QUARTER)) for row in query_rows]
+                of_all = [(one, each[number]) for one in queries for each in keys]
+                sums = [fma(b, one, each, total) for (one, each), total in zip(of_all, sums, strict=True)]
             return sums
 
-        nothing = splat(_QUARTER, 0.0)
-        for head, sums in enumerate(loop_over(b, head_dim, LANES, [splat(FLOATS, 0.0)] * heads, step)):
-            store(b, add_quarters(b, nothing, sums), b.add(scores, b.mul(scores_row, INT64(head))))
+        nothing, zeros = splat(_QUARTER, 0.0), [splat(FLOATS, 0.0)] * (heads * len(fours))
+        found = iter(loop_over(b, head_dim, LANES, zeros, step))
+        for head in range(heads):
+            row = b.add(scores, b.mul(scores_row, INT64(head)))
+            for first in fours:
+                store(b, add_quarters(b, nothing, next(found)), b.add(row, INT64(_SIZE * first)))
         return context.get_dummy_value()
 
     return types.void(like, num_heads, *[types.int64] * 6), generate
@@ -177,9 +188,9 @@ def weigh(
 ) -> Any:
     """Sums of weight x value over positions, `num_vectors` x LANES of head_dim for each of `num_heads`.
 
-    weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to AT_ONCE; how many
-    offsets behind those of its values each step fetches, 0 for none; and the classes of positions that are summed one
-    after the other, whose number divides that of the positions. Values have the type of `like`.
+    weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to _AT_ONCE; how
+    many offsets behind those of its values each step fetches, 0 for none; and the classes of positions that are summed
+    one after the other, whose number divides that of the positions. Values have the type of `like`.
     """
     heads, vectors, width = num_heads.literal_value, num_vectors.literal_value, like.dtype.bitwidth // 8
 
@@ -216,7 +227,15 @@ def weigh(
     return types.void(like, num_heads, num_vectors, ahead, classes, *[types.int64] * 7), generate
 
 
-def _keys(b: ir.IRBuilder, places: list[Any], width: int) -> Any:
+def _quarters(b: ir.IRBuilder, places: list[Any], width: int) -> list[Any]:
+    """By quarter of the vectors at four places, a vector of it from each."""
+    if IS_WIDE:
+        return turn_quarters(b, [_load(b, place, width) for place in places])
+    size = CLASSES * width
+    return [_join(b, [b.add(place, INT64(size * i)) for place in places], width) for i in range(LANES // CLASSES)]
+
+
+def _join(b: ir.IRBuilder, places: list[Any], width: int) -> Any:
     """A quarter of a vector from each of four places."""
     if width == _SIZE:
         return join_quarters(b, [load(b, place, _QUARTER) for place in places])
@@ -247,6 +266,10 @@ def score_group(
     like: Any, group: int, query: int, keys: int, offsets: int, head_dim: int, scores: int, scores_row: int
 ) -> None:
     """See `score`, for any number of heads."""
+    if IS_WIDE:
+        while group >= _HEADS:
+            score(like, _HEADS, query, keys, offsets, head_dim, scores, scores_row)
+            query, scores, group = query + _HEADS * head_dim * 4, scores + _HEADS * scores_row, group - _HEADS
     while group > 0:
         if group >= 4:
             score(like, 4, query, keys, offsets, head_dim, scores, scores_row)
@@ -256,7 +279,7 @@ def score_group(
             score(like, 2, query, keys, offsets, head_dim, scores, scores_row)
         else:
             score(like, 1, query, keys, offsets, head_dim, scores, scores_row)
-        query, scores, group = query + AT_ONCE * head_dim * 4, scores + AT_ONCE * scores_row, group - AT_ONCE
+        query, scores, group = query + _AT_ONCE * head_dim * 4, scores + _AT_ONCE * scores_row, group - _AT_ONCE
 
 
 @njit(error_model="numpy")
@@ -298,7 +321,7 @@ def weigh_group(
                 else:
                     weigh(like, 1, _OF_ONE, behind, number, weights, weights_row, v, offsets, length, o, out_row)
                 d += vectors * LANES
-        weights, out, group = weights + AT_ONCE * weights_row, out + AT_ONCE * out_row, group - AT_ONCE
+        weights, out, group = weights + _AT_ONCE * weights_row, out + _AT_ONCE * out_row, group - _AT_ONCE
 
 
 @njit(error_model="numpy")

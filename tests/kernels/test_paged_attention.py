@@ -14,7 +14,8 @@ from kernel_cases import CASES, KEY_SCALE, MIXED, VALUE_SCALE, Case, alone, atte
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.cpu import prompt_tiles
+from quire.kernels.cpu import decode, prompt_tiles
+from quire.kernels.cpu.attention_call import Shape
 from quire.kernels.dispatch import forced_backend
 
 needs_tiles = pytest.mark.skipif(prompt_tiles.PRODUCT is None, reason="this CPU does not multiply bfloat16")
@@ -64,6 +65,49 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
     starts = inputs.metadata.query_start_loc_np
     for request in range(len(case.lens)):
         assert torch.equal(attend(alone(inputs, request), case), together[starts[request] : starts[request + 1]])
+
+
+# By request, whose first blocks it has, and how many tokens of them: groups that come in turn, one of more than a unit
+# has, a prefix that ends within a chunk, one of no whole chunk.
+PREFIXES = [(0, 0), (1, 0), (0, 512), (1, 300), (0, 530), (0, 512), (0, 512), (0, 540), (1, 100), (9, 0), (0, 512)]
+SHARED_LENS = tuple((1, 560 + 7 * request) for request in range(len(PREFIXES)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(SHARED_LENS, num_heads=9, num_kv_heads=3),
+        Case((*SHARED_LENS, (5, 300)), num_heads=8, num_kv_heads=1, dtype=torch.bfloat16, head_dim=80),
+        Case(SHARED_LENS, num_heads=2, num_kv_heads=2, sliding_window=700, block_size=4),
+        Case(tuple((1, 620) for _ in PREFIXES), sliding_window=500),
+        Case(SHARED_LENS, softcap=5.0, sinks=True, block_size=32, padding=2),
+        Case(SHARED_LENS, num_heads=9, num_kv_heads=3, fp8=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_requests_that_share_blocks(case: Case) -> None:
+    """They are read once for several requests, which get the bits that each gets alone."""
+    inputs = build(case)
+    for request, (other, length) in enumerate(PREFIXES):
+        first = max(0, case.lens[request][1] - (case.sliding_window or sys.maxsize)) // case.block_size
+        shared = slice(first, length // case.block_size)
+        inputs.metadata.block_table[request, shared] = inputs.metadata.block_table[other, shared]
+    together = attend(inputs, case)
+    with forced_backend("reference"):
+        expected = attend(inputs.to_float32(), case)
+    torch.testing.assert_close(together.float(), expected, atol=case.tolerance, rtol=0)
+    for request in range(len(PREFIXES)):
+        assert torch.equal(attend(alone(inputs, request), case), together[request : request + 1])
+
+
+def test_what_is_shared_is_one_unit() -> None:
+    """Of the chunks of requests 0 to 4, which have 3 each: 0, 2 and 3 begin alike, and 2 and 3 go on alike."""
+    table = np.arange(5 * 40, dtype=np.int32).reshape(5, 40)
+    table[2, :16] = table[0, :16]
+    table[3, :32] = table[2, :32]
+    plan = decode.DecodePlan(Shape(9, 3, 64, 16, 0.125, 0, 0.0), 5)
+    plan.read(np.arange(6, dtype=np.int32), np.full(5, 600, np.int32), table)
+    assert plan.items_by_unit() == [[0, 6, 9], [3], [12], [1], [4], [7, 10], [13], [2], [5], [8], [11], [14]]
 
 
 BF16 = torch.bfloat16
