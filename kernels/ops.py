@@ -201,8 +201,8 @@ def linear_packed(
     """x @ unpack(weight).T + bias.
 
     What `linear` computes with these numbers, which are never all in memory. Sums and what is summed are rounded to
-    float32: of the size of each number, or of the largest that its block could have; x to 2^-23 of the largest of the
-    numbers that meet a block, at most. In bfloat16, numbers may be rounded to that before.
+    float32: of the size of each number, or of the largest that its block could have; x to about 2^-23 of the largest of
+    the numbers that meet a block, at most. In bfloat16, numbers may be rounded to that before.
 
     Args:
         x: [num_rows, in_features], float32 or bfloat16.

@@ -23,7 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
-from .code_words import PANEL_TOTALS, WIDTH, blocks_of, codes_of, fetch, scale_and_middle
+from .code_words import WIDTH, blocks_of, codes_of, fetch, scale_and_middle, total_at
 from .digits import dot_int8, unsigned
 from .tile_product import STEP_BYTES
 from .vectors import (
@@ -35,6 +35,7 @@ from .vectors import (
     INT64,
     INTS,
     LANES,
+    at_most,
     broadcast,
     by_least,
     call,
@@ -70,8 +71,9 @@ _ZEROS, _NO_SUMS = splat(FLOATS, 0.0), splat(INTS, 0)
 def split_row(typing_context: Any, bits: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any) -> Any:
     """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks of digits, for codes of so many bits; both constants.
 
-    A block's numbers become whole multiples of a power of two, which is 2^-22 of its largest or less, and no less than
-    2^-126. If one of them is not finite, all their products become NaN.
+    A block's numbers become whole multiples of a power of two, which is 2^-22 of its largest or less (of those right
+    below a power, 1.008 times that), and no less than 2^-126. If one of them is not finite, all their products become
+    NaN: what is converted then does not matter.
     """
     is_narrow, size = bits.literal_value == 4, x_bytes.literal_value
 
@@ -81,7 +83,7 @@ def split_row(typing_context: Any, bits: Any, x_bytes: Any, x: Any, num_blocks: 
         last = b.sub(num_blocks, INT64(1))
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            numbers = [_at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
+            numbers = [at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
             sources, targets = (
                 [b.add(start, b.mul(number, INT64(step))) for number in numbers]
                 for start, step in ((x, BLOCK * size), (out, X_BLOCK_BYTES))
@@ -202,10 +204,6 @@ def _numbers(b: ir.IRBuilder, address: Any, size: int) -> Any:
     return load(b, address, FLOATS) if size == 4 else from_bfloat16(b, load(b, address, ir.VectorType(INT16, LANES)))
 
 
-def _at_most(b: ir.IRBuilder, value: Any, most: Any) -> Any:
-    return b.select(b.icmp_signed("<", value, most), value, most)
-
-
 def _factors(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
     """By block: what a whole number is worth, a power of two or NaN, and the inverse of that power."""
     sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
@@ -275,14 +273,14 @@ def _multiply(
     def of_rows(count: int) -> None:
         starts, places = rows_at(b, *rows, count), [(i, j) for i in range(count) for j in range(WIDTH)]
         for place in places:
-            store(b, _ZEROS, _total_at(b, totals, place))
+            store(b, _ZEROS, total_at(b, totals, *place))
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
             block, x_blocks = block_of(k), [b.add(start, b.mul(k, INT64(X_BLOCK_BYTES))) for start in starts]
             sums = _sums(b, block, x_blocks, kind.bits)
             scales, middles = ([load(b, _line(b, block, QUADS + i, j), FLOATS) for j in range(WIDTH)] for i in range(2))
             for number, (i, j) in zip(sums, places, strict=True):
-                place = _total_at(b, totals, (i, j))
+                place = total_at(b, totals, i, j)
                 total = load(b, place, FLOATS)
                 if kind.has_least:
                     total = fma(b, _word(b, x_blocks[i], _SUM, FLOAT), middles[j], total)
@@ -332,8 +330,3 @@ def _whole_sums(b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], digits: Se
 
 def _word(b: ir.IRBuilder, x_block: Any, number: int, word: ir.Type) -> Any:
     return broadcast(b, load(b, b.add(x_block, INT64(_WORDS + 4 * number)), word), LANES)
-
-
-def _total_at(b: ir.IRBuilder, totals: Any, place: tuple[int, int]) -> Any:
-    row, panel = place
-    return b.add(totals, INT64(STEP_BYTES * row + PANEL_TOTALS * panel))

@@ -1,7 +1,7 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="misc, untyped-decorator"
-"""What becomes of the totals that products of codes leave (`code_tiles`, `dot_vectors`): rows of results, or of gates
-and ups their product.
+"""What becomes of the totals that products of codes leave (`code_tiles`, `dot_vectors`, `byte_vectors`): rows of
+results, or of gates and ups their product.
 
 Memory of some rows, int64: the address of their totals, [panel][row][row of the panel], panels PANEL_TOTALS apart, and
 how many there are; that of biases or 0, and the bytes from a panel's to the next one's; where they go, and the bytes

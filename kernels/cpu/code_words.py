@@ -1,6 +1,6 @@
 # mypy: disable-error-code="misc"
-"""What products of codes read of packed weights (see `codes` and `dots`), as LLVM vectors: panels, block by block.
-Everything works on addresses."""
+"""What products of codes read of packed weights (see `codes`, `dots`, `byte_dots`), as LLVM vectors: panels, block by
+block. Everything works on addresses."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ Step = Callable[[], None]  # generates something
 Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a panel: [row][number of the pair]
 
 _HALVES = ir.VectorType(INT16, LANES)
-AHEAD = 8192  # bytes, of what is unpacked later
+_AHEAD = 8192  # bytes, of what is unpacked later
 
 
 class Place(NamedTuple):
@@ -62,6 +62,11 @@ class Place(NamedTuple):
     x: Any
     scratch: Any
     totals: Any
+
+
+def fits(out_features: int, in_features: int) -> bool:
+    """Whether a packed weight of this shape can be multiplied so."""
+    return out_features % TILE == 0 and out_features >= TILE * WIDTH and in_features % BLOCK == 0
 
 
 def blocks_of(b: ir.IRBuilder, packing: Packing, panel: Any, panel_step: Any, k: Any) -> list[Any]:
@@ -120,9 +125,15 @@ def add_middle(b: ir.IRBuilder, total: Any, middle: Any, x_sum: Any) -> Any:
     return total if middle is None else fma(b, x_sum, middle, total)
 
 
+def total_at(b: ir.IRBuilder, totals: Any, row: int, panel: int) -> Any:
+    """The address of the totals of a row of x and a panel: [panel][row of x][row of the panel]."""
+    return b.add(totals, INT64(STEP_BYTES * row + PANEL_TOTALS * panel))
+
+
 def codes_of(b: ir.IRBuilder, packing: Packing, block: Any) -> Any:
-    """The address of a block's codes: of 8 bits, [pair of numbers][row of the panel][number of the pair]; of 4, four
-    lines of words, [row of the panel][number of the pair], whose bits from 4 * i on are of pair 4 * i + line."""
+    """The address of a block's codes. `codes` and `dots` have them, of 8 bits, as [pair of numbers][row of the
+    panel][number of the pair]; of 4, as four lines of words, [row of the panel][number of the pair], whose bits from
+    4 * i on are of pair 4 * i + line."""
     return b.add(block, INT64(2 * TILE * packing.num_halves))
 
 
@@ -131,7 +142,7 @@ def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     return call(b, "llvm.x86.avx512.permvar.hi.512", WORDS, [table, places])
 
 
-def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: int = AHEAD) -> None:
+def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: int = _AHEAD) -> None:
     """What comes some blocks later, so many bytes."""
     for line in range(0, TILE * packing.block_bytes, STEP_BYTES):
         prefetch(b, b.add(block, INT64(ahead + line)), level=2)

@@ -40,7 +40,7 @@ from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_tiles import begin, block_bytes, end, lay_columns, multiply, multiply_unpacked, split_row, unpack
-from .code_words import FUSED, SCRATCH_BYTES, TOTALS_BYTES, WIDTH
+from .code_words import FUSED, SCRATCH_BYTES, TOTALS_BYTES, WIDTH, fits
 from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
@@ -61,6 +61,8 @@ from .packed_call import (
 )
 from .sources import digest_of, filed_as
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
+
+__all__ = ["DTYPES", "fits", "fits_gated", "lay_out", "linear", "linear_gated"]
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
 _NUM_PARTS = {torch.float32: 3, torch.bfloat16: 1}
@@ -91,11 +93,6 @@ _SOURCES = (
 _SPLIT = Arguments("x", "in_features", "parts", "num_x")
 _SPLIT_TYPE = _SPLIT.dtype
 _SPLIT_NS = 0.3  # about what an element takes
-
-
-def fits(out_features: int, in_features: int) -> bool:
-    """Whether a packed weight of this shape can be multiplied so."""
-    return out_features % TILE == 0 and out_features >= TILE * WIDTH and in_features % BLOCK == 0
 
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:

@@ -47,15 +47,17 @@ _PLAN = plan_type(
     # What a step has, in memory that stays where it is
     *("starts", "seq_lens", "block_table", "table_stride", "num_reqs"),
     # What follows from it: the rows of the decodes in the query and in the block table; by item, whose it is and of
-    # which positions; by decode, its first item, and the unit of its last one so far
-    *("tokens", "requests", "owners", "begins", "ends", "first_item", "units", "num_decodes", "num_items"),
-    # By unit, how many items it has, and SHARED places for them; how many units there are, and the most items of one
-    *("counts", "members", "num_units", "most_shared"),
+    # which positions; by decode, its first item
+    *("tokens", "requests", "owners", "begins", "ends", "first_item", "num_decodes", "num_items"),
+    # By unit, how many items it has, and SHARED places for them; how many units there are, and the most items of one;
+    # what finds a unit
+    *("counts", "members", "num_units", "most_shared", "buckets", "num_threads"),
     # For calls in turn, so that one may begin while a thread still computes an item of one before: what the items gave,
     # and the last call of whom each was finished
     *("partial", "finished", "room"),
 )
-SHARED = 4  # threads have something to divide among them where one prefix is all there is
+SHARED = 4  # items of a unit, at most
+_NUM_BUCKETS = 1024
 _NUM_TURNS = 4
 _MANY_CALLS = 1 << 32  # of one plan
 
@@ -75,11 +77,13 @@ class DecodePlan:
 
     def __init__(self, shape: Shape, most_reqs: int) -> None:
         self._shape, self._record = shape, new_plan(_PLAN, shape)
-        self._of_decodes, self._first_item = np.empty((3, most_reqs), np.int64), np.empty(most_reqs + 1, np.int64)
+        self._of_decodes, self._first_item = np.empty((2, most_reqs), np.int64), np.empty(most_reqs + 1, np.int64)
         self._capacity = 0  # items for which there is memory
         fields = self._record[0]
-        for name, values in zip(("tokens", "requests", "units"), self._of_decodes, strict=True):
+        for name, values in zip(("tokens", "requests"), self._of_decodes, strict=True):
             fields[name] = values.ctypes.data
+        self._buckets = np.full(_NUM_BUCKETS, -1, np.int64)
+        fields["buckets"], fields["num_threads"] = self._buckets.ctypes.data, torch.get_num_threads()
         fields["first_item"] = self._first_item.ctypes.data
         self._address, self._num_calls = self._record.ctypes.data, 0
 
@@ -106,11 +110,9 @@ class DecodePlan:
         return int(self._record[0]["num_decodes"])
 
     def items_by_unit(self) -> list[list[int]]:
-        """What was planned last. Items count from that of the first decode's first chunk on, decode by decode."""
-        by_item, *_ = self._items
-        counts, members = by_item[3], by_item[4:].reshape(-1)[: SHARED * by_item.shape[1]].reshape(-1, SHARED)
-        units = range(int(self._record[0]["num_units"]))
-        return [members[unit, : counts[unit]].tolist() for unit in units]
+        """What was planned last. Items count from the first decode's first chunk on, decode by decode."""
+        counts, members = self._units
+        return [members[unit, : counts[unit]].tolist() for unit in range(int(self._record[0]["num_units"]))]
 
     def update(self) -> None:
         """Plan for what a step has now."""
@@ -122,13 +124,16 @@ class DecodePlan:
 
     def _make_room(self, num_items: int) -> None:
         self._capacity = num_items
-        by_item = np.empty((4 + SHARED, num_items), np.int64)
+        by_item = np.empty((3, num_items), np.int64)
+        self._units = np.empty(num_items, np.int64), np.empty((num_items, SHARED), np.int64)
         partial = np.empty(_NUM_TURNS * num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
         finished = np.zeros(_NUM_TURNS * num_items, np.int64)
         self._items = by_item, partial, finished  # likewise
         fields = self._record[0]
-        for name, values in zip(("owners", "begins", "ends", "counts", "members"), by_item, strict=False):
-            fields[name] = values.ctypes.data  # members have all rows that are left
+        for name, values in zip(
+            ("owners", "begins", "ends", "counts", "members"), (*by_item, *self._units), strict=True
+        ):
+            fields[name] = values.ctypes.data
         fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
     def attend(self, layer: Layer) -> None:
@@ -154,7 +159,7 @@ def _planner(sources: str) -> Any:
         owners = carray(pointer(plan.owners), (many,), np.int64)
         begins = carray(pointer(plan.begins), (many,), np.int64)
         ends = carray(pointer(plan.ends), (many,), np.int64)
-        decode, item, most = 0, 0, 0
+        decode, item = 0, 0
         for request in range(num_reqs):
             if starts[request + 1] - starts[request] != 1:
                 continue
@@ -166,20 +171,20 @@ def _planner(sources: str) -> Any:
                 begin = min((begin // CHUNK + 1) * CHUNK, end)
                 ends[item] = begin
                 item += 1
-            most = max(most, item - first_item[decode])
             decode += 1
         first_item[decode] = item
         plan.num_decodes, plan.num_items = decode, item
-        plan.num_units, plan.most_shared = _share(plan, most)
+        plan.num_units, plan.most_shared = _share(plan)
 
     return planner
 
 
 @njit(error_model="numpy")
-def _share(plan: Any, most: int) -> tuple[int, int]:
-    """Put the items, `most` of a decode, into units. Returns how many there are, and the most items of one.
+def _share(plan: Any) -> tuple[int, int]:
+    """Put the items into units, chunk by chunk. Returns how many units there are, and the most items of one.
 
-    Whoever shares a chunk shares all before it, if the two share a prefix: who is alone in one is not compared again.
+    Among the units of a chunk, one is looked for by its first block. Where two meet in a bucket, the later one is
+    found: whoever would have shared the other is alone.
     """
     many = np.int64(1) << 31
     table = carray(pointer(plan.block_table), (many,), np.int32)
@@ -188,33 +193,36 @@ def _share(plan: Any, most: int) -> tuple[int, int]:
     begins = carray(pointer(plan.begins), (many,), np.int64)
     ends = carray(pointer(plan.ends), (many,), np.int64)
     first_item = carray(pointer(plan.first_item), (plan.num_decodes + 1,), np.int64)
-    units = carray(pointer(plan.units), (many,), np.int64)
     counts = carray(pointer(plan.counts), (many,), np.int64)
     members = carray(pointer(plan.members), (many, SHARED), np.int64)
-    num_units, most_shared = 0, 1
-    for index in range(most):
+    buckets = carray(pointer(plan.buckets), (_NUM_BUCKETS,), np.int64)
+    # Threads have something to divide among them, too, where one prefix is nearly all there is.
+    most_shared = max(np.int64(1), min(np.int64(SHARED), plan.num_items // (2 * plan.num_threads)))
+    num_units, largest, num_done, chunk = 0, 1, 0, 0
+    while num_done < plan.num_items:
         first_unit = num_units
         for decode in range(plan.num_decodes):
-            item = first_item[decode] + index
-            if item >= first_item[decode + 1]:
+            item = first_item[decode]
+            item += chunk - begins[item] // CHUNK  # if it is not behind the window, and not beyond the context
+            if item < first_item[decode] or item >= first_item[decode + 1]:
                 continue
-            unit, begin, end = num_units, begins[item], ends[item]
-            if end - begin == CHUNK and (index == 0 or counts[units[decode]] > 1):
-                blocks = requests[decode] * plan.table_stride
-                for other in range(first_unit, num_units):
-                    leader = members[other, 0]
-                    if counts[other] == SHARED or begins[leader] != begin or ends[leader] != end:
-                        continue
-                    others = requests[owners[leader]] * plan.table_stride
-                    if _are_same(table, blocks, others, begin // plan.block_size, (end - 1) // plan.block_size):
-                        unit = other
-                        break
+            num_done += 1
+            unit, begin, is_whole = num_units, begins[item], ends[item] - begins[item] == CHUNK
+            row, block = requests[decode] * plan.table_stride, begin // plan.block_size
+            bucket = table[row + block] % _NUM_BUCKETS
+            found = buckets[bucket]
+            if is_whole and first_unit <= found < num_units and counts[found] < most_shared:
+                other = requests[owners[members[found, 0]]] * plan.table_stride
+                if _are_same(table, row, other, block, (begin + CHUNK - 1) // plan.block_size):
+                    unit = found
             if unit == num_units:
                 counts[unit], num_units = 0, num_units + 1
-            members[unit, counts[unit]], units[decode] = item, unit
+                buckets[bucket] = unit if is_whole else -1
+            members[unit, counts[unit]] = item
             counts[unit] += 1
-            most_shared = max(most_shared, counts[unit])
-    return num_units, most_shared
+            largest = max(largest, counts[unit])
+        chunk += 1
+    return num_units, largest
 
 
 @njit(error_model="numpy")
@@ -398,7 +406,8 @@ _SOURCES = digest_of(
         "vectors",
     )
 )
-_plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
+# It takes less than to let others run: a microsecond or two for some requests, tens for hundreds.
+_plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)
 
 
 @cache

@@ -20,7 +20,6 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS
 from .code_words import (
-    PANEL_TOTALS,
     WIDTH,
     WORDS,
     add_middle,
@@ -29,6 +28,7 @@ from .code_words import (
     loop_over_pairs,
     scale_and_middle,
     tile_of,
+    total_at,
     x_sum_at,
 )
 from .tile_product import STEP_BYTES, span_bytes
@@ -126,7 +126,7 @@ def multiply_codes(
                 for i, start in enumerate(sums_starts):
                     x_sum = x_sum_at(b, kind, b.add(start, b.mul(k, INT64(4))))
                     for j, (scale, middle) in enumerate(ways):
-                        place = _total_of(b, totals, i, j)
+                        place = total_at(b, totals, i, j)
                         total = b.select(is_first, _ZEROS, load(b, place, FLOATS))
                         total = add_middle(b, total, middle, x_sum)
                         store(b, fma(b, sums[i * WIDTH + j], scale, total), place)
@@ -177,11 +177,11 @@ def multiply_unpacked(
 
                     return loop_over(b, INT64(BLOCK // 2), 1, sums, multiply)
 
-                size = at_most(b, b.sub(num_blocks, first), _SPAN)
+                size = at_most(b, b.sub(num_blocks, first), INT64(_SPAN))
                 sums = loop_over(b, size, 1, [_ZEROS] * (count * WIDTH), step)
                 is_first = b.icmp_signed("==", first, INT64(0))
                 for number, each in enumerate(sums):
-                    place = _total_of(b, totals, *divmod(number, WIDTH))
+                    place = total_at(b, totals, *divmod(number, WIDTH))
                     store(b, b.fadd(b.select(is_first, _ZEROS, load(b, place, FLOATS)), each), place)
                 return []
 
@@ -200,7 +200,3 @@ def _dots(b: ir.IRBuilder, starts: Sequence[Any], pair: Any, vectors: Sequence[A
         both = broadcast(b, load(b, b.add(start, b.mul(pair, INT64(4))), INT32), LANES)
         found += [dot_bfloat16(b, both, vector, sums[i * WIDTH + j]) for j, vector in enumerate(vectors)]
     return found
-
-
-def _total_of(b: ir.IRBuilder, totals: Any, row: int, panel: int) -> Any:
-    return b.add(totals, INT64(STEP_BYTES * row + PANEL_TOTALS * panel))

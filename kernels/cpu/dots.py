@@ -24,8 +24,8 @@ from ..packed import BLOCK, PACKINGS, Packing
 from .claims import enter, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_tiles import unpack
-from .code_words import TOTALS_BYTES, WIDTH
-from .codes import fits, lay_out
+from .code_words import TOTALS_BYTES, WIDTH, fits
+from .codes import lay_out
 from .dot_vectors import BLOCK_BYTES, BLOCKS, ROWS, multiply_codes, multiply_unpacked, sum_blocks
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES

@@ -24,8 +24,8 @@ and those of more than MAX_ROWS are its, and so are weights of other sizes than 
 
 On x86, a row's result has the same bits whatever rows are beside it, where these kernels take the weight and both add
 in one order (`tile_product`): of float32, of bfloat16 where it is multiplied as float32, and of int8 in digits, whose
-sums are of whole numbers; and of packed weights that are multiplied as float32. Otherwise it has them among as many
-rows as one of them, or the library, takes.
+sums are of whole numbers; and of packed weights, but in `codes` and `dots` for x in bfloat16. Otherwise it has them
+among as many rows as one of them, or the library, takes.
 """
 
 from __future__ import annotations

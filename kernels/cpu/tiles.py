@@ -248,7 +248,7 @@ def _in_quarters(
                 added += [form.multiply(b, x if form.parts > 1 else x[0], four, next(before)) for four in prepared]
             return added
 
-        size = at_most(b, b.sub(in_features, first_k), CLASSES * IN_A_ROW)
+        size = at_most(b, b.sub(in_features, first_k), INT64(CLASSES * IN_A_ROW))
         sums = loop_over(b, size, quarter_step, [splat(FLOATS, 0.0)] * len(totals), step)
         return [add_quarters(b, total, new) for total, new in zip(totals, sums, strict=True)]
 

@@ -121,7 +121,7 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
             store(b, add(load(b, place, sum_type), total), place)
 
     def span(first_k: Any, _state: list[Any]) -> list[Any]:
-        size, line = at_most(b, b.sub(operands.row_bytes, first_k), span_bytes(run)), INT64(0)
+        size, line = at_most(b, b.sub(operands.row_bytes, first_k), INT64(span_bytes(run))), INT64(0)
         for i in range(len(classes)):
             behind = b.sdiv(b.mul(operands.fetch_lines, INT64(i + 1)), INT64(len(classes)))
             of_class(i, first_k, size, (line, behind))

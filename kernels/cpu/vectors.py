@@ -98,8 +98,8 @@ def _join_lanes(b: ir.IRBuilder, vectors: Sequence[Any], join: Callable[[Any, An
     return join(take(b, halves, range(4)), take(b, halves, range(4, 8)))
 
 
-def at_most(b: ir.IRBuilder, value: Any, limit: int) -> Any:
-    return b.select(b.icmp_signed("<", value, INT64(limit)), value, INT64(limit))
+def at_most(b: ir.IRBuilder, value: Any, limit: Any) -> Any:
+    return b.select(b.icmp_signed("<", value, limit), value, limit)
 
 
 def join_quarters(b: ir.IRBuilder, quarters: Sequence[Any]) -> Any:

@@ -110,7 +110,8 @@ def test_a_cpu_with_half_the_registers(caches: Path) -> None:
 
 @pytest.mark.skipif(not can_play(CASCADE_LAKE), reason="this CPU cannot play it")
 def test_a_cpu_with_wide_registers_alone(caches: Path) -> None:
-    """Packed weights are multiplied with bfloat16 as float32 there."""
+    """Packed weights are multiplied by dot products of bytes there, whatever x is, and results are rounded to bfloat16
+    by whole numbers."""
     packed = Path(__file__).parent / "test_packed.py"
     tests = [
         f"{packed}::{name}"

@@ -80,6 +80,8 @@ SHARED_LENS = tuple((1, 560 + 7 * request) for request in range(len(PREFIXES)))
         Case((*SHARED_LENS, (5, 300)), num_heads=8, num_kv_heads=1, dtype=torch.bfloat16, head_dim=80),
         Case(SHARED_LENS, num_heads=2, num_kv_heads=2, sliding_window=700, block_size=4),
         Case(tuple((1, 620) for _ in PREFIXES), sliding_window=500),
+        Case(SHARED_LENS, num_heads=6, num_kv_heads=3, sliding_window=580, block_size=48),
+        Case(SHARED_LENS, num_heads=5, num_kv_heads=1, head_dim=16, block_size=5),
         Case(SHARED_LENS, softcap=5.0, sinks=True, block_size=32, padding=2),
         Case(SHARED_LENS, num_heads=9, num_kv_heads=3, fp8=True),
     ],
@@ -101,13 +103,29 @@ def test_requests_that_share_blocks(case: Case) -> None:
 
 
 def test_what_is_shared_is_one_unit() -> None:
-    """Of the chunks of requests 0 to 4, which have 3 each: 0, 2 and 3 begin alike, and 2 and 3 go on alike."""
+    """Of the chunks of requests 0 to 4, which have 3 each: 0, 2 and 3 begin alike, and 2 and 3 go on alike. With a
+    window, so much of the first chunk is left that it is no whole one."""
     table = np.arange(5 * 40, dtype=np.int32).reshape(5, 40)
     table[2, :16] = table[0, :16]
     table[3, :32] = table[2, :32]
     plan = decode.DecodePlan(Shape(9, 3, 64, 16, 0.125, 0, 0.0), 5)
     plan.read(np.arange(6, dtype=np.int32), np.full(5, 600, np.int32), table)
     assert plan.items_by_unit() == [[0, 6, 9], [3], [12], [1], [4], [7, 10], [13], [2], [5], [8], [11], [14]]
+    windowed = decode.DecodePlan(Shape(9, 3, 64, 16, 0.125, 500, 0.0), 5)
+    windowed.read(np.arange(6, dtype=np.int32), np.array([600, 790, 600, 600, 600], np.int32), table)
+    assert windowed.items_by_unit() == [[0], [6], [9], [12], [1], [3], [7, 10], [13], [2], [4], [8], [11], [14], [5]]
+
+
+def test_units_are_small_where_many_threads_share_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten items of one prefix: two units of four and one of two for 1 thread, then two units or more for each."""
+    table = np.tile(np.arange(20, dtype=np.int32), (10, 1))
+    found = {}
+    for num_threads in (1, 2, 3, 5, 16):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        plan = decode.DecodePlan(Shape(9, 3, 64, 16, 0.125, 0, 0.0), 10)
+        plan.read(np.arange(11, dtype=np.int32), np.full(10, 256, np.int32), table)
+        found[num_threads] = [len(unit) for unit in plan.items_by_unit()]
+    assert found == {1: [4, 4, 2], 2: [2] * 5, 3: [1] * 10, 5: [1] * 10, 16: [1] * 10}
 
 
 BF16 = torch.bfloat16

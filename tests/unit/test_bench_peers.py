@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -124,7 +125,8 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
         pass
 
 
-def test_a_paused_server_stands_still_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_paused_server_stands_still_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.benchmarks.peers.servers.STOP_TIMEOUT_S", 0.5)
     server = Server("fake", (sys.executable, "-c", SERVER, "{port}"), "/")
     with running(server, tmp_path / "log") as (_, process):
         family = [process, *process.children()]
@@ -146,7 +148,7 @@ def test_a_server_is_at_rest_when_nobody_of_it_takes_much_of_a_core(monkeypatch:
     looks = iter([{1: 5.0, 2: 3.0}, {1: 6.0, 2: 3.0}, {1: 6.1, 3: 0.9}, {1: 6.2, 3: 1.3}, {1: 6.9, 3: 1.3}])
     waited: list[float] = []
     monkeypatch.setattr(servers, "_cpu_seconds", lambda _process: next(looks))
-    monkeypatch.setattr(servers.time, "sleep", waited.append)
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waited.append))
     wait_until_at_rest(psutil.Process())
     assert waited == [servers.REST_LOOK_S] * 3
     assert next(looks) == {1: 6.9, 3: 1.3}
