@@ -7,10 +7,6 @@ The context of a request is cut into chunks at fixed positions, so that one long
     positions   0 .. 255      256 .. 511    512 .. seq_len - 1
     items       (r, 0)        (r, 1)        (r, 2)                each: sum of weights, highest score, weighted values
 
-Requests with a common prefix have the same blocks there. Items that read the same whole chunk are one unit, up to
-SHARED of them: to bring keys into the order in which they are multiplied takes as long as to multiply them with one
-request's queries, and is done once for all.
-
 Whoever finishes an item and sees that all of its request are finished merges them, in order; two may, to the same
 bits. The result depends on neither the number of threads nor the rest of the batch, and has the same bits as that of
 `prompts`.
@@ -49,15 +45,10 @@ _PLAN = plan_type(
     # What follows from it: the rows of the decodes in the query and in the block table; by item, whose it is and of
     # which positions; by decode, its first item
     *("tokens", "requests", "owners", "begins", "ends", "first_item", "num_decodes", "num_items"),
-    # By unit, how many items it has, and SHARED places for them; how many units there are, and the most items of one;
-    # what finds a unit
-    *("counts", "members", "num_units", "most_shared", "buckets", "num_threads"),
     # For calls in turn, so that one may begin while a thread still computes an item of one before: what the items gave,
     # and the last call of whom each was finished
     *("partial", "finished", "room"),
 )
-SHARED = 4  # items of a unit, at most
-_NUM_BUCKETS = 1024
 _NUM_TURNS = 4
 _MANY_CALLS = 1 << 32  # of one plan
 
@@ -80,10 +71,7 @@ class DecodePlan:
         self._of_decodes, self._first_item = np.empty((2, most_reqs), np.int64), np.empty(most_reqs + 1, np.int64)
         self._capacity = 0  # items for which there is memory
         fields = self._record[0]
-        for name, values in zip(("tokens", "requests"), self._of_decodes, strict=True):
-            fields[name] = values.ctypes.data
-        self._buckets = np.full(_NUM_BUCKETS, -1, np.int64)
-        fields["buckets"], fields["num_threads"] = self._buckets.ctypes.data, torch.get_num_threads()
+        fields["tokens"], fields["requests"] = self._of_decodes.ctypes.data, self._of_decodes[1:].ctypes.data
         fields["first_item"] = self._first_item.ctypes.data
         self._address, self._num_calls = self._record.ctypes.data, 0
 
@@ -109,11 +97,6 @@ class DecodePlan:
     def num_decodes(self) -> int:
         return int(self._record[0]["num_decodes"])
 
-    def items_by_unit(self) -> list[list[int]]:
-        """What was planned last. Items count from the first decode's first chunk on, decode by decode."""
-        counts, members = self._units
-        return [members[unit, : counts[unit]].tolist() for unit in range(int(self._record[0]["num_units"]))]
-
     def update(self) -> None:
         """Plan for what a step has now."""
         # A request has an item for each chunk of its context, the last of which may be short; with a window, fewer.
@@ -125,14 +108,11 @@ class DecodePlan:
     def _make_room(self, num_items: int) -> None:
         self._capacity = num_items
         by_item = np.empty((3, num_items), np.int64)
-        self._units = np.empty(num_items, np.int64), np.empty((num_items, SHARED), np.int64)
         partial = np.empty(_NUM_TURNS * num_items * self._shape.num_heads * (self._shape.head_dim + 2), np.float32)
         finished = np.zeros(_NUM_TURNS * num_items, np.int64)
         self._items = by_item, partial, finished  # likewise
         fields = self._record[0]
-        for name, values in zip(
-            ("owners", "begins", "ends", "counts", "members"), (*by_item, *self._units), strict=True
-        ):
+        for name, values in zip(("owners", "begins", "ends"), by_item, strict=True):
             fields[name] = values.ctypes.data
         fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
@@ -174,64 +154,8 @@ def _planner(sources: str) -> Any:
             decode += 1
         first_item[decode] = item
         plan.num_decodes, plan.num_items = decode, item
-        plan.num_units, plan.most_shared = _share(plan)
 
     return planner
-
-
-@njit(error_model="numpy")
-def _share(plan: Any) -> tuple[int, int]:
-    """Put the items into units, chunk by chunk. Returns how many units there are, and the most items of one.
-
-    Among the units of a chunk, one is looked for by its first block. Where two meet in a bucket, the later one is
-    found: whoever would have shared the other is alone.
-    """
-    many = np.int64(1) << 31
-    table = carray(pointer(plan.block_table), (many,), np.int32)
-    requests = carray(pointer(plan.requests), (many,), np.int64)
-    owners = carray(pointer(plan.owners), (many,), np.int64)
-    begins = carray(pointer(plan.begins), (many,), np.int64)
-    ends = carray(pointer(plan.ends), (many,), np.int64)
-    first_item = carray(pointer(plan.first_item), (plan.num_decodes + 1,), np.int64)
-    counts = carray(pointer(plan.counts), (many,), np.int64)
-    members = carray(pointer(plan.members), (many, SHARED), np.int64)
-    buckets = carray(pointer(plan.buckets), (_NUM_BUCKETS,), np.int64)
-    # Threads have something to divide among them, too, where one prefix is nearly all there is.
-    most_shared = max(np.int64(1), min(np.int64(SHARED), plan.num_items // (2 * plan.num_threads)))
-    num_units, largest, num_done, chunk = 0, 1, 0, 0
-    while num_done < plan.num_items:
-        first_unit = num_units
-        for decode in range(plan.num_decodes):
-            item = first_item[decode]
-            item += chunk - begins[item] // CHUNK  # if it is not behind the window, and not beyond the context
-            if item < first_item[decode] or item >= first_item[decode + 1]:
-                continue
-            num_done += 1
-            unit, begin, is_whole = num_units, begins[item], ends[item] - begins[item] == CHUNK
-            row, block = requests[decode] * plan.table_stride, begin // plan.block_size
-            bucket = table[row + block] % _NUM_BUCKETS
-            found = buckets[bucket]
-            if is_whole and first_unit <= found < num_units and counts[found] < most_shared:
-                other = requests[owners[members[found, 0]]] * plan.table_stride
-                if _are_same(table, row, other, block, (begin + CHUNK - 1) // plan.block_size):
-                    unit = found
-            if unit == num_units:
-                counts[unit], num_units = 0, num_units + 1
-                buckets[bucket] = unit if is_whole else -1
-            members[unit, counts[unit]] = item
-            counts[unit] += 1
-            largest = max(largest, counts[unit])
-        chunk += 1
-    return num_units, largest
-
-
-@njit(error_model="numpy")
-def _are_same(table: Any, row: int, other: int, first: int, last: int) -> bool:
-    """Whether two rows of a table, which begin there, have the same blocks from `first` to `last`."""
-    block = first
-    while block <= last and table[row + block] == table[other + block]:
-        block += 1
-    return block > last
 
 
 @njit(error_model="numpy")
@@ -280,12 +204,9 @@ def _place_tokens(
 
 @njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
-    """One thread: take units until there are none. `query` is flat; caches have the type of `like`, see `heads`.
-
-    Queries, scores and sums are those of a unit: [KV head, item, head of the group].
-    """
+    """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
-    group, block_size, num_units = num_heads // num_kv_heads, plan.block_size, plan.num_units
+    group, block_size = num_heads // num_kv_heads, plan.block_size
     head_bytes = head_dim * like.itemsize
     token_bytes = num_kv_heads * head_bytes
     many = np.int64(1) << 31  # the first dimension of a view plays no part in its addresses
@@ -305,32 +226,25 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     scale, softcap = np.float32(plan.scale * layer.key_scale), np.float32(plan.softcap)
     value_scale = np.float32(layer.value_scale)
 
-    counts = carray(pointer(plan.counts), (num_units,), np.int64)
-    members = carray(pointer(plan.members), (num_units, SHARED), np.int64)
-    most_rows = plan.most_shared * num_heads
-    q = np.empty((most_rows, head_dim), np.float32)
-    acc = np.empty((most_rows, head_dim), np.float32)  # not yet divided by the sum of weights
-    totals, tops = np.empty(most_rows, np.float32), np.empty(most_rows, np.float32)
-    scores = np.empty((most_rows, CHUNK), np.float32)
+    q = np.empty((num_heads, head_dim), np.float32)
+    acc = np.empty((num_heads, head_dim), np.float32)  # not yet divided by the sum of weights
+    totals, tops = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
+    scores = np.empty((num_heads, CHUNK), np.float32)
     offsets = np.empty(CHUNK + AHEAD, np.int64)  # of tokens in the caches, in bytes
     q_start, acc_start = q.ctypes.data, acc.ctypes.data
     scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
-    thread, unit, lap = enter(layer.claims), -1, 0
+    thread, item, lap = enter(layer.claims), -1, 0
     while True:
-        unit, lap = take_item(layer.claims, layer.num_threads, num_units, thread, unit, lap)
-        if unit < 0:
+        item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
+        if item < 0:
             return
-        items = members[unit, : counts[unit]]
-        heads = len(items) * group  # that share a KV head
-        for member in range(len(items)):
-            base = tokens[owners[items[member]]] * layer.token_stride
-            for kv_head in range(num_kv_heads):
-                for row in range(kv_head * heads + member * group, kv_head * heads + (member + 1) * group):
-                    for d in range(head_dim):
-                        q[row, d] = widened(query[base + d]) * scale
-                    base += layer.head_stride
-        blocks = table[requests[owners[items[0]]] * plan.table_stride :]
-        begin, length = begins[items[0]], ends[items[0]] - begins[items[0]]
+        owner = owners[item]
+        for head in range(num_heads):
+            base = tokens[owner] * layer.token_stride + head * layer.head_stride
+            for d in range(head_dim):
+                q[head, d] = widened(query[base + d]) * scale
+        blocks = table[requests[owner] * plan.table_stride :]
+        begin, length = begins[item], ends[item] - begins[item]
         _place_tokens(blocks, block_size, begin, length, token_bytes, 0, offsets)
         whole = (length + POSITIONS - 1) // POSITIONS * POSITIONS
         for i in range(length, whole):  # scored for nothing
@@ -339,42 +253,39 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             offsets[whole + i] = layer.value_cache - layer.key_cache + offsets[min(i, length - 1)]
         for i in range(0, whole, POSITIONS):
             for kv_head in range(num_kv_heads):
-                row = kv_head * heads
+                head = kv_head * group
                 score_group(
-                    like, heads, q_start + row * head_dim * 4, layer.key_cache + kv_head * head_bytes,
-                    offsets_start + i * 8, head_dim, scores_start + (row * CHUNK + i) * 4, CHUNK * 4,
+                    like, group, q_start + head * head_dim * 4, layer.key_cache + kv_head * head_bytes,
+                    offsets_start + i * 8, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
                 )  # fmt: skip
-        for row in range(num_kv_heads * heads):
-            totals[row], tops[row] = to_weights(scores[row, :length], softcap)
-        # And behind the last values keys of the next unit.
-        follower = members[min(unit + 1, num_units - 1), 0]
-        blocks, count = table[requests[owners[follower]] * plan.table_stride :], ends[follower] - begins[follower]
-        count, keys_behind = min(count, AHEAD), layer.key_cache - layer.value_cache
+        for head in range(num_heads):
+            totals[head], tops[head] = to_weights(scores[head, :length], softcap)
+        # And behind the last values keys of the next item.
+        follower, keys_behind = min(item + 1, num_items - 1), layer.key_cache - layer.value_cache
+        blocks = table[requests[owners[follower]] * plan.table_stride :]
+        count = min(ends[follower] - begins[follower], AHEAD)
         _place_tokens(blocks, block_size, begins[follower], count, token_bytes, keys_behind, offsets[length:])
         for i in range(count, AHEAD):
             offsets[length + i] = offsets[length]
         for kv_head in range(num_kv_heads):
-            row = kv_head * heads
+            head = kv_head * group
             weigh_group(
-                like, AHEAD, 1, heads, head_dim, scores_start + row * CHUNK * 4, CHUNK * 4,
+                like, AHEAD, 1, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
                 layer.value_cache + kv_head * head_bytes, offsets_start, length,
-                acc_start + row * head_dim * 4, head_dim * 4,
+                acc_start + head * head_dim * 4, head_dim * 4,
             )  # fmt: skip
-        for member in range(len(items)):
-            item, owner = items[member], owners[items[member]]
-            first, last = first_item[owner], first_item[owner + 1]
-            is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
-            for head in range(num_heads):
-                row = (head // group * len(items) + member) * group + head % group
-                if is_all:
-                    for d in range(head_dim):
-                        acc[row, d] += np.float32(0.0)  # as `merge` has it: none is -0
-                    divide(acc[row], totals[row], value_scale, result[head])
-                else:
-                    partial[item, head, :head_dim] = acc[row]
-                    partial[item, head, head_dim], partial[item, head, head_dim + 1] = totals[row], tops[row]
-            if not is_all and _is_last(finished, item, first, last, call):
-                _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, result)
+        first, last = first_item[owner], first_item[owner + 1]
+        is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
+        for head in range(num_heads):
+            if is_all:
+                for d in range(head_dim):
+                    acc[head, d] += np.float32(0.0)  # as `merge` has it: none is -0
+                divide(acc[head], totals[head], value_scale, result[head])
+            else:
+                partial[item, head, :head_dim] = acc[head]
+                partial[item, head, head_dim], partial[item, head, head_dim + 1] = totals[head], tops[head]
+        if not is_all and _is_last(finished, item, first, last, call):
+            _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, result)
 
 
 def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:
@@ -406,8 +317,7 @@ _SOURCES = digest_of(
         "vectors",
     )
 )
-# It takes less than to let others run: a microsecond or two for some requests, tens for hundreds.
-_plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)
+_plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
 
 
 @cache

@@ -14,8 +14,7 @@ from kernel_cases import CASES, KEY_SCALE, MIXED, VALUE_SCALE, Case, alone, atte
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.cpu import decode, prompt_tiles
-from quire.kernels.cpu.attention_call import Shape
+from quire.kernels.cpu import prompt_tiles
 from quire.kernels.dispatch import forced_backend
 
 needs_tiles = pytest.mark.skipif(prompt_tiles.PRODUCT is None, reason="this CPU does not multiply bfloat16")
@@ -67,8 +66,8 @@ def test_a_request_gets_the_same_bits_alone_and_in_a_batch(case: Case) -> None:
         assert torch.equal(attend(alone(inputs, request), case), together[starts[request] : starts[request + 1]])
 
 
-# By request, whose first blocks it has, and how many tokens of them: groups that come in turn, one of more than a unit
-# has, a prefix that ends within a chunk, one of no whole chunk.
+# By request, whose first blocks it has, and how many tokens of them: groups that come in turn, a prefix that ends
+# within a chunk, one of no whole chunk.
 PREFIXES = [(0, 0), (1, 0), (0, 512), (1, 300), (0, 530), (0, 512), (0, 512), (0, 540), (1, 100), (9, 0), (0, 512)]
 SHARED_LENS = tuple((1, 560 + 7 * request) for request in range(len(PREFIXES)))
 
@@ -88,7 +87,7 @@ SHARED_LENS = tuple((1, 560 + 7 * request) for request in range(len(PREFIXES)))
     ids=lambda case: case.name,
 )
 def test_requests_that_share_blocks(case: Case) -> None:
-    """They are read once for several requests, which get the bits that each gets alone."""
+    """Each gets the bits that it gets alone."""
     inputs = build(case)
     for request, (other, length) in enumerate(PREFIXES):
         first = max(0, case.lens[request][1] - (case.sliding_window or sys.maxsize)) // case.block_size
@@ -100,32 +99,6 @@ def test_requests_that_share_blocks(case: Case) -> None:
     torch.testing.assert_close(together.float(), expected, atol=case.tolerance, rtol=0)
     for request in range(len(PREFIXES)):
         assert torch.equal(attend(alone(inputs, request), case), together[request : request + 1])
-
-
-def test_what_is_shared_is_one_unit() -> None:
-    """Of the chunks of requests 0 to 4, which have 3 each: 0, 2 and 3 begin alike, and 2 and 3 go on alike. With a
-    window, so much of the first chunk is left that it is no whole one."""
-    table = np.arange(5 * 40, dtype=np.int32).reshape(5, 40)
-    table[2, :16] = table[0, :16]
-    table[3, :32] = table[2, :32]
-    plan = decode.DecodePlan(Shape(9, 3, 64, 16, 0.125, 0, 0.0), 5)
-    plan.read(np.arange(6, dtype=np.int32), np.full(5, 600, np.int32), table)
-    assert plan.items_by_unit() == [[0, 6, 9], [3], [12], [1], [4], [7, 10], [13], [2], [5], [8], [11], [14]]
-    windowed = decode.DecodePlan(Shape(9, 3, 64, 16, 0.125, 500, 0.0), 5)
-    windowed.read(np.arange(6, dtype=np.int32), np.array([600, 790, 600, 600, 600], np.int32), table)
-    assert windowed.items_by_unit() == [[0], [6], [9], [12], [1], [3], [7, 10], [13], [2], [4], [8], [11], [14], [5]]
-
-
-def test_units_are_small_where_many_threads_share_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten items of one prefix: two units of four and one of two for 1 thread, then two units or more for each."""
-    table = np.tile(np.arange(20, dtype=np.int32), (10, 1))
-    found = {}
-    for num_threads in (1, 2, 3, 5, 16):
-        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
-        plan = decode.DecodePlan(Shape(9, 3, 64, 16, 0.125, 0, 0.0), 10)
-        plan.read(np.arange(11, dtype=np.int32), np.full(10, 256, np.int32), table)
-        found[num_threads] = [len(unit) for unit in plan.items_by_unit()]
-    assert found == {1: [4, 4, 2], 2: [2] * 5, 3: [1] * 10, 5: [1] * 10, 16: [1] * 10}
 
 
 BF16 = torch.bfloat16
