@@ -19,7 +19,7 @@ from quire.engine.sampling_params import SamplingParams
 from quire.workers.drafts import Entries
 from quire.workers.local_executor import LocalExecutor
 
-MAX_LEN = 256
+MAX_LEN, LONG_LEN = 256, 1024
 NUM_TOKENS = 60
 FEW = (11, 12, 13)  # with so few tokens allowed, pairs of them come again and again
 
@@ -112,6 +112,22 @@ def test_preempted(executor: LocalExecutor, expected: list[Answer]) -> None:
     stats = driver.stats()
     assert stats.num_accepted_tokens > 0
     assert stats.num_preemptions > 0
+
+
+def test_contexts_of_several_chunks(tmp_path: Path) -> None:
+    """In graphs: what a step reads of the cache is what its own rows have, which are others' in the next one."""
+    make_tiny_llama(tmp_path, max_position_embeddings=LONG_LEN)
+    executor = LocalExecutor(config(), load_model_info(ModelConfig(model=str(tmp_path))))
+    prompts = [[(j * j + i) % VOCAB_SIZE for j in range(560)] for i in range(len(PARAMS))]
+    given = [
+        EngineRequest(request_id=str(i), prompt_token_ids=prompts[i], sampling_params=each, seed=i)
+        for i, each in enumerate(PARAMS)
+    ]
+    alone = [Driver(executor, LONG_LEN, scheduler={"num_speculative_tokens": 0}).run([each])[0] for each in given]
+    driver = Driver(executor, LONG_LEN, scheduler={"num_speculative_tokens": 4})
+    check(driver.run(given), alone)
+    assert driver.stats().num_accepted_tokens > 0
+    executor.shutdown()
 
 
 def test_steps_in_flight(directory: Path, expected: list[Answer]) -> None:
