@@ -203,6 +203,21 @@ def _place_tokens(
 
 
 @njit(error_model="numpy")
+def _give(acc: Any, totals: Any, tops: Any, is_all: bool, value_scale: Any, partial: Any, out: Any) -> None:
+    """What an item has found: the result, `out` [heads, head_dim], if it is all of its request's context; otherwise
+    what `_merge_items` takes, `partial` [heads, head_dim + 2]."""
+    num_heads, head_dim = acc.shape
+    for head in range(num_heads):
+        if is_all:
+            for d in range(head_dim):
+                acc[head, d] += np.float32(0.0)  # as `merge` has it: none is -0
+            divide(acc[head], totals[head], value_scale, out[head])
+        else:
+            partial[head, :head_dim] = acc[head]
+            partial[head, head_dim], partial[head, head_dim + 1] = totals[head], tops[head]
+
+
+@njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
@@ -276,14 +291,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             )  # fmt: skip
         first, last = first_item[owner], first_item[owner + 1]
         is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
-        for head in range(num_heads):
-            if is_all:
-                for d in range(head_dim):
-                    acc[head, d] += np.float32(0.0)  # as `merge` has it: none is -0
-                divide(acc[head], totals[head], value_scale, result[head])
-            else:
-                partial[item, head, :head_dim] = acc[head]
-                partial[item, head, head_dim], partial[item, head, head_dim + 1] = totals[head], tops[head]
+        _give(acc, totals, tops, is_all, value_scale, partial[item], result)
         if not is_all and _is_last(finished, item, first, last, call):
             _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, result)
 
