@@ -227,6 +227,20 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
     return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation)
 
 
+def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
+    """`sampling.likeliest_tokens` of `linear_packed` in float32, with no bias: the row of a weight that has the highest
+    product with each row of x. A backend need not compute the others.
+
+    Args:
+        x, weight: as of `linear_packed`.
+        lengths: [2, out_features] float32, contiguous, `packed.lengths` of the weight's rows.
+    Returns [num_rows] int64, a new tensor.
+    """
+    if lengths.shape != (2, len(weight)) or lengths.dtype != torch.float32 or not lengths.is_contiguous():
+        raise ValueError(f"lengths must be [2, {len(weight)}] float32, got {list(lengths.shape)} {lengths.dtype}")
+    return backend_for(x.device).likeliest_packed(x, weight, packing, lengths)
+
+
 def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
     """Packed rows in the order in which the backend of their device multiplies them with x of a dtype.
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 32  # numbers that share a scale: must divide a row
+_AT_ONCE = 1024  # rows that are unpacked together, to be looked at once
 ROWS = 16  # that backends may put in an order of their own
 
 
@@ -81,3 +82,14 @@ def unpack(rows: Tensor, packing: Packing) -> Tensor:
         pairs, least = codes.reshape(num_rows, num_blocks, BLOCK // 2), stored[0] if stored else -8 * scales
         numbers = torch.cat([pairs & 15, pairs >> 4], dim=2).float() * scales + least
     return numbers.view(num_rows, -1)
+
+
+def lengths(rows: Tensor, packing: Packing) -> Tensor:
+    """The Euclidean lengths of packed rows, and those of what rounding to bfloat16 takes from them: [2, num_rows]
+    float32."""
+    found = []
+    for start in range(0, len(rows), _AT_ONCE):
+        numbers = unpack(rows[start : start + _AT_ONCE], packing)
+        lost = numbers - numbers.bfloat16().float()
+        found.append(torch.stack([torch.linalg.vector_norm(each, dim=1) for each in (numbers, lost)]))
+    return torch.cat(found, dim=1)

@@ -16,6 +16,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
+from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -32,8 +33,17 @@ _NUM_WARMUPS = 2  # the first compiles kernels and picks algorithms, the second 
 Replay = Callable[[], None]
 
 
+class End(Enum):
+    """How far a graph goes."""
+
+    HIDDEN = auto()
+    LOGITS = auto()
+    LIKELIEST = auto()
+
+
 class Decoded(NamedTuple):
-    """What a forward gives for each token. A graph may go on to the logits and the likeliest token of each."""
+    """What a forward gives for each token: its hidden state, and the logits or the likeliest token at the graph's
+    end."""
 
     hidden: Tensor  # [num_tokens, hidden_size]
     logits: Tensor | None = None  # [num_tokens, vocab] float32
@@ -44,8 +54,8 @@ class Decoded(NamedTuple):
         return Decoded(function(self.hidden), logits, likeliest)
 
 
-# Of the inputs that lie in the buffers for a batch of `size`: it launches the same kernels whatever these inputs are.
-Forward = Callable[[int], Decoded]
+# Of the inputs that lie in the buffers for a batch of some size: it launches the same kernels whatever they are.
+Forward = Callable[[int, End], Decoded]
 
 
 class GraphBackend(Protocol):
@@ -93,23 +103,23 @@ class DecodeGraphs:
     def __init__(self, backend: GraphBackend, sizes: list[int]) -> None:
         self._backend = backend
         self._sizes = sizes
-        self._replays: dict[int, Replay] = {}
-        # One output for all: what a graph leaves in the pool, the next one overwrites.
-        self._output: Decoded | None = None
+        self._replays: dict[tuple[int, End], Replay] = {}
+        # One output for all of an end: what a graph leaves in the pool, the next one overwrites.
+        self._outputs: dict[End, Decoded] = {}
 
     def capture_all(self, forward: Forward, prepare: Callable[[int], None], *, progress: bool = False) -> None:
-        """Capture every size now; `prepare(size)` writes inputs that do no harm.
+        """Capture every size now, up to hidden states; `prepare(size)` writes inputs that do no harm.
 
         The largest comes first, so that the pool has all memory that the others need.
         """
         prepare(self._sizes[-1])
-        self._run(forward, self._sizes[-1])  # kernel by kernel: the output for all is no part of the pool
+        self._run(forward, self._sizes[-1], End.HIDDEN)  # kernel by kernel: the output for all is no part of the pool
         started = time.monotonic()
         console = Console(stderr=True)
         hidden = not progress or not console.is_terminal
         for size in track(self._sizes[::-1], "Capturing graphs", transient=True, console=console, disable=hidden):
             prepare(size)
-            self._capture(forward, size)
+            self._capture(forward, size, End.HIDDEN)
         count = len(self._replays)
         logger.info("captured graphs of %d sizes in %.1f s", count, time.monotonic() - started)
 
@@ -119,28 +129,27 @@ class DecodeGraphs:
             return None
         return self._sizes[bisect_left(self._sizes, num_reqs)]
 
-    def replay(self, forward: Forward, size: int) -> Decoded:
-        """Of `size` tokens, valid until the next replay. A size that was not captured yet is, by this step."""
-        replay = self._replays.get(size)
+    def replay(self, forward: Forward, size: int, end: End) -> Decoded:
+        """Of `size` tokens, valid until the next replay. What was not captured yet is, by this step."""
+        replay = self._replays.get((size, end))
         if replay is None:
-            self._capture(forward, size)
+            self._capture(forward, size, end)
         else:
             replay()
-        assert self._output is not None
-        return self._output.map(lambda each: each[:size])
+        return self._outputs[end].map(lambda each: each[:size])
 
-    def _capture(self, forward: Forward, size: int) -> None:
-        replay = self._backend.capture(partial(self._run, forward, size))
+    def _capture(self, forward: Forward, size: int, end: End) -> None:
+        replay = self._backend.capture(partial(self._run, forward, size, end))
         if replay is None:
             self._sizes = []
         else:
-            self._replays[size] = replay
+            self._replays[size, end] = replay
 
-    def _run(self, forward: Forward, size: int) -> None:
-        computed = forward(size)
-        if self._output is None:
-            self._output = computed.map(lambda each: each.new_empty(self._sizes[-1], *each.shape[1:]))
-        for output, each in zip(self._output, computed, strict=True):
+    def _run(self, forward: Forward, size: int, end: End) -> None:
+        computed = forward(size, end)
+        if end not in self._outputs:
+            self._outputs[end] = computed.map(lambda each: each.new_empty(self._sizes[-1], *each.shape[1:]))
+        for output, each in zip(self._outputs[end], computed, strict=True):
             if output is not None and each is not None:
                 output[:size].copy_(each)
 

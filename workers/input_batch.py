@@ -33,6 +33,7 @@ class InputBatch:
     sampling_positions: IntArray  # [num_sampling] of the tokens to be sampled
     reads_references: bool  # some token is still to be read from where the device keeps it
     is_greedy: bool  # no row draws its token
+    takes_likeliest: bool  # nor is anything else asked of logits, or done to them
     masks: TokenMasks | None = None  # of those that have a grammar; its indices count the entries that sample
 
 
@@ -78,6 +79,7 @@ def gather_inputs(
     if draws is not None:
         for name, values in draws._asdict().items():
             getattr(target, name)[: len(values)] = values
+    is_plain = step.grammar is None and table.sampling.is_plain(sampling_rows)
     return InputBatch(
         entries=entries,
         max_blocks=-(-int(seq_lens.max()) // table.block_size),
@@ -86,6 +88,7 @@ def gather_inputs(
         sampling_positions=sampling_positions,
         reads_references=bool((token_ids < 0).any()),
         is_greedy=draws is None,
+        takes_likeliest=draws is None and is_plain,
         masks=None if step.grammar is None else _masks(step.grammar, entries.indices[sampling]),
     )
 

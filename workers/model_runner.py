@@ -25,10 +25,9 @@ from quire.engine.kv_cache_spec import KVCacheConfig
 from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
 from quire.engine.speculation import MAX_STEP_DRAFTS
 from quire.kernels.ops import AttentionMetadata
-from quire.kernels.sampling import likeliest_tokens
 
 from .attention_metadata import build_attention_metadata
-from .decode_graphs import Decoded, DecodeGraphs, GraphBackend, graph_sizes
+from .decode_graphs import Decoded, DecodeGraphs, End, GraphBackend, graph_sizes
 from .device_rows import BlockChanges, DeviceRows
 from .drafts import Entries
 from .input_batch import InputBatch, gather_inputs, write_idle
@@ -93,7 +92,7 @@ class ModelRunner:
             self._most_entries, limits.max_num_batched_tokens, self._num_groups, limits.max_inflight_steps, device
         )
         self._graphs: DecodeGraphs | None = None
-        self._graphs_give_tokens = False
+        self._graphs_give_logits = False
         self._prompt_graph: PromptGraph | None = None
         self._unsettled: deque[_Unsettled] = deque()
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
@@ -109,9 +108,10 @@ class ModelRunner:
         """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes, and all
         larger steps are one.
 
-        The former go on to the likeliest tokens: what has to be called for these one by one takes longer than they do.
+        The former go on to logits or the likeliest tokens: what has to be called for these one by one takes longer than
+        they do.
         """
-        self._graphs_give_tokens = self._model.gives_logits
+        self._graphs_give_logits = self._model.gives_logits
         sizes = list(range(1, min(most, self._most_entries) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
@@ -145,7 +145,7 @@ class ModelRunner:
         changes.apply(self._rows, inputs)
         is_readable = self._graphs_read_references or not batch.reads_references
         if self._graphs is not None and size is not None and is_readable:
-            decoded = self._graphs.replay(self._forward_in_place, size)
+            decoded = self._graphs.replay(self._forward_in_place, size, self._graph_end(batch))
         else:
             given = self._model_inputs(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
             decoded = Decoded(self._compute_step(step, *given))
@@ -158,6 +158,11 @@ class ModelRunner:
         if self._graphs is None or self._keeps_hidden(step):
             return None
         return self._graphs.size_for(num_entries, step.total_num_scheduled_tokens)
+
+    def _graph_end(self, batch: InputBatch) -> End:
+        if not self._graphs_give_logits:
+            return End.HIDDEN
+        return End.LIKELIEST if batch.takes_likeliest else End.LOGITS
 
     def _keeps_hidden(self, step: SchedulerOutput) -> bool:
         """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
@@ -189,16 +194,17 @@ class ModelRunner:
         write_idle(self._buffers.begin(shape))
         self._buffers.upload(shape)
 
-    def _forward_in_place(self, size: int) -> Decoded:
+    def _forward_in_place(self, size: int, end: End) -> Decoded:
         """The forward of whatever inputs are there for a batch of `size` tokens: the one that is captured."""
         host, inputs = self._buffers.current(BatchShape(size, size))
         reads_references = self._graphs_read_references
         given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=reads_references)
         hidden = self._compute(*given)
-        if not self._graphs_give_tokens:
-            return Decoded(hidden)
-        logits = self._model.logits(hidden)
-        return Decoded(hidden, logits, likeliest_tokens(logits))
+        return Decoded(
+            hidden,
+            logits=self._model.logits(hidden) if end is End.LOGITS else None,
+            likeliest=self._model.likeliest(hidden) if end is End.LIKELIEST else None,
+        )
 
     def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> LaunchedStep:
         """Sample, and start to copy what the step is asked for to the host."""
@@ -254,8 +260,9 @@ class ModelRunner:
     def _choose(self, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> SamplerOutput:
         """Tokens for `batch.sampling_rows`, to which the rows of `decoded` belong."""
         rows, table = batch.sampling_rows, self._table
-        if decoded.likeliest is not None and batch.is_greedy and batch.masks is None and table.sampling.is_plain(rows):
-            return SamplerOutput(decoded.likeliest, None)
+        if batch.takes_likeliest:
+            likeliest = self._model.likeliest(decoded.hidden) if decoded.likeliest is None else decoded.likeliest
+            return SamplerOutput(likeliest, None)
         logits = self._model.logits(decoded.hidden) if decoded.logits is None else decoded.logits
         if table.sampling.reads_tokens(rows):
             while self._unsettled:  # the forward is under way: the device does not wait with us

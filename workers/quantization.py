@@ -87,7 +87,9 @@ class PackedBlueprint:
             if packing is not None:
                 # Of several stages, the last has a tied embedding as its head alone.
                 is_looked_up = module is embedding and parallel.is_first_stage
-                module.weight = PackedParameter.like(module.weight, packing, is_looked_up=is_looked_up)
+                module.weight = PackedParameter.like(
+                    module.weight, packing, is_head=module is head, is_looked_up=is_looked_up
+                )
         return model
 
     def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:

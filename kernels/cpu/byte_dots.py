@@ -50,6 +50,7 @@ from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
 from .packed_call import (
     BIAS,
+    CHOSEN,
     CLAIMS,
     IN_FEATURES,
     NUM_ARGUMENTS,
@@ -64,7 +65,7 @@ from .packed_call import (
 from .sources import digest_of, filed_as
 from .tile_product import STEP_BYTES, TILE
 
-__all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated"]
+__all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated", "multiply"]
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
 
@@ -106,7 +107,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
     out = x.new_empty(len(x), len(weight), dtype=out_dtype)
-    _multiply(x, weight, bias, packing, out)
+    multiply(x, weight, bias, packing, out)
     return out
 
 
@@ -114,22 +115,29 @@ def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packin
     """activation(gate) * up, in the dtype of x, where `linear` gives gates, then as many ups: see
     `codes.linear_gated`."""
     out = x.new_empty(len(x), len(weight) // 2)
-    _multiply(x, weight, bias, packing, out, activation)
+    multiply(x, weight, bias, packing, out, activation)
     return out
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out: Tensor, activation: str = ""
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    packing: Packing,
+    out: Tensor,
+    activation: str = "",
+    chosen: Tensor | None = None,
 ) -> None:
+    """`linear` or `linear_gated` into `out`. `chosen`: see `run_product`."""
     x, (num_rows, in_features), has_short_x = x.contiguous(), x.shape, x.dtype == torch.bfloat16
     entry = _entry(packing.name, has_short_x, out.dtype == torch.bfloat16, activation)
     if num_rows <= ROWS:
-        run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=None)
+        run_product(entry, x.data_ptr(), in_features, weight, bias, out, None, chosen)
         return
     digits = torch.empty(num_rows * in_features // BLOCK * X_BLOCK_BYTES + STEP_BYTES, dtype=torch.int8)
     first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then two lines of the cache
     _splitter(packing.bits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
-    run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1)
+    run_product(entry, first, in_features, weight, bias, out, ROWS + 1, chosen)
 
 
 @cache
@@ -196,6 +204,7 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, activation: str, so
                 split_row(bits, x_bytes, a[X] + i * in_features * x_bytes, num_blocks, digits + i * x_row)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
+        chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
         item, lap = -1, 0
         while True:
             item, lap = take_item(claims, num_threads, num_pairs * num_chunks, thread, item, lap)
@@ -203,6 +212,8 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, activation: str, so
                 break
             # The last panels may be multiplied twice, by two threads even: to the same bits.
             chunk, pair = item // num_pairs, item % num_pairs
+            if chooses and chosen[pair] == 0:
+                continue
             first = pair if is_gated else min(WIDTH * pair, num_panels - WIDTH)
             panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
             results[BIASES] = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0

@@ -31,6 +31,7 @@ from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
 from .packed_call import (
     BIAS,
+    CHOSEN,
     CLAIMS,
     IN_FEATURES,
     NUM_ARGUMENTS,
@@ -45,7 +46,7 @@ from .packed_call import (
 from .sources import digest_of, filed_as
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 
-__all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated"]
+__all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated", "multiply"]
 
 DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16,)  # of x
 FEW_ROWS = 2 * ROWS  # from some more on, to unpack numbers takes less time than to scale sums
@@ -82,22 +83,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out
     x [num_rows, in_features]; weight [out_features, row_bytes], in the order of `lay_out`, contiguous.
     """
     out = x.new_empty(len(x), len(weight), dtype=out_dtype)
-    _multiply(x, weight, bias, packing, out)
+    multiply(x, weight, bias, packing, out)
     return out
 
 
 def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, activation: str) -> Tensor:
     """activation(gate) * up, in bfloat16, where `linear` gives gates, then as many ups: see `codes.linear_gated`."""
     out = x.new_empty(len(x), len(weight) // 2)
-    _multiply(x, weight, bias, packing, out, activation)
+    multiply(x, weight, bias, packing, out, activation)
     return out
 
 
-def _multiply(
-    x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out: Tensor, activation: str = ""
+def multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    packing: Packing,
+    out: Tensor,
+    activation: str = "",
+    chosen: Tensor | None = None,
 ) -> None:
+    """`linear` or `linear_gated` into `out`. `chosen`: see `run_product`."""
     x, entry = x.contiguous(), _entry(packing.name, out.dtype == torch.bfloat16, activation)
-    run_product(entry, x.data_ptr(), x.shape[1], weight, bias, out, least_rows=1)
+    run_product(entry, x.data_ptr(), x.shape[1], weight, bias, out, 1, chosen)
 
 
 @cache
@@ -137,6 +145,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
             sum_blocks(a[X] + i * x_row, num_blocks, x_sums.ctypes.data + i * sums_step)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
+        chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
         item, lap = -1, 0
         while True:
             item, lap = take_item(claims, num_threads, num_pairs * num_chunks, thread, item, lap)
@@ -144,6 +153,8 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
                 break
             # The last panels may be multiplied twice, by two threads even: to the same bits.
             chunk, pair = item // num_pairs, item % num_pairs
+            if chooses and chosen[pair] == 0:
+                continue
             first = pair if is_gated else min(WIDTH * pair, num_panels - WIDTH)
             panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
             results[BIASES] = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0

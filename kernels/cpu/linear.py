@@ -33,7 +33,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,9 @@ from . import byte_dots, codes, dots, few_rows, many_rows, matrix_tiles, panels
 from .elementwise import activate_and_mul
 from .features import cpu_features, dots_are_fast
 from .intrinsics import IS_X86
+from .likeliest import likeliest
 from .recording import as_one_action
+from .sampling import likeliest_tokens
 from .tile_product import TILE
 from .tiles import FORMATS, TILE_ROWS, best_format
 from .turned_tiles import products
@@ -75,6 +77,20 @@ _GATED: dict[_PackedKernel, Callable[[Tensor, Tensor, Tensor | None, Packing, st
     codes: codes.linear_gated,
     dots: dots.linear_gated,
     byte_dots: byte_dots.linear_gated,
+}
+
+
+class _Chooses(NamedTuple):
+    """How a kernel multiplies some panels of a weight alone, to find the likeliest token."""
+
+    multiply: Callable[..., None]
+    has_pairs: bool  # its codes lie in pairs
+    most_exact: int  # rows of x with which numbers of the weight are not rounded
+
+
+_CHOOSING: dict[_PackedKernel, _Chooses] = {
+    dots: _Chooses(dots.multiply, has_pairs=True, most_exact=dots.FEW_ROWS),
+    byte_dots: _Chooses(byte_dots.multiply, has_pairs=False, most_exact=sys.maxsize),
 }
 
 
@@ -131,6 +147,25 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
     if gated is not None and len(x) > 0 and codes.fits_gated(len(weight), activation):
         return gated(x, weight, bias, packing, activation)
     return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
+
+
+def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
+    """See `ops.likeliest_packed`."""
+    kernel = _packed_kernel(x.dtype)
+    if kernel not in _CHOOSING or packing.has_least or len(x) == 0:
+        return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))
+    return choose_likeliest(kernel, x, weight, packing, lengths)
+
+
+def choose_likeliest(kernel: _PackedKernel, x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
+    """`likeliest_packed` by one of the kernels that can multiply some panels alone."""
+    way = _CHOOSING[kernel]
+
+    def multiply(logits: Tensor, chosen: Tensor) -> None:
+        way.multiply(x, weight, None, packing, logits, chosen=chosen)
+
+    rounds = len(x) > way.most_exact
+    return likeliest(x, weight, packing, lengths, multiply, has_pairs=way.has_pairs, rounds=rounds)
 
 
 def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:

@@ -23,15 +23,27 @@ from .threads import run_call
     IN_FEATURES,
     NUM_THREADS,
     CLAIMS,
+    CHOSEN,
     NUM_ARGUMENTS,
-) = range(10)
+) = range(11)
 
 
 def run_product(
-    entry: Any, x: int, in_features: int, weight: Tensor, bias: Tensor | None, out: Tensor, least_rows: int | None
+    entry: Any,
+    x: int,
+    in_features: int,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    least_rows: int | None,
+    chosen: Tensor | None = None,
 ) -> None:
-    """Fill `out` [num_rows, out_features] by the worker `entry` (a ctypes function pointer). `x` is the address of what
-    it takes for x; `least_rows`: from how many on it is this worker, None if it is for these rows alone."""
+    """Fill `out` [num_rows, out_features] by the worker `entry` (a ctypes function pointer).
+
+    `x` is the address of what it takes for x; `least_rows`: from how many on it is this worker, None if it is for these
+    rows alone. `chosen`: the pairs of panels that are multiplied, uint8, by workers that can choose; the results of the
+    others are left alone.
+    """
     num_threads = torch.get_num_threads()
     claims = new_claims(num_threads)
     arguments = (ctypes.c_int64 * NUM_ARGUMENTS)(
@@ -43,6 +55,7 @@ def run_product(
         in_features,
         num_threads,
         ctypes.addressof(claims),
+        0 if chosen is None else chosen.data_ptr(),
     )
     rows = None if least_rows is None else (Rows(8 * NUM_ROWS),)
     run_call(CompiledCall(entry, arguments, claims, rows, is_idempotent=True, least_rows=least_rows or 1))

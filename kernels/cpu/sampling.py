@@ -70,7 +70,7 @@ def _in_order(bits: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _highest(bits: Any) -> Any:
+def highest(bits: Any) -> Any:
     """The highest number of a row of float32, and whether there is NaN. Integers have no exceptions to look for."""
     top, largest = np.int32(-0x80000000), np.int32(0)
     for i in range(len(bits)):
@@ -80,7 +80,7 @@ def _highest(bits: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def _first(logits: Any, top: Any, has_nan: bool) -> Any:
+def first_of(logits: Any, top: Any, has_nan: bool) -> Any:
     """The first token with the highest logit, or with NaN."""
     for i in range(len(logits)):
         if logits[i] != logits[i] if has_nan else logits[i] == top:
@@ -206,12 +206,12 @@ def _likeliest_of(logits: Any, bits: Any) -> Any:
     best, place = np.float32(-np.inf), 0
     for start in range(0, len(logits), _BLOCK):
         end = min(start + _BLOCK, len(logits))
-        top, has_nan = _highest(bits[start:end])
+        top, has_nan = highest(bits[start:end])
         if has_nan:
-            return start + _first(logits[start:end], top, True)
+            return start + first_of(logits[start:end], top, True)
         if top > best:
             best, place = top, start
-    return place + _first(logits[place : place + _BLOCK], best, False)
+    return place + first_of(logits[place : place + _BLOCK], best, False)
 
 
 def _likeliest_worker(sources: str) -> Any:
@@ -254,9 +254,9 @@ def _draw_worker(sources: str) -> Any:
                 return
             for row in range(first, stop):
                 logits = carray(pointer(a.logits + row * a.stride), (vocab,), np.float32)
-                top, has_nan = _highest(carray(pointer(a.logits + row * a.stride), (vocab,), np.int32))
+                top, has_nan = highest(carray(pointer(a.logits + row * a.stride), (vocab,), np.int32))
                 if temperature[row] == 0.0 or has_nan or np.isinf(top):
-                    out[row] = _first(logits, top, has_nan)
+                    out[row] = first_of(logits, top, has_nan)
                     continue
                 _measure(logits, top, temperature[row], distances, weights)
                 farthest = np.float32(np.inf)

@@ -77,15 +77,15 @@ def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
 
     Each is (0 + 2) + (1 + 3) of its quarters, and a quarter the same of its lanes.
     """
-    return _join_lanes(b, vectors, b.fadd if vectors[0].type == FLOATS else b.add)
+    return join_lanes(b, vectors, b.fadd if vectors[0].type == FLOATS else b.add)
 
 
 def largest_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
     """The largest lanes of four vectors of int32, in one of four lanes."""
-    return _join_lanes(b, vectors, lambda first, second: b.select(b.icmp_signed(">", first, second), first, second))
+    return join_lanes(b, vectors, lambda first, second: b.select(b.icmp_signed(">", first, second), first, second))
 
 
-def _join_lanes(b: ir.IRBuilder, vectors: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
+def join_lanes(b: ir.IRBuilder, vectors: Sequence[Any], join: Callable[[Any, Any], Any]) -> Any:
     """Vectors are interleaved before they are joined, so that no lane is wasted."""
 
     def interleave(two: Sequence[Any], low: Sequence[int], high: Sequence[int]) -> Any:

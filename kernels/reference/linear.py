@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..packed import BLOCK, ROWS, Packing, unpack
 from .elementwise import activate_and_mul
+from .sampling import likeliest_tokens
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -33,6 +34,11 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
 def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
     """See `ops.linear_gated_packed`."""
     return activate_and_mul(linear_packed(x, weight, packing, bias, torch.float32), activation).to(x.dtype)
+
+
+def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, _lengths: Tensor) -> Tensor:
+    """See `ops.likeliest_packed`."""
+    return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))
 
 
 def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,16 @@
 from .attention import paged_attention
 from .cache import write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
-from .linear import fits_packed, lay_out_packed, linear, linear_fp8, linear_gated_packed, linear_int8, linear_packed
+from .linear import (
+    fits_packed,
+    lay_out_packed,
+    likeliest_packed,
+    linear,
+    linear_fp8,
+    linear_gated_packed,
+    linear_int8,
+    linear_packed,
+)
 from .moe import experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 
@@ -15,6 +24,7 @@ __all__ = [
     "experts",
     "fits_packed",
     "lay_out_packed",
+    "likeliest_packed",
     "likeliest_tokens",
     "linear",
     "linear_fp8",

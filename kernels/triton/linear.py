@@ -17,6 +17,7 @@ from . import tiles
 from .elementwise import activate_and_mul
 from .linear_kernels import weight8_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
+from .sampling import likeliest_tokens
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -42,6 +43,11 @@ def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | No
 def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
     """See `ops.linear_gated_packed`."""
     return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
+
+
+def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, _lengths: Tensor) -> Tensor:
+    """See `ops.likeliest_packed`."""
+    return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))
 
 
 def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from quire.engine.kv_cache_spec import KVCacheSpec
 from quire.kernels.ops import AttentionMetadata
+from quire.kernels.sampling import likeliest_tokens
 
 from ..layers.attention import LayerCache
 from .interface import answering
@@ -75,6 +76,9 @@ class FallbackModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         logits: Tensor = self.causal_lm(inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits.float()
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        return likeliest_tokens(self.logits(hidden))
 
     def last_hidden_state(self, hidden: Tensor) -> Tensor:
         return hidden  # the body ends with its norm

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.kernels.sampling import likeliest_tokens
+
 from ..models.spec import WHOLE, PositionSpec
 from ..parallel import ParallelContext
 from .parameter import Piece, ShardedParameter, replicated, rows
@@ -48,6 +50,12 @@ class VocabParallelEmbedding(nn.Module):
         # Of several ranks one may hold its share packed and another not: what they gather is in one dtype.
         multiply = self.weight.logits if self._parallel.tensor_size == 1 else self.weight.linear
         return self._parallel.all_gather(multiply(hidden, self.bias))[:, : self._vocab_size].float()
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows] int64: `likeliest_tokens` of `logits`."""
+        if self._parallel.tensor_size == 1 and self.bias is None:
+            return self.weight.likeliest(hidden)
+        return likeliest_tokens(self.logits(hidden))
 
 
 class PositionEmbedding(nn.Module):

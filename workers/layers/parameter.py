@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from quire.kernels import fp8, ops
 from quire.kernels.elementwise import activate_and_mul
 from quire.kernels.packed import BLOCK, ROWS, Packing
+from quire.kernels.packed import lengths as packed_lengths
+from quire.kernels.sampling import likeliest_tokens
 
 from ..models.spec import WHOLE
 
@@ -92,6 +94,10 @@ class ShardedParameter(nn.Parameter):
         """`linear`, in float32 if that is what the kernel has before it rounds."""
         return self.linear(x, bias)
 
+    def likeliest(self, x: Tensor) -> Tensor:
+        """`likeliest_tokens` of `logits`: [num_rows] int64."""
+        return likeliest_tokens(self.logits(x).float())
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] int64 -> [num_tokens, hidden_size], rows of this matrix."""
         return F.embedding(token_ids, self)
@@ -114,14 +120,16 @@ class PackedParameter(ShardedParameter):
     packing: Packing
     x_dtype: torch.dtype  # of what it is multiplied with
     numbers: Tensor | None = None  # the matrix unpacked, where rows of it are looked up
+    lengths: Tensor | None = None  # see `ops.likeliest_packed`; of a head
 
     @classmethod
-    def like(cls, parameter: ShardedParameter, packing: Packing, *, is_looked_up: bool) -> Self:
+    def like(cls, parameter: ShardedParameter, packing: Packing, *, is_head: bool, is_looked_up: bool) -> Self:
         """Room for the same pieces, which have a form that `can_pack` allows."""
         num_rows, num_columns = parameter.shape
         made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
         made.packing, made.x_dtype = packing, parameter.dtype
         made.numbers = parameter.data if is_looked_up else None
+        made.lengths = torch.zeros(2, num_rows, dtype=torch.float32) if is_head else None
         return made
 
     @staticmethod
@@ -138,6 +146,8 @@ class PackedParameter(ShardedParameter):
             ShardedParameter(self.numbers, self.pieces).weight_loader(source, piece)
         place, packed = self.pieces[piece], cast(PackedSource, source)
         rows = packed.read_packed(place.source)
+        if self.lengths is not None:
+            self.lengths[:, place.target[0]] = packed_lengths(rows, self.packing)
         self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing, self.x_dtype)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -148,6 +158,10 @@ class PackedParameter(ShardedParameter):
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias, out_dtype=torch.float32)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        assert self.lengths is not None
+        return ops.likeliest_packed(x, self.data, self.packing, self.lengths)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         assert self.numbers is not None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from quire.engine.kv_cache_spec import KVCacheSpec, split_range
 from quire.kernels.elementwise import Rotation
 from quire.kernels.ops import AttentionMetadata
+from quire.kernels.sampling import likeliest_tokens
 
 from ..layers.attention import Attention, LayerCache
 from ..layers.embedding import PositionEmbedding, VocabParallelEmbedding
@@ -170,6 +171,12 @@ class Decoder(nn.Module):
             logits = logits * self.spec.logits_multiplier
         softcap = self.spec.logits_softcap
         return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """[num_rows, hidden_size] -> [num_rows] int64."""
+        if self.spec.logits_multiplier != 1.0 or self.spec.logits_softcap is not None:  # which round
+            return likeliest_tokens(self.logits(hidden))
+        return self.head.likeliest(self.last_hidden_state(hidden))
 
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
         """What each layer of the whole model caches on a rank with this tensor rank, in layer order."""

@@ -53,6 +53,10 @@ class Model(Protocol):
         """Rows of what the forward returned, [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
         ...
 
+    def likeliest(self, hidden: Tensor) -> Tensor:
+        """`likeliest_tokens` of `logits`, [num_rows] int64, for which not all of these need be computed."""
+        ...
+
     def last_hidden_state(self, hidden: Tensor) -> Tensor:
         """Rows of what the forward returned, after the last norm: what `transformers` calls by this name."""
         ...

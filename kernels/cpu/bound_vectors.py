@@ -1,0 +1,261 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
+"""Words to bound the products of rows with packed weights (see `likeliest`), as LLVM vectors:
+
+    four numbers of a row of x in 8 bits, in all lanes    dot    four codes of each row of a panel    ->    sums, int32
+
+A block of a row of x is X_BLOCK_BYTES: 32 numbers, whole ones of -127 to 127, [quad][number] int8, in the order in
+which codes come; then words, float32: what one is worth, what is added to its sums (int32), as codes are unpacked
+without a sign, and the sums of the squares of what rounding took from x, and of x, in units of that worth. Behind the
+last block is how far a product may be from what it is computed as, float32, for each unit of the length of a row of
+the weight, and then of what was taken from that row.
+
+Everything works on addresses. Packings have no least numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..packed import BLOCK, PACKINGS, Packing
+from .code_words import WIDTH, WORDS, blocks_of, codes_of, fetch, scales_of
+from .digits import dot_int8, unsigned
+from .tile_product import STEP_BYTES, TILE
+from .vectors import (
+    FLOAT,
+    FLOATS,
+    INT8S,
+    INT16,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    at_most,
+    broadcast,
+    by_least,
+    call,
+    fma,
+    from_bfloat16,
+    join_lanes,
+    largest_lanes,
+    load,
+    loop_over,
+    rows_at,
+    splat,
+    store,
+    sum_lanes,
+    take,
+)
+
+ROWS = 4  # of x at a time: what their products come to stays in registers
+X_BLOCK_BYTES = STEP_BYTES
+FACTOR, _OFFSET, LOST, SIZE = range(BLOCK // 4, BLOCK // 4 + 4)  # words of a block
+
+_AT_ONCE = 4  # blocks of x that are rounded together
+_COUNTS = (1, 2, ROWS)  # of rows, that something is generated for
+_LARGEST = 127
+_LEAST = 2.0**-100  # what a block's largest number is taken for where it is less
+_INFINITY = float("inf")
+
+
+@intrinsic(prefer_literal=True)
+def round_row(
+    typing_context: Any, packing: Any, has_pairs: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any
+) -> Any:
+    """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks, for codes of a packing, a constant, that lie in pairs
+    (as `codes` has them) or in fours (`byte_dots`). Where a number is not finite, so are words of its block."""
+    kind, size = PACKINGS[packing.literal_value], x_bytes.literal_value
+    places = [number for quad in _numbers(kind, has_pairs.literal_value) for number in quad]
+    middle = 1 << (kind.bits - 1)
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, _, _, x, num_blocks, out = arguments
+        last = b.sub(num_blocks, INT64(1))
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            numbers = [at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
+            blocks = [_block(b, b.add(x, b.mul(number, INT64(BLOCK * size))), size) for number in numbers]
+            factors, inverses = _factors(b, blocks)
+            rounded, lost, sizes = [], [], []
+            for i, block in enumerate(blocks):
+                inverse = broadcast(b, b.extract_element(inverses, INT32(i)), LANES)
+                scaled = [b.fmul(half, inverse) for half in block]
+                whole = [call(b, "llvm.rint.v16f32", FLOATS, [half]) for half in scaled]
+                less = [b.fsub(*each) for each in zip(scaled, whole, strict=True)]
+                lost.append(b.fadd(*(b.fmul(half, half) for half in less)))
+                sizes.append(b.fadd(*(b.fmul(half, half) for half in scaled)))
+                rounded.append([b.fptosi(half, INTS) for half in whole])
+            offsets = sum_lanes(b, [b.add(*halves) for halves in rounded])
+            words = {
+                FACTOR: factors,
+                _OFFSET: b.mul(offsets, splat(offsets.type, -middle)),
+                LOST: sum_lanes(b, lost),
+                SIZE: sum_lanes(b, sizes),
+            }
+            for i, number in enumerate(numbers):
+                target = b.add(out, b.mul(number, INT64(X_BLOCK_BYTES)))
+                halves = [b.trunc(half, INT8S) for half in rounded[i]]
+                store(b, take(b, halves[0], places, halves[1]), target)
+                for word, values in words.items():
+                    store(b, b.extract_element(values, INT32(i)), b.add(target, INT64(4 * word)))
+            return []
+
+        loop_over(b, num_blocks, _AT_ONCE, [], step)
+        return context.get_dummy_value()
+
+    return types.void(packing, has_pairs, x_bytes, *[types.int64] * 3), generate
+
+
+@intrinsic(prefer_literal=True)
+def bound(
+    typing_context: Any,
+    packing: Any,
+    has_pairs: Any,
+    fetches: Any,
+    panel: Any,
+    num_blocks: Any,
+    lengths: Any,
+    lost: Any,
+    x: Any,
+    x_row: Any,
+    num_rows: Any,
+    out: Any,
+) -> Any:
+    """Write for `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, what none of their products with
+    WIDTH panels is above, and then what the largest of these is not below: each [ROWS] float32.
+
+    `lengths`, `lost`: the addresses of those of the rows of the weight, and of what was taken from them, float32. What
+    is not finite bounds nothing. Constants are `packing`, `has_pairs` (see `round_row`), and whether what comes later
+    of the weight is fetched.
+    """
+    kind, in_pairs = PACKINGS[packing.literal_value], has_pairs.literal_value
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, _, _, panel, num_blocks, lengths, lost, x, x_row, num_rows, out = arguments
+        panel_step = b.mul(num_blocks, INT64(TILE * kind.block_bytes))
+
+        def of_rows(count: int) -> None:
+            starts = rows_at(b, x, x_row, num_rows, count)
+
+            def step(k: Any, totals: list[Any]) -> list[Any]:
+                blocks = blocks_of(b, kind, panel, panel_step, k)
+                x_blocks = [b.add(start, b.mul(k, INT64(X_BLOCK_BYTES))) for start in starts]
+                if fetches.literal_value:
+                    for block in blocks:
+                        fetch(b, kind, block)
+                sums = _sums(b, kind, in_pairs, blocks, x_blocks)
+                scales = [scales_of(b, kind, block)[0] for block in blocks]
+                found = []
+                for i, x_block in enumerate(x_blocks):
+                    factor = _word(b, x_block, FACTOR, FLOAT)
+                    for j, scale in enumerate(scales):
+                        number = b.fmul(b.sitofp(sums[i * WIDTH + j], FLOATS), factor)
+                        found.append(fma(b, number, scale, totals[i * WIDTH + j]))
+                return found
+
+            totals = loop_over(b, num_blocks, 1, [splat(FLOATS, 0.0)] * (count * WIDTH), step)
+            own = [
+                [load(b, b.add(address, INT64(STEP_BYTES * j)), FLOATS) for address in (lengths, lost)]
+                for j in range(WIDTH)
+            ]
+            uppers, lowers = [], []
+            for i, start in enumerate(starts):
+                x_end = b.add(start, b.mul(num_blocks, INT64(X_BLOCK_BYTES)))
+                reach, size = (_word(b, x_end, word, FLOAT) for word in range(2))
+                distances = [fma(b, length, reach, b.fmul(taken, size)) for length, taken in own]
+                both = list(zip(totals[i * WIDTH : (i + 1) * WIDTH], distances, strict=True))
+                uppers.append(_larger(b, *(_finite_or(b, b.fadd(*each), _INFINITY) for each in both)))
+                lowers.append(_larger(b, *(_finite_or(b, b.fsub(*each), -_INFINITY) for each in both)))
+            for number, bounds in enumerate((uppers, lowers)):
+                padded = [bounds[min(i, count - 1)] for i in range(ROWS)]
+                store(b, join_lanes(b, padded, lambda *two: _larger(b, *two)), b.add(out, INT64(4 * ROWS * number)))
+
+        by_least(b, num_rows, _COUNTS, of_rows)
+        return context.get_dummy_value()
+
+    return types.void(packing, has_pairs, fetches, *[types.int64] * 8), generate
+
+
+def _block(b: ir.IRBuilder, address: Any, size: int) -> list[Any]:
+    """Of x, as two vectors of float32."""
+    places = [b.add(address, INT64(first * size)) for first in (0, LANES)]
+    if size == 4:
+        return [load(b, place, FLOATS) for place in places]
+    return [from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES))) for place in places]
+
+
+def _factors(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
+    """By block: what a whole number is worth, which is not finite where one of x is not, and about the inverse."""
+    sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
+    bits = largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
+    floats = ir.VectorType(FLOAT, bits.type.count)
+    largest, least = b.bitcast(bits, floats), splat(floats, _LEAST)
+    largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
+    return b.fmul(largest, splat(floats, 1 / _LARGEST)), b.fdiv(splat(floats, float(_LARGEST)), largest)
+
+
+def _numbers(kind: Packing, in_pairs: bool) -> list[list[int]]:
+    """Of a block, that are the four of each quad of codes."""
+    if kind.bits == 8 or not in_pairs:
+        return [[4 * quad + i for i in range(4)] for quad in range(BLOCK // 4)]
+    pairs = [(4 * half + line, 4 * half + 8 + line) for line in range(4) for half in range(2)]
+    return [[2 * pair + number for number in range(2) for pair in both] for both in pairs]
+
+
+def _quads(b: ir.IRBuilder, kind: Packing, in_pairs: bool, address: Any, line: Any) -> Iterator[tuple[Any, Any]]:
+    """Of a panel, [row][number], without a sign, and which of the block they are: one or two that lie in a line."""
+    words = load(b, b.add(address, b.mul(line, INT64(STEP_BYTES))), INTS)
+    if kind.bits == 8:
+        if in_pairs:  # words of one pair of each row, then of the next
+            both = b.bitcast(words, WORDS)
+            words = b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]), INTS)
+        yield line, unsigned(b, words)
+        return
+    for half in range(2):
+        quad = b.add(b.mul(line, INT64(2)), INT64(half)) if in_pairs else b.add(line, INT64(4 * half))
+        yield quad, b.and_(b.lshr(words, splat(INTS, 4)) if half else words, splat(INTS, 0x0F0F0F0F))
+
+
+def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any], x_blocks: Sequence[Any]) -> list[Any]:
+    """Of the products of a block's codes, signed, and whole numbers of x: int32, [row of x][panel]."""
+    addresses = [codes_of(b, kind, block) for block in blocks]
+
+    def step(line: Any, sums: list[Any]) -> list[Any]:
+        found = list(sums)
+        for both in zip(*(_quads(b, kind, in_pairs, address, line) for address in addresses), strict=True):
+            quad = both[0][0]
+            for i, x_block in enumerate(x_blocks):
+                four = broadcast(b, load(b, b.add(x_block, b.mul(quad, INT64(4))), INT32), LANES)
+                for j, (_, codes) in enumerate(both):
+                    found[i * WIDTH + j] = dot_int8(b, four, codes, found[i * WIDTH + j])
+        return found
+
+    start = [_word(b, x_block, _OFFSET, INT32) for x_block in x_blocks for _ in range(WIDTH)]
+    num_lines = BLOCK * kind.bits // 8 // 4
+    at_once = ROWS // len(x_blocks)  # products that do not wait for each other
+    return loop_over(
+        b, INT64(num_lines), at_once, start, lambda k, sums: _steps(b, step, k, at_once, sums), may_unroll=False
+    )
+
+
+def _steps(b: ir.IRBuilder, step: Any, k: Any, count: int, state: list[Any]) -> list[Any]:
+    for i in range(count):
+        state = step(b.add(k, INT64(i)), state)
+    return state
+
+
+def _word(b: ir.IRBuilder, x_block: Any, number: int, word: ir.Type) -> Any:
+    return broadcast(b, load(b, b.add(x_block, INT64(4 * number)), word), LANES)
+
+
+def _larger(b: ir.IRBuilder, first: Any, second: Any) -> Any:
+    return b.select(b.fcmp_ordered(">", first, second), first, second)
+
+
+def _finite_or(b: ir.IRBuilder, values: Any, other: float) -> Any:
+    return b.select(b.fcmp_ordered("<", values, splat(FLOATS, _INFINITY)), values, splat(FLOATS, other))

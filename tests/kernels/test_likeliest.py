@@ -1,0 +1,210 @@
+"""The likeliest token by a packed head: that of all logits, of which few are computed."""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from quire.kernels import ops
+from quire.kernels.cpu import byte_dots, dots, likeliest
+from quire.kernels.cpu.features import cpu_features
+from quire.kernels.cpu.likeliest import PAIR
+from quire.kernels.cpu.linear import choose_likeliest
+from quire.kernels.dispatch import forced_backend
+from quire.kernels.packed import BLOCK, PACKINGS, Packing, lengths, unpack
+from quire.kernels.sampling import likeliest_tokens
+
+KERNELS: list[tuple[ModuleType, torch.dtype]] = []
+if "avx512vnni" in cpu_features():
+    KERNELS += [(byte_dots, torch.float32), (byte_dots, torch.bfloat16)]
+    if "avx512bf16" in cpu_features():
+        KERNELS += [(dots, torch.bfloat16)]
+NAMES = [f"{kernel.__name__.rpartition('.')[2]}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
+kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=NAMES)
+packings = pytest.mark.parametrize("packing", [PACKINGS["q4_0"], PACKINGS["q8_0"]], ids=lambda each: each.name)
+TOKENS, SIZE = 2000, 160  # an odd number of panels, and blocks that do not come in fours
+
+
+def head(packing: Packing, seed: int = 0, *, scale: float = 0.02) -> torch.Tensor:
+    """Rows of any codes."""
+    generator = torch.Generator().manual_seed(seed)
+    halves = (torch.rand(TOKENS, SIZE // BLOCK, generator=generator) + 0.5) * scale
+    codes = torch.randint(256, (TOKENS, SIZE * packing.bits // 8), generator=generator, dtype=torch.uint8)
+    return torch.cat([halves.half().view(torch.uint8), codes], dim=1)
+
+
+def hidden(num_rows: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(num_rows, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def both(kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+    """As it is found, and by all logits."""
+    weight = kernel.lay_out(rows, packing)
+    logits = kernel.linear(x, weight, None, packing, torch.float32)
+    return choose_likeliest(kernel, x, weight, packing, lengths(rows, packing)), likeliest_tokens(logits)
+
+
+def bounds(kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
+    weight, has_pairs = kernel.lay_out(rows, packing), kernel is dots
+    rounds = has_pairs and len(x) > dots.FEW_ROWS
+    return likeliest.bounds(x, weight, packing, lengths(rows, packing), has_pairs=has_pairs, rounds=rounds)
+
+
+def pairs_of(logits: torch.Tensor) -> list[torch.Tensor]:
+    """The parts that are looked at together. The last two panels are the last pair."""
+    starts = [min(start, TOKENS - PAIR) for start in range(0, TOKENS, PAIR)]
+    return [logits[:, start : start + PAIR] for start in starts]
+
+
+@kernels
+@packings
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33])
+def test_it_is_the_token_of_all_logits(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    for seed in range(8):
+        found, expected = both(kernel, hidden(num_rows, seed).to(dtype), head(packing, seed), packing)
+        assert torch.equal(found, expected)
+
+
+@kernels
+@packings
+@pytest.mark.parametrize("num_rows", [4, 20])
+def test_few_pairs_are_multiplied_where_tokens_stand_out(
+    num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype
+) -> None:
+    """Rows of x that point to some token each, as those of a model do."""
+    rows = head(packing)
+    wanted = torch.randint(TOKENS, (num_rows,), generator=torch.Generator().manual_seed(3))
+    x = (unpack(rows, packing)[wanted] + hidden(num_rows) / 10).to(dtype)
+    found, expected = both(kernel, x, rows, packing)
+    assert torch.equal(found, expected)
+    assert torch.equal(found, wanted)
+    upper, lower = bounds(kernel, x, rows, packing)
+    assert (upper >= lower.amax(dim=1, keepdim=True)).any(dim=0).sum() <= num_rows
+
+
+@kernels
+@packings
+@pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17])
+def test_only_what_is_chosen_is_multiplied(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    weight, x = kernel.lay_out(head(packing), packing), hidden(num_rows).to(dtype)
+    logits = kernel.linear(x, weight, None, packing, torch.float32)
+    chosen = (torch.rand(-(-TOKENS // PAIR), generator=torch.Generator().manual_seed(5)) < 0.3).to(torch.uint8)
+    for last in (0, 1):
+        chosen[-1] = last
+        found = torch.full((num_rows, TOKENS), 7.0)
+        kernel.multiply(x, weight, None, packing, found, chosen=chosen)
+        expected = torch.full((num_rows, TOKENS), 7.0)
+        for own, all_, is_chosen in zip(pairs_of(expected), pairs_of(logits), chosen, strict=True):
+            if is_chosen:
+                own.copy_(all_)
+        assert torch.equal(found, expected)
+
+
+@kernels
+@packings
+def test_of_equal_ones_it_is_the_first(packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    """The highest logit is there several times: within a panel, in panels far apart, and in the odd one."""
+    rows, x = head(packing), hidden(6)
+    top = (x @ unpack(rows, packing).T).argmax(dim=1)[0]
+    for places in ([7, 12], [40, 1999], [1990, 1999], [1983, 1984], [33, 64, 1024]):
+        rows[places] = rows[top].clone()
+    found, expected = both(kernel, x.to(dtype), rows, packing)
+    assert torch.equal(found, expected)
+    assert found[0] == min(7, int(top))
+
+
+@kernels
+@packings
+def test_tokens_that_are_hard_to_tell_apart(packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    """All rows of the head are one another's but for a code or two: nothing stands out."""
+    rows, generator = head(packing)[:1].expand(TOKENS, -1).clone(), torch.Generator().manual_seed(4)
+    for _ in range(2):
+        places = torch.randint(rows.shape[1] - SIZE * packing.bits // 8, rows.shape[1], (TOKENS,), generator=generator)
+        rows[torch.arange(TOKENS), places] ^= 1
+    for seed in range(4):
+        found, expected = both(kernel, hidden(9, seed).to(dtype), rows, packing)
+        assert torch.equal(found, expected)
+
+
+@kernels
+@packings
+@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e-6, 1e6, 1e20, 1e34])
+def test_rows_of_any_size(size: float, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    """Also beside one another, and in the blocks of one row."""
+    x = hidden(6)
+    x[1] *= size
+    x[2, :40] *= size
+    x[3, 7] *= size
+    x[4, 1:] = 0.0
+    x[5] = 0.0
+    found, expected = both(kernel, x.to(dtype), head(packing), packing)
+    assert torch.equal(found, expected)
+
+
+@kernels
+@packings
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite(broken: float, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    """In x, all pairs of its row are looked at; in a scale of tokens, the first of these may have an infinite
+    logit, as of all logits."""
+    x = hidden(5).to(dtype)
+    x[2, 70] = broken
+    found, expected = both(kernel, x, head(packing), packing)
+    assert torch.equal(found, expected)
+    rows = head(packing)
+    rows[[1500, 1800], :2] = torch.tensor([broken]).half().view(torch.uint8)
+    found, expected = both(kernel, hidden(5).to(dtype), rows, packing)
+    assert torch.equal(found, expected)
+    assert 1500 in found.tolist()
+
+
+@kernels
+@packings
+@pytest.mark.parametrize("num_rows", [1, 7, 24])
+def test_no_product_is_out_of_bounds(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
+    """Rows whose rounding loses as much as it can, in the direction of the token."""
+    rows = head(packing)
+    numbers, lost = unpack(rows, packing), hidden(num_rows)
+    for i in range(num_rows):
+        # A block's largest is 127 halves, all else between two whole numbers, to the token's side.
+        x = numbers[i].sign() * (0.499 if i % 2 else 0.501)
+        x[::BLOCK] = 127.0
+        lost[i] = x
+    x = lost.to(dtype)
+    logits = kernel.linear(x, kernel.lay_out(rows, packing), None, packing, torch.float32)
+    upper, lower = bounds(kernel, x, rows, packing)
+    tops = torch.stack([part.amax(dim=1) for part in pairs_of(logits)], dim=1)
+    assert (tops <= upper).all()
+    assert (lower <= tops).all()
+    assert (upper - lower).max() < logits.abs().max() / 2  # and they say something
+
+
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_any_packing_on_any_backend(backend: str, dtype: torch.dtype, packing: Packing) -> None:
+    """By whatever this CPU multiplies with."""
+    least = torch.zeros(TOKENS, 2 * SIZE // BLOCK, dtype=torch.uint8) if packing.has_least else torch.empty(TOKENS, 0)
+    halves, codes = head(packing).split([2 * SIZE // BLOCK, SIZE * packing.bits // 8], dim=1)
+    rows = torch.cat([halves, least.to(torch.uint8), codes], dim=1)
+    with forced_backend(backend):
+        weight = ops.lay_out_packed(rows, packing, dtype)
+        for num_rows in (0, 1, 2, 8, 40):
+            x = hidden(num_rows).to(dtype)
+            logits = ops.linear_packed(x, weight, packing, out_dtype=torch.float32)
+            assert torch.equal(
+                ops.likeliest_packed(x, weight, packing, lengths(rows, packing)), likeliest_tokens(logits)
+            )
+
+
+@packings
+def test_lengths(packing: Packing) -> None:
+    rows = head(packing)
+    numbers = unpack(rows, packing)
+    expected = torch.stack([each.double().norm(dim=1) for each in (numbers, numbers - numbers.bfloat16().float())])
+    torch.testing.assert_close(lengths(rows, packing).double(), expected, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match=r"lengths must be \[2, 2000\] float32, got \[2, 2000\] torch.bfloat16"):
+        ops.likeliest_packed(hidden(2), rows, packing, expected.bfloat16())
