@@ -39,8 +39,13 @@ def _prompts(query: torch.dtype, keys: torch.dtype) -> None:
         prompts.worker(query, keys)
 
 
+def _decodes(query: torch.dtype, keys: torch.dtype) -> None:
+    """Likewise."""
+    decode.worker(query, keys, prompt_tiles.decodes_in_pairs(query))
+
+
 _FUNCTIONS = (*elementwise.FUNCTIONS, *sampling.FUNCTIONS, *operators.FUNCTIONS)
-_PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": decode.worker, "prompts": _prompts}
+_PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": _decodes, "prompts": _prompts}
 
 
 @contextmanager

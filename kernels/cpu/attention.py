@@ -51,9 +51,9 @@ def paged_attention(
     shape = Shape.of(query, key_cache, scale, sliding_window, softcap)
     decodes = _decode_plan(metadata, shape)
     layer = Layer(query, key_cache, value_cache, out, sinks, key_scale, value_scale)
-    if decodes is not None:
-        decodes.attend(layer)
     in_tiles = prompt_tiles.fits(query, key_cache) and softcap is None and sinks is None
+    if decodes is not None:
+        decodes.attend(layer, in_pairs=in_tiles and prompt_tiles.decodes_in_pairs(query.dtype))
     plan = _prompt_plan(metadata, shape, TILE if in_tiles else 1)
     if plan is not None:
         plan.attend(prompt_tiles.worker() if in_tiles else prompts.worker(query.dtype, key_cache.dtype), layer)

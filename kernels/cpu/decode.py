@@ -116,11 +116,13 @@ class DecodePlan:
             fields[name] = values.ctypes.data
         fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
-    def attend(self, layer: Layer) -> None:
-        """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned."""
+    def attend(self, layer: Layer, *, in_pairs: bool = False) -> None:
+        """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned.
+
+        `in_pairs`: by dot products of bfloat16, where scores need not have the bits of those of `prompts`."""
         self._num_calls += 1
         turn = self._num_calls % _NUM_TURNS
-        compiled = worker(layer.query.dtype, layer.key_cache.dtype)
+        compiled = worker(layer.query.dtype, layer.key_cache.dtype, in_pairs)
         call = layer_call(compiled, layer, self._record, number=self._num_calls, scratch=turn)
         run_call(call._replace(scratch=self._address + turn))
 
@@ -218,8 +220,9 @@ def _give(acc: Any, totals: Any, tops: Any, is_all: bool, value_scale: Any, part
 
 
 @njit(error_model="numpy")
-def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
-    """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`."""
+def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any, in_pairs: bool) -> None:
+    """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`, which
+    is signed if `in_pairs`."""
     num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
     group, block_size = num_heads // num_kv_heads, plan.block_size
     head_bytes = head_dim * like.itemsize
@@ -246,7 +249,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     totals, tops = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
     scores = np.empty((num_heads, CHUNK), np.float32)
     offsets = np.empty(CHUNK + AHEAD, np.int64)  # of tokens in the caches, in bytes
-    q_start, acc_start = q.ctypes.data, acc.ctypes.data
+    q_start, q_row, acc_start = np.int64(q.ctypes.data), head_dim * 4, acc.ctypes.data
     scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
     thread, item, lap = enter(layer.claims), -1, 0
     while True:
@@ -254,10 +257,13 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         if item < 0:
             return
         owner = owners[item]
-        for head in range(num_heads):
-            base = tokens[owner] * layer.token_stride + head * layer.head_stride
-            for d in range(head_dim):
-                q[head, d] = widened(query[base + d]) * scale
+        if in_pairs:
+            q_start, q_row = layer.query + tokens[owner] * layer.token_stride * 2, layer.head_stride * 2
+        else:
+            for head in range(num_heads):
+                base = tokens[owner] * layer.token_stride + head * layer.head_stride
+                for d in range(head_dim):
+                    q[head, d] = widened(query[base + d]) * scale
         blocks = table[requests[owner] * plan.table_stride :]
         begin, length = begins[item], ends[item] - begins[item]
         _place_tokens(blocks, block_size, begin, length, token_bytes, 0, offsets)
@@ -270,8 +276,8 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             for kv_head in range(num_kv_heads):
                 head = kv_head * group
                 score_group(
-                    like, group, q_start + head * head_dim * 4, layer.key_cache + kv_head * head_bytes,
-                    offsets_start + i * 8, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
+                    like, group, q_start + head * q_row, q_row, layer.key_cache + kv_head * head_bytes,
+                    offsets_start + i * 8, head_dim, scale, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
                 )  # fmt: skip
         for head in range(num_heads):
             totals[head], tops[head] = to_weights(scores[head, :length], softcap)
@@ -296,9 +302,11 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
             _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, result)
 
 
-def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources: str) -> Any:
+def _worker(query_type: type[np.generic], cache_type: type[np.generic], in_pairs: bool, sources: str) -> Any:
+    keys_type = {np.uint16: np.int16, np.uint8: np.int8}[cache_type] if in_pairs else cache_type
+
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    @filed_as(query_type.__name__, cache_type.__name__)
+    @filed_as(query_type.__name__, keys_type.__name__)
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         layer = carray(pointer(address), (1,), LAYER)[0]
@@ -306,7 +314,7 @@ def _worker(query_type: type[np.generic], cache_type: type[np.generic], sources:
         many = np.int64(1) << 31
         query = carray(pointer(layer.query), (many,), query_type)
         out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), query_type)
-        _attend(layer, plan, query, out, np.empty(0, cache_type))
+        _attend(layer, plan, query, out, np.empty(0, keys_type), in_pairs)
 
     return worker
 
@@ -329,6 +337,6 @@ _plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # t
 
 
 @cache
-def worker(query: torch.dtype, keys: torch.dtype) -> Any:
+def worker(query: torch.dtype, keys: torch.dtype, in_pairs: bool = False) -> Any:
     """For a query and a cache of these types: compiled when it is first asked for."""
-    return _worker(NUMBERS[query], NUMBERS[keys], _SOURCES)
+    return _worker(NUMBERS[query], NUMBERS[keys], in_pairs, _SOURCES)

@@ -32,7 +32,6 @@ from .code_words import (
     x_sum_at,
 )
 from .tile_product import STEP_BYTES, span_bytes
-from .tiles import dot_bfloat16
 from .vectors import (
     FLOATS,
     INT32,
@@ -42,6 +41,7 @@ from .vectors import (
     at_most,
     broadcast,
     by_least,
+    dot_bfloat16,
     fma,
     from_bfloat16,
     load,

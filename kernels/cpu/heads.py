@@ -37,6 +37,7 @@ from .vectors import (
     LANES,
     add_quarters,
     broadcast,
+    dot_bfloat16,
     fma,
     from_bfloat16,
     from_float8,
@@ -47,6 +48,7 @@ from .vectors import (
     repeat_quarter,
     splat,
     store,
+    take,
     turn_quarters,
     turn_words,
 )
@@ -63,6 +65,7 @@ AHEAD = 32
 _LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32
 _QUARTER = ir.VectorType(FLOAT, CLASSES)  # of a vector of LANES
+_QUARTER_BYTES = CLASSES * _SIZE
 
 
 @intrinsic
@@ -104,8 +107,7 @@ def widen_codes(
             def step(d: Any, _state: list[Any]) -> list[Any]:
                 numbers = _load(b, b.add(place, d), 1)
                 if size == 2:
-                    upper = b.lshr(b.bitcast(numbers, INTS), splat(INTS, 16))
-                    numbers = b.trunc(upper, ir.VectorType(INT16, LANES))
+                    numbers = _words(b, b.add(place, d), 1)
                 store(b, numbers, b.add(out, b.mul(d, INT64(size))))
                 return []
 
@@ -124,39 +126,47 @@ def score(
     like: Any,
     num_heads: Any,
     query: Any,
+    query_row: Any,
     keys: Any,
     offsets: Any,
     head_dim: Any,
+    scale: Any,
     scores: Any,
     scores_row: Any,
 ) -> Any:
     """Dot products of `num_heads` queries with the keys at POSITIONS offsets, [heads, offsets] float32 at `scores`.
 
-    query [num_heads, head_dim] is float32; `scores_row` bytes are between heads. Constant: `num_heads`, up to _HEADS.
-    Keys have the type of `like`, an array: float32, bfloat16 as uint16, or e4m3fn as uint8. The keys AHEAD offsets
-    behind are fetched.
+    `query_row` and `scores_row` bytes are between heads. Constant: `num_heads`, up to _HEADS. Keys have the type of
+    `like`, an array: float32, bfloat16 as uint16, or e4m3fn as uint8; queries, which have been scaled, are float32. Or
+    both are in bfloat16, and two numbers are multiplied at once: `like` is signed then, and products are scaled. The
+    keys AHEAD offsets behind are fetched.
     """
     heads, width = num_heads.literal_value, like.dtype.bitwidth // 8
+    in_pairs = isinstance(like.dtype, types.Integer) and like.dtype.signed
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, query, keys, offsets, head_dim, scores, scores_row = arguments
+        _, _, query, query_row, keys, offsets, head_dim, scale, scores, scores_row = arguments
         places, fetched = (
             [b.add(keys, load(b, b.add(offsets, INT64(8 * (ahead + i))), INT64)) for i in range(POSITIONS)]
             for ahead in (0, AHEAD)
         )
-        query_rows = [b.add(query, b.mul(head_dim, INT64(_SIZE * i))) for i in range(heads)]
-        fours = range(0, POSITIONS, 4)
+        query_rows = [b.add(query, b.mul(query_row, INT64(i))) for i in range(heads)]
+        fours, multiply = range(0, POSITIONS, 4), dot_bfloat16 if in_pairs else fma
 
         def step(d: Any, sums: list[Any]) -> list[Any]:
             for place in fetched:
                 prefetch(b, b.add(place, b.mul(d, INT64(width))), level=2)
             rows = [b.add(place, b.mul(d, INT64(width))) for place in places]
-            keys = [_quarters(b, rows[first : first + 4], width) for first in fours]
-            for number in range(LANES // CLASSES):
-                offset = b.mul(b.add(d, INT64(CLASSES * number)), INT64(_SIZE))
-                queries = [repeat_quarter(b, load(b, b.add(row, offset), _QUARTER)) for row in query_rows]
+            if in_pairs:
+                keys = [_pairs(b, rows[first : first + 4], width) for first in fours]
+            else:
+                keys = [_quarters(b, rows[first : first + 4], width) for first in fours]
+            offset = b.mul(d, INT64(2 if in_pairs else _SIZE))
+            for number in range(len(keys[0])):
+                within = b.add(offset, INT64(_QUARTER_BYTES * number))
+                queries = [repeat_quarter(b, load(b, b.add(row, within), _QUARTER)) for row in query_rows]
                 of_all = [(one, each[number]) for one in queries for each in keys]
-                sums = [fma(b, one, each, total) for (one, each), total in zip(of_all, sums, strict=True)]
+                sums = [multiply(b, one, each, total) for (one, each), total in zip(of_all, sums, strict=True)]
             return sums
 
         nothing, zeros = splat(_QUARTER, 0.0), [splat(FLOATS, 0.0)] * (heads * len(fours))
@@ -164,10 +174,12 @@ def score(
         for head in range(heads):
             row = b.add(scores, b.mul(scores_row, INT64(head)))
             for first in fours:
-                store(b, add_quarters(b, nothing, next(found)), b.add(row, INT64(_SIZE * first)))
+                total = add_quarters(b, nothing, next(found))
+                total = b.fmul(total, broadcast(b, scale, CLASSES)) if in_pairs else total
+                store(b, total, b.add(row, INT64(_SIZE * first)))
         return context.get_dummy_value()
 
-    return types.void(like, num_heads, *[types.int64] * 6), generate
+    return types.void(like, num_heads, *[types.int64] * 5, types.float32, *[types.int64] * 2), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -235,6 +247,25 @@ def _quarters(b: ir.IRBuilder, places: list[Any], width: int) -> list[Any]:
     return [_join(b, [b.add(place, INT64(size * i)) for place in places], width) for i in range(LANES // CLASSES)]
 
 
+def _pairs(b: ir.IRBuilder, places: list[Any], width: int) -> list[Any]:
+    """`_quarters` of bfloat16: a vector of it from each is four pairs of numbers."""
+    whole = range(2 * LANES)
+    low, high = (
+        b.bitcast(take(b, _words(b, places[i], width), whole, _words(b, places[i + 1], width)), INTS) for i in (0, 2)
+    )
+    return [
+        take(b, low, [start + i for start in range(4 * half, 2 * LANES, 8) for i in range(4)], high) for half in (0, 1)
+    ]
+
+
+def _words(b: ir.IRBuilder, place: Any, width: int) -> Any:
+    """LANES numbers as bfloat16."""
+    if width == 2:
+        return load(b, place, ir.VectorType(INT16, LANES))
+    bits = b.bitcast(_load(b, place, width), INTS)
+    return b.trunc(b.lshr(bits, splat(INTS, 16)), ir.VectorType(INT16, LANES))
+
+
 def _join(b: ir.IRBuilder, places: list[Any], width: int) -> Any:
     """A quarter of a vector from each of four places."""
     if width == _SIZE:
@@ -263,23 +294,32 @@ def widen_chunk(like: Any, layer: Any, offsets: Any, first: int, head_dim: int, 
 
 @njit(error_model="numpy")
 def score_group(
-    like: Any, group: int, query: int, keys: int, offsets: int, head_dim: int, scores: int, scores_row: int
+    like: Any,
+    group: int,
+    query: int,
+    query_row: int,
+    keys: int,
+    offsets: int,
+    head_dim: int,
+    scale: Any,
+    scores: int,
+    scores_row: int,
 ) -> None:
     """See `score`, for any number of heads."""
     if IS_WIDE:
         while group >= _HEADS:
-            score(like, _HEADS, query, keys, offsets, head_dim, scores, scores_row)
-            query, scores, group = query + _HEADS * head_dim * 4, scores + _HEADS * scores_row, group - _HEADS
+            score(like, _HEADS, query, query_row, keys, offsets, head_dim, scale, scores, scores_row)
+            query, scores, group = query + _HEADS * query_row, scores + _HEADS * scores_row, group - _HEADS
     while group > 0:
         if group >= 4:
-            score(like, 4, query, keys, offsets, head_dim, scores, scores_row)
+            score(like, 4, query, query_row, keys, offsets, head_dim, scale, scores, scores_row)
         elif group == 3:
-            score(like, 3, query, keys, offsets, head_dim, scores, scores_row)
+            score(like, 3, query, query_row, keys, offsets, head_dim, scale, scores, scores_row)
         elif group == 2:
-            score(like, 2, query, keys, offsets, head_dim, scores, scores_row)
+            score(like, 2, query, query_row, keys, offsets, head_dim, scale, scores, scores_row)
         else:
-            score(like, 1, query, keys, offsets, head_dim, scores, scores_row)
-        query, scores, group = query + _AT_ONCE * head_dim * 4, scores + _AT_ONCE * scores_row, group - _AT_ONCE
+            score(like, 1, query, query_row, keys, offsets, head_dim, scale, scores, scores_row)
+        query, scores, group = query + _AT_ONCE * query_row, scores + _AT_ONCE * scores_row, group - _AT_ONCE
 
 
 @njit(error_model="numpy")

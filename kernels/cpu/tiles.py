@@ -26,7 +26,6 @@ from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sum
 from .features import IS_WIDE, cpu_features
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES
 from .vectors import (
-    BFLOATS,
     FLOAT,
     FLOATS,
     INT8S,
@@ -37,7 +36,7 @@ from .vectors import (
     add_quarters,
     at_most,
     broadcast,
-    call,
+    dot_bfloat16,
     fma,
     from_bfloat16,
     join_quarters,
@@ -88,12 +87,6 @@ def _widen_bfloat16(b: ir.IRBuilder, pairs: Any) -> tuple[Any, Any]:
 
 def _fma_bfloat16(b: ir.IRBuilder, x: list[Any], weights: tuple[Any, Any], sums: Any) -> Any:
     return fma(b, x[1], weights[1], fma(b, x[0], weights[0], sums))
-
-
-def dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
-    """Add to each lane the products of two numbers."""
-    operands = [b.bitcast(x, BFLOATS), b.bitcast(weights, BFLOATS)]
-    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *operands])
 
 
 def _same(_b: ir.IRBuilder, vector: Any) -> Any:

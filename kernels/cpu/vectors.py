@@ -72,6 +72,12 @@ def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
     return call(b, "llvm.fma.v16f32", FLOATS, [x, y, z])
 
 
+def dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
+    """Add to each lane the products of two numbers."""
+    operands = [b.bitcast(x, BFLOATS), b.bitcast(weights, BFLOATS)]
+    return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *operands])
+
+
 def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
     """The totals of four vectors, of float32 or int32, in one of four lanes.
 

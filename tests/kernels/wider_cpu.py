@@ -30,7 +30,7 @@ def _without_its_package(name: str) -> Any:
 
 _without_its_package("features").IS_WIDE = True
 
-from quire.kernels.cpu import digits, prompt_tiles, tiles  # noqa: E402
+from quire.kernels.cpu import digits, heads, prompt_tiles, tiles  # noqa: E402
 from quire.kernels.cpu.vectors import INTS, splat  # noqa: E402
 
 
@@ -49,4 +49,4 @@ def _dot_int8(b: Any, x: Any, weights: Any, sums: Any) -> Any:
 
 for _name, _multiply in (("bfloat16 dot", _dot_bfloat16), ("int8 dot", _dot_int8)):
     tiles.FORMATS[_name] = replace(tiles.FORMATS[_name], multiply=_multiply, needs=None)
-digits.dot_int8, prompt_tiles.PRODUCT = _dot_int8, "bfloat16 dot"
+digits.dot_int8, heads.dot_bfloat16, prompt_tiles.PRODUCT = _dot_int8, _dot_bfloat16, "bfloat16 dot"
