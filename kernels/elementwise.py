@@ -29,6 +29,21 @@ class Rotation(NamedTuple):
     interleaved: bool  # pairs are channels (2i, 2i + 1), else (i, i + num_pairs)
 
 
+def angles(positions: Tensor, inv_freq: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
+    """magnitude * cos and magnitude * sin of positions times inv_freq, which is rounded to float32 before.
+
+    Args:
+        positions: [num_tokens] int64, contiguous.
+        inv_freq: [num_pairs] float32, contiguous.
+    Returns two new tensors [num_tokens, num_pairs] float32, contiguous.
+    """
+    if positions.dim() != 1 or inv_freq.dim() != 1 or positions.stride(0) != 1 or inv_freq.stride(0) != 1:
+        raise ValueError(f"positions and inv_freq must be rows, got {tuple(positions.shape)}, {tuple(inv_freq.shape)}")
+    if positions.dtype != torch.int64 or inv_freq.dtype != torch.float32:
+        raise TypeError(f"positions must be int64, inv_freq float32, got {positions.dtype}, {inv_freq.dtype}")
+    return backend_for(positions.device).angles(positions, inv_freq, magnitude)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (https://arxiv.org/abs/1910.07467).
 

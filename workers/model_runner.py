@@ -101,6 +101,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, *, progress: bool = False) -> None:
         """From now on decode steps are graphs, all captured here. To be called before the first step."""
+        self._graphs_give_logits = False
         self._graphs = DecodeGraphs(backend, graph_sizes(self._most_decodes))
         self._graphs.capture_all(self._forward_in_place, self._prepare_idle, progress=progress)
 

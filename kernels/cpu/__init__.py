@@ -1,7 +1,7 @@
 """CPU backend."""
 
 from .attention import paged_attention
-from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv, write_kv
+from .elementwise import activate_and_mul, add_rms_norm, angles, rms_norm, rotate, rotate_and_write_kv, write_kv
 from .linear import (
     fits_packed,
     lay_out_packed,
@@ -18,6 +18,7 @@ from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 __all__ = [
     "activate_and_mul",
     "add_rms_norm",
+    "angles",
     "draw_tokens",
     "exclude_tokens",
     "experts",

@@ -47,7 +47,21 @@ _WRITE = Arguments(
 )  # fmt: skip
 
 
+_ANGLES = Arguments("positions", "inv_freq", "num_pairs", "cos", "sin", floats=("magnitude",))
+
+_ANGLES_TYPE = _ANGLES.dtype
 _NORM_TYPE, _GATE_TYPE, _ROTATE_TYPE, _WRITE_TYPE = _NORM.dtype, _GATE.dtype, _ROTATE.dtype, _WRITE.dtype
+
+
+def angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """See `elementwise.angles`."""
+    (num_tokens,), (num_pairs,) = positions.shape, inv_freq.shape
+    cos, sin = (torch.empty(num_tokens, num_pairs, dtype=torch.float32) for _ in range(2))
+    _angles(
+        num_tokens, num_pairs,
+        positions.data_ptr(), inv_freq.data_ptr(), num_pairs, cos.data_ptr(), sin.data_ptr(), magnitude,
+    )  # fmt: skip
+    return cos, sin
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -169,6 +183,29 @@ def write_kv(
         key_cache.data_ptr(), value_cache.data_ptr(), slot_mapping.data_ptr(), head_dim, 0,
         key_cache.dtype == fp8.BYTES, key_scale, value_scale,
     )  # fmt: skip
+
+
+def _angles_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        """A number by itself: its bits do not depend on those beside it."""
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _ANGLES_TYPE)[0]
+        shape, magnitude = (a.num_rows, a.num_pairs), np.float32(a.magnitude)
+        positions = carray(pointer(a.positions), (a.num_rows,), np.int64)
+        inv_freq = carray(pointer(a.inv_freq), (a.num_pairs,), np.float32)
+        cos, sin = carray(pointer(a.cos), shape, np.float32), carray(pointer(a.sin), shape, np.float32)
+        thread, item, lap = enter_rows(address), -1, 0
+        while True:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
+                return
+            for row in range(first, stop):
+                for i in range(a.num_pairs):
+                    angle = np.float32(positions[row]) * inv_freq[i]
+                    cos[row, i], sin[row, i] = np.cos(angle) * magnitude, np.sin(angle) * magnitude
+
+    return worker
 
 
 def _norm_worker(sources: str) -> Any:
@@ -299,8 +336,9 @@ def _write_worker(sources: str) -> Any:
 
 _SOURCES = digest_of("call", "claims", "exponential", "float8", "intrinsics", "row_vectors", "rows", "vectors", "walk")
 # About what an element takes, in nanoseconds.
+_angles = RowFunction(partial(_angles_worker, _SOURCES), _ANGLES, 30.0, is_idempotent=True)
 _norm = RowFunction(partial(_norm_worker, _SOURCES), _NORM, 0.25, is_idempotent=True)
 _gate = RowFunction(partial(_gate_worker, _SOURCES), _GATE, 0.5, is_idempotent=True)
 _rotate = RowFunction(partial(_rotate_worker, _SOURCES), _ROTATE, 0.3)
 _write = RowFunction(partial(_write_worker, _SOURCES), _WRITE, 0.3, is_idempotent=True)
-FUNCTIONS = (_norm, _gate, _rotate, _write)
+FUNCTIONS = (_angles, _norm, _gate, _rotate, _write)

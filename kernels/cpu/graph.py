@@ -1,7 +1,7 @@
 """A forward as a graph on CPU: recorded once, then repeated on the same memory without Python between its calls.
 
-    | look up, angles |  norm  linear  rotate  attend  linear  norm ... linear  add  norm  linear  likeliest  copy |
-    | torch operators |                           one program of compiled calls                                    |
+    | look up  angles  norm  linear  rotate  attend  linear  norm ... linear  add  norm  linear  likeliest  copy |
+    |                                 one program of compiled calls                                              |
 
 What a forward asks torch for is seen by a dispatch mode, and what it compiles by `recording`. All memory comes from a
 pool and goes back when the forward drops it, so that what is repeated stays in the caches as the forward itself did. An
@@ -173,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _add_operator(self, operator: partial[object]) -> None:
         """Within a program some are compiled calls; alone, they would take longer than torch."""
-        call = self._compiled(operator) if self._calls else None
+        call = self._compiled(operator) if self._calls or operators.begins(operator) else None
         if call is None:
             self.add_action(operator)
         else:

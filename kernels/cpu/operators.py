@@ -2,7 +2,8 @@
 # (compiled functions and their views into memory are not Python to a type checker)
 """What a few operators of torch do, as compiled calls: between two others, Python then has nothing to do.
 
-Those that stand between the layers of a forward and what follows: copies, also of bfloat16 to float32, and a sum.
+Those that stand between the layers of a forward and what follows: copies, also of bfloat16 to float32, and a sum; and
+rows that are looked up, with which a forward begins.
 """
 
 from __future__ import annotations
@@ -22,9 +23,17 @@ from .rows import load_row, store_row
 from .sources import digest_of
 
 _ATEN = torch.ops.aten
+_LOOKED_UP = (_ATEN.embedding.out, _ATEN.index_select.out)
+_TAKE = Arguments("table", "num_places", "groups", "row_words", "places", "out")
+_TAKE_TYPE = _TAKE.dtype
 _SUM = Arguments("x", "x_stride", "x_short", "y", "y_stride", "out", "out_stride", "short", "size")
 _SUM_TYPE = _SUM.dtype
 _WORD = 4  # bytes: what is only copied may be any numbers
+
+
+def begins(operator: partial[Any]) -> bool:
+    """Whether a call of it pays where none is before it: others are behind it."""
+    return operator.func in _LOOKED_UP
 
 
 def compiled(operator: partial[Any]) -> CompiledCall | None:
@@ -35,7 +44,25 @@ def compiled(operator: partial[Any]) -> CompiledCall | None:
         return _copy(*args)
     if operator.func is _ATEN.add_.Tensor and len(args) == 2 and alpha == 1:
         return _add(*args)
+    if operator.func is _ATEN.embedding.out and len(args) == 2:
+        return _look_up(args[0][None], args[1], operator.keywords["out"][None])
+    if operator.func is _ATEN.index_select.out and args[1] == 1 and args[0].dim() == 3:
+        return _look_up(args[0], args[2], operator.keywords["out"])
     return None
+
+
+def _look_up(table: Tensor, places: Tensor, out: Tensor) -> CompiledCall | None:
+    """table [groups, places, size] -> out [groups, rows, size]."""
+    groups, num_places, size = table.shape
+    is_whole = all(each.is_contiguous() for each in (table, places, out)) and size * out.itemsize % _WORD == 0
+    is_plain = places.dim() == 1 and places.dtype == torch.int64 and table.dtype == out.dtype
+    if not is_whole or not is_plain or 0 in (num_places, out.numel()):
+        return None
+    row_words = size * out.itemsize // _WORD
+    return _take.call(
+        len(places), groups * row_words,
+        table.data_ptr(), num_places, groups, row_words, places.data_ptr(), out.data_ptr(),
+    )  # fmt: skip
 
 
 def _copy(out: Tensor, x: Tensor) -> CompiledCall | None:
@@ -78,6 +105,28 @@ def _row_size(tensor: Tensor) -> int:
     return tensor.numel() // len(tensor)
 
 
+def _take_worker(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (likewise)
+        a = carray(pointer(address), (1,), _TAKE_TYPE)[0]
+        places = carray(pointer(a.places), (a.num_rows,), np.int64)
+        table = carray(pointer(a.table), (a.groups, a.num_places, a.row_words), np.int32)
+        out = carray(pointer(a.out), (a.groups, a.num_rows, a.row_words), np.int32)
+        thread, item, lap = enter_rows(address), -1, 0
+        while True:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
+                return
+            for row in range(first, stop):
+                place = min(max(places[row], np.int64(0)), a.num_places - 1)  # nothing else is read, whatever it is
+                for group in range(a.groups):
+                    for i in range(a.row_words):
+                        out[group, row, i] = table[group, place, i]
+
+    return worker
+
+
 def _sum_worker(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address: int) -> None:
@@ -102,4 +151,5 @@ def _sum_worker(sources: str) -> Any:
 
 _SOURCES = digest_of("call", "claims", "intrinsics", "rows")
 _sum = RowFunction(partial(_sum_worker, _SOURCES), _SUM, 0.2)  # about what an element takes, in nanoseconds
-FUNCTIONS = (_sum,)
+_take = RowFunction(partial(_take_worker, _SOURCES), _TAKE, 0.2, is_idempotent=True)
+FUNCTIONS = (_sum, _take)

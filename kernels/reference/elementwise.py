@@ -35,6 +35,13 @@ def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
 
 
+def angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:
+    """See `elementwise.angles`."""
+    found = positions[:, None].float() * inv_freq
+    cos, sin = found.cos(), found.sin()
+    return (cos, sin) if magnitude == 1.0 else (cos * magnitude, sin * magnitude)
+
+
 def rotate(heads: Tensor, rotation: Rotation) -> None:
     """See `elementwise.rotate`."""
     cos, sin = rotation.cos[:, None], rotation.sin[:, None]

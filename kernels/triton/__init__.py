@@ -1,5 +1,6 @@
 """GPU backend. Importing this package imports triton; nothing else of `quire.kernels` does."""
 
+from ..reference.elementwise import angles  # by torch's operators, once per step
 from .attention import paged_attention
 from .cache import write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
@@ -19,6 +20,7 @@ from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 __all__ = [
     "activate_and_mul",
     "add_rms_norm",
+    "angles",
     "draw_tokens",
     "exclude_tokens",
     "experts",

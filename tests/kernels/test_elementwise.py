@@ -7,7 +7,8 @@ import torch
 from elementwise_cases import checks, reference, tolerance
 
 from quire.kernels import elementwise
-from quire.kernels.elementwise import Rotation
+from quire.kernels.dispatch import forced_backend
+from quire.kernels.elementwise import Rotation, angles
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 NAMED = {name: (dtype, check) for dtype in DTYPES for name, check in checks(dtype, large=True).items()}
@@ -75,12 +76,34 @@ def test_pairs_by_hand() -> None:
     assert neighbours.flatten().tolist() == [-2.0, 1.0, -4.0, 3.0, 5.0, 6.0]
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 300])
+def test_angles(num_tokens: int, backend: str) -> None:
+    """Positions near and far, and the bits of each do not depend on those beside it."""
+    positions = torch.randint(131072, (num_tokens,), generator=torch.Generator().manual_seed(0))
+    positions[0] = 0
+    inv_freq = 1.0 / 10000.0 ** (torch.arange(32) / 32)
+    with forced_backend(backend):
+        cos, sin = angles(positions, inv_freq, 1.25)
+        alone = [angles(positions[i : i + 1], inv_freq, 1.25) for i in range(num_tokens)]
+    exact = (positions[:, None].float() * inv_freq).double()
+    torch.testing.assert_close(cos.double(), exact.cos() * 1.25, rtol=0, atol=2e-7)
+    torch.testing.assert_close(sin.double(), exact.sin() * 1.25, rtol=0, atol=2e-7)
+    if backend == "cpu":
+        assert torch.equal(cos, torch.cat([each for each, _ in alone]))
+        assert torch.equal(sin, torch.cat([each for _, each in alone]))
+
+
 def test_wrong_arguments_are_refused() -> None:
     x, weight = torch.randn(2, 8), torch.randn(8)
     with pytest.raises(ValueError, match=r"weight must be \[8\] torch.float32, got \[7\]"):
         elementwise.rms_norm(x, weight[:7], 1e-5)
     with pytest.raises(ValueError, match=r"got .* torch.bfloat16"):
         elementwise.rms_norm(x, weight.bfloat16(), 1e-5)
+    with pytest.raises(TypeError, match=r"positions must be int64, inv_freq float32, got torch.int32"):
+        angles(torch.arange(3, dtype=torch.int32), weight)
+    with pytest.raises(ValueError, match="must be rows"):
+        angles(torch.arange(4)[::2], weight)
     with pytest.raises(ValueError, match="contiguous rows"):
         elementwise.rms_norm(x.T, weight[:2], 1e-5)
     with pytest.raises(TypeError, match="x must be one of"):

@@ -14,9 +14,10 @@ from quire.kernels.cpu import operators
 from quire.kernels.cpu.any_rows import capture as capture_any_rows
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.threads import run_call
-from quire.kernels.elementwise import rms_norm
+from quire.kernels.elementwise import angles, rms_norm
 
 COPY, ADD = torch.ops.aten.copy_.default, torch.ops.aten.add_.Tensor
+EMBEDDING, INDEX_SELECT = torch.ops.aten.embedding.out, torch.ops.aten.index_select.out
 ROWS = {"one": 1, "some": 13, "many": 301}
 
 
@@ -122,3 +123,53 @@ def test_a_forward_with_them_repeats_what_it_does(dtype: torch.dtype) -> None:
             assert torch.equal(out, forward(x[:33], each))
             for num_rows in (1, 33, 99, 64):
                 assert torch.equal(record.replay(num_rows), forward(x[:num_rows], same))
+
+
+@pytest.mark.parametrize("num_rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 33), (torch.bfloat16, 34), (torch.int32, 7)])
+def test_rows_that_are_looked_up(dtype: torch.dtype, size: int, num_rows: int) -> None:
+    """Of one table, and at once of several; with the first and the last row, and some twice."""
+    tables = bits(3 * 50, size, dtype).view(3, 50, size)
+    places = torch.randint(50, (num_rows,))
+    places[0], places[-1] = 0, 49
+    of_one, of_each = torch.zeros(num_rows, size, dtype=dtype), torch.zeros(3, num_rows, size, dtype=dtype)
+    assert call(EMBEDDING, tables[1], places, out=of_one)
+    assert call(INDEX_SELECT, tables, 1, places, out=of_each)
+    raw = tables.view(torch.uint8)
+    assert torch.equal(of_one.view(torch.uint8), raw[1][places])
+    assert torch.equal(of_each.view(torch.uint8), raw[:, places])
+
+
+def test_nothing_beside_a_table_is_looked_up() -> None:
+    table, out = torch.arange(8.0).view(4, 2), torch.zeros(3, 2)
+    assert call(EMBEDDING, table, torch.tensor([-5, 1, 1 << 40]), out=out)
+    assert torch.equal(out, table[[0, 1, 3]])
+
+
+def test_what_is_looked_up_otherwise() -> None:
+    table, places, out = torch.rand(4, 6), torch.tensor([1, 2]), torch.zeros(2, 6)
+    assert not call(EMBEDDING, table[:, ::2], places, out=out[:, :3].contiguous())
+    assert not call(EMBEDDING, table, places.int(), out=out)
+    assert not call(
+        EMBEDDING, table.to(torch.uint8)[:, :3].contiguous(), places, out=out.to(torch.uint8)[:, :3].contiguous()
+    )
+    assert not call(INDEX_SELECT, table, 0, places, out=out)
+    assert not call(EMBEDDING, table, places[:0], out=out[:0])
+
+
+def test_a_graph_begins_with_them() -> None:
+    """And reads what its inputs are when it runs."""
+    table, places, weight = torch.rand(40, 16), torch.tensor([3, 30, 7]), torch.rand(16)
+    positions, inv_freq, out = torch.tensor([1, 2, 900]), torch.rand(4), torch.zeros(3, 24)
+
+    def run() -> None:
+        x = torch.nn.functional.embedding(places, table)
+        cos, sin = angles(positions, inv_freq)
+        out.copy_(torch.cat([rms_norm(x, weight, 1e-5), cos, sin], dim=1))
+
+    graph = capture(run, Pool())
+    places.copy_(torch.tensor([5, 39, 0]))
+    positions.add_(5)
+    graph()
+    expected = torch.cat([rms_norm(table[places], weight, 1e-5), *angles(positions, inv_freq)], dim=1)
+    assert torch.equal(out, expected)

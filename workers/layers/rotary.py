@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from quire.kernels.elementwise import Rotation
+from quire.kernels.elementwise import Rotation, angles
 
 from ..models.spec import (
     ChannelScaling,
@@ -31,11 +31,7 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, positions: Tensor) -> Rotation:
         """positions: [num_tokens] int64."""
-        angles = positions[:, None].float() * self.inv_freq
-        cos, sin = angles.cos(), angles.sin()
-        magnitude = self._spec.magnitude
-        if magnitude != 1.0:
-            cos, sin = cos * magnitude, sin * magnitude
+        cos, sin = angles(positions, self.inv_freq, self._spec.magnitude)
         return Rotation(cos, sin, self._spec.interleaved)
 
 
