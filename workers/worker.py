@@ -145,12 +145,13 @@ class Worker:
             self._capture_graphs()
 
     def _warm_up(self) -> None:
-        """Many prompts, whose tokens are drawn, and a greedy decode, in a cache of their own."""
+        """Many prompts, whose tokens are drawn of those that a grammar allows, and a greedy decode, in a cache of their
+        own."""
         limits = self._config.scheduler
         num_tokens = min(2, self._info.max_model_len, limits.max_num_batched_tokens)
         num_rows = min(_WARM_UP_ROWS, limits.max_num_seqs, limits.max_num_batched_tokens // num_tokens)
         step, config = self._step_of(np.full(num_rows, num_tokens, np.int32))
-        single, _ = self._step_of(np.array([1], np.int32), temperature=0.0)
+        single, _ = self._step_of(np.array([1], np.int32), is_greedy=True)
         self._make_runner(config)
         for each in (step, single):
             self.execute_model(each)
@@ -264,8 +265,9 @@ class Worker:
         lengths[: limits.max_num_batched_tokens % num_rows] += 1
         return self._step_of(np.minimum(lengths, self._info.max_model_len))
 
-    def _step_of(self, lengths: IntArray, temperature: float = 1.0) -> tuple[SchedulerOutput, KVCacheConfig]:
-        """A step with prompts of some lengths, all with a grammar, and the cache it needs."""
+    def _step_of(self, lengths: IntArray, *, is_greedy: bool = False) -> tuple[SchedulerOutput, KVCacheConfig]:
+        """A step with prompts of some lengths, and the cache it needs. They take the likeliest tokens, or they have a
+        grammar and draw theirs."""
         num_rows, block_size = len(lengths), self._config.cache.block_size
         groups = group_layers(self.kv_cache_specs(), self._parallel.grid.num_stages)
         new_rows, next_block = [], 1
@@ -279,23 +281,21 @@ class Worker:
                     request_id=str(row),
                     token_ids=[0] * length,
                     num_prompt_tokens=length,
-                    sampling_params=SamplingParams(temperature=temperature, top_p=0.9),
+                    sampling_params=SamplingParams(temperature=0.0 if is_greedy else 1.0, top_p=0.9),
                     seed=0,
                     choice_index=0,
                     eos_token_ids=(),
                     block_ids=tuple(block_ids for _ in groups),
                 )
             )
-        rows = np.arange(num_rows, dtype=np.int32)
+        rows, masks = np.arange(num_rows, dtype=np.int32), (num_rows, -(-self._info.vocab_size // 32))
         step = SchedulerOutput(
             step_id=0,
             rows=rows,
             num_scheduled_tokens=lengths,
             num_computed_tokens=np.zeros_like(rows),
             new_rows=new_rows,
-            grammar=GrammarMasks(
-                indices=rows, allowed=np.full((num_rows, -(-self._info.vocab_size // 32)), -1, np.int32)
-            ),
+            grammar=None if is_greedy else GrammarMasks(indices=rows, allowed=np.full(masks, -1, np.int32)),
         )
         return step, KVCacheConfig(next_block, block_size, groups)
 

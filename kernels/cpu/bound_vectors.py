@@ -116,7 +116,6 @@ def bound(
     typing_context: Any,
     packing: Any,
     has_pairs: Any,
-    fetches: Any,
     panel: Any,
     num_blocks: Any,
     lengths: Any,
@@ -124,19 +123,20 @@ def bound(
     x: Any,
     x_row: Any,
     num_rows: Any,
+    fetches: Any,
     out: Any,
 ) -> Any:
     """Write for `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, what none of their products with
     WIDTH panels is above, and then what the largest of these is not below: each [ROWS] float32.
 
     `lengths`, `lost`: the addresses of those of the rows of the weight, and of what was taken from them, float32. What
-    is not finite bounds nothing. Constants are `packing`, `has_pairs` (see `round_row`), and whether what comes later
-    of the weight is fetched.
+    is not finite bounds nothing. `fetches`: whether what comes later of the weight is fetched, 0 or 1. Constants are
+    `packing` and `has_pairs` (see `round_row`).
     """
     kind, in_pairs = PACKINGS[packing.literal_value], has_pairs.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, _, panel, num_blocks, lengths, lost, x, x_row, num_rows, out = arguments
+        _, _, panel, num_blocks, lengths, lost, x, x_row, num_rows, fetches, out = arguments
         panel_step = b.mul(num_blocks, INT64(TILE * kind.block_bytes))
 
         def of_rows(count: int) -> None:
@@ -145,7 +145,7 @@ def bound(
             def step(k: Any, totals: list[Any]) -> list[Any]:
                 blocks = blocks_of(b, kind, panel, panel_step, k)
                 x_blocks = [b.add(start, b.mul(k, INT64(X_BLOCK_BYTES))) for start in starts]
-                if fetches.literal_value:
+                with b.if_then(b.icmp_signed("!=", fetches, INT64(0))):
                     for block in blocks:
                         fetch(b, kind, block)
                 sums = _sums(b, kind, in_pairs, blocks, x_blocks)
@@ -178,7 +178,7 @@ def bound(
         by_least(b, num_rows, _COUNTS, of_rows)
         return context.get_dummy_value()
 
-    return types.void(packing, has_pairs, fetches, *[types.int64] * 8), generate
+    return types.void(packing, has_pairs, *[types.int64] * 9), generate
 
 
 def _block(b: ir.IRBuilder, address: Any, size: int) -> list[Any]:

@@ -170,12 +170,8 @@ def _bound_worker(packing: str, has_pairs: bool, has_short_x: bool, sources: str
                 lost = lengths + num_panels * STEP_BYTES
                 for row in range(0, count, ROWS):
                     number = min(ROWS, count - row)
-                    if row == 0:
-                        x = rows
-                        bound(packing, has_pairs, True, start, num_blocks, lengths, lost, x, x_row, number, bounds)
-                    else:
-                        x = rows + row * x_row
-                        bound(packing, has_pairs, False, start, num_blocks, lengths, lost, x, x_row, number, bounds)
+                    x, fetches = rows + row * x_row, np.int64(row == 0)
+                    bound(packing, has_pairs, start, num_blocks, lengths, lost, x, x_row, number, fetches, bounds)
                     for i in range(number):
                         upper[row + i, pair] = found[0, i]
                         lower[row + i, pair] = found[1, i]
@@ -191,7 +187,7 @@ def _choose_worker(sources: str) -> Any:
         a = carray(pointer(address), (1,), _CHOOSE_TYPE)[0]
         num_pairs, count = a.num_rows, a.count
         upper = carray(pointer(a.upper), (count, num_pairs), np.float32)
-        chosen, may = carray(pointer(a.chosen), (num_pairs,), np.uint8), np.empty(num_pairs, np.uint8)
+        chosen = carray(pointer(a.chosen), (num_pairs,), np.uint8)
         reached = np.empty(count, np.float32)
         for row in range(count):
             reached[row] = highest(carray(pointer(a.lower + 4 * row * num_pairs), (num_pairs,), np.int32))[0]
@@ -200,11 +196,11 @@ def _choose_worker(sources: str) -> Any:
             item, lap, first, stop = take_rows(address, thread, item, lap)
             if item < 0:
                 return
-            may[first:stop] = 0
-            for row in range(count):
-                for pair in range(first, stop):
-                    may[pair] |= np.uint8(upper[row, pair] >= reached[row])
-            chosen[first:stop] = may[first:stop]  # what others may read already is written once
+            for pair in range(first, stop):
+                may = np.uint8(0)
+                for row in range(count):
+                    may |= np.uint8(upper[row, pair] >= reached[row])
+                chosen[pair] = may  # written once: others may read it already
 
     return worker
 
