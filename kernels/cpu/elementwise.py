@@ -341,4 +341,4 @@ _norm = RowFunction(partial(_norm_worker, _SOURCES), _NORM, 0.25, is_idempotent=
 _gate = RowFunction(partial(_gate_worker, _SOURCES), _GATE, 0.5, is_idempotent=True)
 _rotate = RowFunction(partial(_rotate_worker, _SOURCES), _ROTATE, 0.3)
 _write = RowFunction(partial(_write_worker, _SOURCES), _WRITE, 0.3, is_idempotent=True)
-FUNCTIONS = (_angles, _norm, _gate, _rotate, _write)
+FUNCTIONS = (_norm, _gate, _rotate, _write, _angles)

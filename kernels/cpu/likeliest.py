@@ -242,3 +242,4 @@ _SOURCES = (
 )
 _choose = RowFunction(partial(_choose_worker, digest_of(*_SOURCES)), _CHOOSE, 1.0, is_idempotent=True)
 _pick = RowFunction(partial(_pick_worker, digest_of(*_SOURCES)), _PICK, 1.0, is_idempotent=True)
+FUNCTIONS = (_choose, _pick)
