@@ -19,6 +19,7 @@ from quire.engine.outputs import GrammarMasks, IntArray, ModelRunnerOutput, NewR
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.speculation import MAX_STEP_DRAFTS, num_speculative_tokens
 from quire.kernels import fp8
+from quire.kernels.ops import AttentionMetadata
 
 from .decode_graphs import CudaGraphBackend
 from .host_memory import gather_weights
@@ -78,8 +79,10 @@ class Worker:
         with building(torch.device("meta"), self.dtype):
             weight_bytes = num_bytes(blueprint.build(self._parallel).parameters())
         check_weights_fit(weight_bytes, self.device, self._info.name)
-        with self._compiled_meanwhile():
+        with self._compiled_meanwhile() as is_elsewhere:
             self._model = self._loaded(blueprint)
+            if is_elsewhere and self._parallel.grid.world_size == 1 and self._model.is_capturable:
+                self._compute_nothing()
         logger.info(
             "rank %d of %d: %s, %s, %s, %d bytes of weights as %s on %s, %d threads",
             self._parallel.rank,
@@ -93,9 +96,9 @@ class Worker:
             torch.get_num_threads(),
         )
 
-    def _compiled_meanwhile(self) -> AbstractContextManager[None]:
+    def _compiled_meanwhile(self) -> AbstractContextManager[bool]:
         if self.device.type != "cpu":
-            return nullcontext()
+            return nullcontext(False)
         from quire.kernels.cpu.ahead import compiled_meanwhile
 
         return compiled_meanwhile(self.dtype, self.cache_dtype)
@@ -156,11 +159,34 @@ class Worker:
         for each in (step, single):
             self.execute_model(each)
 
-    def _make_runner(self, config: KVCacheConfig) -> list[LayerCache]:
-        self._runner = self._filler = None  # frees the old cache first
-        caches = allocate_kv_cache(
+    @torch.inference_mode()
+    def _compute_nothing(self) -> None:
+        """Many tokens, and one, that belong to nobody: all that a forward calls but attention is compiled by them."""
+        _, config = self._step_of(np.array([1], np.int32))
+        caches = self._allocate(config)
+        for num_tokens in (2 * _WARM_UP_ROWS, 1):
+            tokens = torch.zeros(num_tokens, dtype=torch.int64)
+            nobody = np.zeros(2, np.int32)  # a request of no tokens, which is padding
+            metadata = AttentionMetadata(
+                query_start_loc=torch.from_numpy(nobody),
+                seq_lens=torch.from_numpy(nobody[1:]),
+                block_table=torch.zeros(1, 1, dtype=torch.int32),
+                slot_mapping=torch.full_like(tokens, -1),
+                query_start_loc_np=nobody,
+                seq_lens_np=nobody[1:],
+            )
+            hidden = self.model(tokens, tokens, caches, [metadata] * len(self.model.own_layers))
+            self.model.logits(hidden[:_WARM_UP_ROWS])
+            self.model.likeliest(hidden[:_WARM_UP_ROWS])
+
+    def _allocate(self, config: KVCacheConfig) -> list[LayerCache]:
+        return allocate_kv_cache(
             config, self.kv_cache_specs(), self._kv_scales, self.model.own_layers, self.cache_dtype, self.device
         )
+
+    def _make_runner(self, config: KVCacheConfig) -> list[LayerCache]:
+        self._runner = self._filler = None  # frees the old cache first
+        caches = self._allocate(config)
         limits = self._config.scheduler
         self._runner = ModelRunner(
             self.model,

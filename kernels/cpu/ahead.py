@@ -3,7 +3,7 @@
 Numba compiles one function at a time in a process, for some 15 s the first time on a machine, and keeps it on disk for
 all of them. So attention, which is half of it, is compiled in other processes while this one loads the model:
 
-    this process   the model, norms, rotations, sampling, ...  |  has all of it
+    this process   the model, products, norms, sampling, ...   |  has all of it
     others         attention of decodes | attention of prompts |
 
 They end with what they were started for; where that is killed, when they have compiled. What they fail to do, this
@@ -49,16 +49,16 @@ _PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": _de
 
 
 @contextmanager
-def compiled_meanwhile(query: torch.dtype, keys: torch.dtype) -> Iterator[None]:
-    """What is compiled while the block runs, and right behind it. `query` and `keys` are the types of queries and of KV
-    caches."""
+def compiled_meanwhile(query: torch.dtype, keys: torch.dtype) -> Iterator[bool]:
+    """What is compiled while the block runs, and right behind it; whether other processes compile. `query` and `keys`
+    are the types of queries and of KV caches."""
     helpers: list[subprocess.Popen[str]] = []
     try:
         if _is_new(query, keys):
             num_helpers = min(torch.get_num_threads() - 1, len(_PARTS))
             for i in range(num_helpers):
                 helpers += _start(list(_PARTS)[i::num_helpers], query, keys)
-        yield
+        yield bool(helpers)
         for function in _FUNCTIONS:
             function.compile()
         deadline = time.monotonic() + _PATIENCE_S

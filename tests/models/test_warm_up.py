@@ -41,3 +41,46 @@ def test_no_request_waits_for_a_kernel(dtype: str, quantization: str, steps: str
     done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+_WHILE_OTHERS_COMPILE = """
+import sys
+from contextlib import contextmanager
+from numba.core.ccallback import CFunc
+from quire import LLM
+from quire.kernels.cpu import ahead
+from quire.workers.worker import Worker
+
+@contextmanager
+def compiled_meanwhile(query, keys):
+    yield True
+    for function in ahead._FUNCTIONS:
+        function.compile()
+    for part in ahead._PARTS.values():
+        part(query, keys)
+
+ahead.compiled_meanwhile = compiled_meanwhile
+compiled, compile, warm_up = [], CFunc.compile, Worker._warm_up
+
+def compile_one(self):
+    compiled.append(self.__wrapped__.__module__)
+    return compile(self)
+
+def counted(self):
+    CFunc.compile = compile_one
+    warm_up(self)
+    CFunc.compile = compile
+
+Worker._warm_up = counted
+LLM(dtype=sys.argv[1], quantization=sys.argv[2] or None, num_threads=2, num_kv_blocks=200)
+print(compiled)
+"""
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", ""), ("bfloat16", ""), ("bfloat16", "int8")])
+def test_products_are_compiled_while_others_compile_attention(dtype: str, quantization: str) -> None:
+    """On a machine where nothing is on disk, both take as long: what warms an engine up waits for neither."""
+    command = [sys.executable, "-c", _WHILE_OTHERS_COMPILE, dtype, quantization]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
