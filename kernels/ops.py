@@ -227,6 +227,11 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
     return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation)
 
 
+def bounds_packed(packing: Packing, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `likeliest_packed` takes less, for x of a dtype, than to compute all logits."""
+    return backend_for(device).bounds_packed(packing, dtype)
+
+
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
     """`sampling.likeliest_tokens` of `linear_packed` in float32, with no bias: the row of a weight that has the highest
     product with each row of x. A backend need not compute the others.
@@ -237,7 +242,9 @@ def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tenso
     Returns [num_rows] int64, a new tensor.
     """
     if lengths.shape != (2, len(weight)) or lengths.dtype != torch.float32 or not lengths.is_contiguous():
-        raise ValueError(f"lengths must be [2, {len(weight)}] float32, got {list(lengths.shape)} {lengths.dtype}")
+        raise ValueError(
+            f"lengths must be [2, {len(weight)}] float32, contiguous, got {list(lengths.shape)} {lengths.dtype}"
+        )
     return backend_for(x.device).likeliest_packed(x, weight, packing, lengths)
 
 

@@ -7,7 +7,8 @@ that holds it:
 
     size 4:   request 0   request 1   request 2   padding        computes one token too many, which is stored nowhere
 
-On a GPU they are CUDA's, all captured at start. On CPU they are recorded when a size first comes (`cpu_graphs`).
+On a GPU they are CUDA's, all captured at start. On CPU they go on beyond the hidden states, as far as a step asks
+(`End`), and are recorded when a size first comes with such an end (`cpu_graphs`).
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def gather_inputs(
     if draws is not None:
         for name, values in draws._asdict().items():
             getattr(target, name)[: len(values)] = values
-    is_plain = step.grammar is None and table.sampling.is_plain(sampling_rows)
+    is_greedy = draws is None
     return InputBatch(
         entries=entries,
         max_blocks=-(-int(seq_lens.max()) // table.block_size),
@@ -87,8 +87,8 @@ def gather_inputs(
         sampling_rows=sampling_rows,
         sampling_positions=sampling_positions,
         reads_references=bool((token_ids < 0).any()),
-        is_greedy=draws is None,
-        takes_likeliest=draws is None and is_plain,
+        is_greedy=is_greedy,
+        takes_likeliest=is_greedy and step.grammar is None and table.sampling.is_plain(sampling_rows),
         masks=None if step.grammar is None else _masks(step.grammar, entries.indices[sampling]),
     )
 

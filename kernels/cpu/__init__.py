@@ -3,6 +3,7 @@
 from .attention import paged_attention
 from .elementwise import activate_and_mul, add_rms_norm, angles, rms_norm, rotate, rotate_and_write_kv, write_kv
 from .linear import (
+    bounds_packed,
     fits_packed,
     lay_out_packed,
     likeliest_packed,
@@ -19,6 +20,7 @@ __all__ = [
     "activate_and_mul",
     "add_rms_norm",
     "angles",
+    "bounds_packed",
     "draw_tokens",
     "exclude_tokens",
     "experts",

@@ -40,7 +40,7 @@ def _prompts(query: torch.dtype, keys: torch.dtype) -> None:
 
 
 def _decodes(query: torch.dtype, keys: torch.dtype) -> None:
-    """Likewise."""
+    """Likewise, and what does not fit those tiles."""
     decode.worker(query, keys, prompt_tiles.decodes_in_pairs(query))
 
 

@@ -59,7 +59,7 @@ FACTOR, _OFFSET, LOST, SIZE = range(BLOCK // 4, BLOCK // 4 + 4)  # words of a bl
 _AT_ONCE = 4  # blocks of x that are rounded together
 _COUNTS = (1, 2, ROWS)  # of rows, that something is generated for
 _LARGEST = 127
-_LEAST = 2.0**-100  # what a block's largest number is taken for where it is less
+_LEAST = 2.0**-60  # what a block's largest number is taken for where it is less: others take numbers near 2^-126 for 0
 _INFINITY = float("inf")
 
 
@@ -119,7 +119,7 @@ def bound(
     panel: Any,
     num_blocks: Any,
     lengths: Any,
-    lost: Any,
+    taken: Any,
     x: Any,
     x_row: Any,
     num_rows: Any,
@@ -129,14 +129,14 @@ def bound(
     """Write for `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, what none of their products with
     WIDTH panels is above, and then what the largest of these is not below: each [ROWS] float32.
 
-    `lengths`, `lost`: the addresses of those of the rows of the weight, and of what was taken from them, float32. What
+    `lengths`, `taken`: the addresses of those of the rows of the weight, and of what was taken from them, float32. What
     is not finite bounds nothing. `fetches`: whether what comes later of the weight is fetched, 0 or 1. Constants are
     `packing` and `has_pairs` (see `round_row`).
     """
     kind, in_pairs = PACKINGS[packing.literal_value], has_pairs.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, panel, num_blocks, lengths, lost, x, x_row, num_rows, fetches, out = arguments
+        _, _, panel, num_blocks, lengths, taken, x, x_row, num_rows, fetches, out = arguments
         panel_step = b.mul(num_blocks, INT64(TILE * kind.block_bytes))
 
         def of_rows(count: int) -> None:
@@ -160,14 +160,14 @@ def bound(
 
             totals = loop_over(b, num_blocks, 1, [splat(FLOATS, 0.0)] * (count * WIDTH), step)
             own = [
-                [load(b, b.add(address, INT64(STEP_BYTES * j)), FLOATS) for address in (lengths, lost)]
+                [load(b, b.add(address, INT64(STEP_BYTES * j)), FLOATS) for address in (lengths, taken)]
                 for j in range(WIDTH)
             ]
             uppers, lowers = [], []
             for i, start in enumerate(starts):
                 x_end = b.add(start, b.mul(num_blocks, INT64(X_BLOCK_BYTES)))
                 reach, size = (_word(b, x_end, word, FLOAT) for word in range(2))
-                distances = [fma(b, length, reach, b.fmul(taken, size)) for length, taken in own]
+                distances = [fma(b, length, reach, b.fmul(less, size)) for length, less in own]
                 both = list(zip(totals[i * WIDTH : (i + 1) * WIDTH], distances, strict=True))
                 uppers.append(_larger(b, *(_finite_or(b, b.fadd(*each), _INFINITY) for each in both)))
                 lowers.append(_larger(b, *(_finite_or(b, b.fsub(*each), -_INFINITY) for each in both)))
@@ -258,4 +258,6 @@ def _larger(b: ir.IRBuilder, first: Any, second: Any) -> Any:
 
 
 def _finite_or(b: ir.IRBuilder, values: Any, other: float) -> Any:
-    return b.select(b.fcmp_ordered("<", values, splat(FLOATS, _INFINITY)), values, splat(FLOATS, other))
+    """An infinity says no more than NaN: what is computed with all digits may be finite yet."""
+    sizes = b.bitcast(b.and_(b.bitcast(values, INTS), splat(INTS, 0x7FFFFFFF)), FLOATS)
+    return b.select(b.fcmp_ordered("<", sizes, splat(FLOATS, _INFINITY)), values, splat(FLOATS, other))

@@ -132,12 +132,12 @@ def multiply(
     x, (num_rows, in_features), has_short_x = x.contiguous(), x.shape, x.dtype == torch.bfloat16
     entry = _entry(packing.name, has_short_x, out.dtype == torch.bfloat16, activation)
     if num_rows <= ROWS:
-        run_product(entry, x.data_ptr(), in_features, weight, bias, out, None, chosen)
+        run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=None, chosen=chosen)
         return
     digits = torch.empty(num_rows * in_features // BLOCK * X_BLOCK_BYTES + STEP_BYTES, dtype=torch.int8)
     first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then two lines of the cache
     _splitter(packing.bits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
-    run_product(entry, first, in_features, weight, bias, out, ROWS + 1, chosen)
+    run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1, chosen=chosen)
 
 
 @cache

@@ -9,7 +9,7 @@ The context of a request is cut into chunks at fixed positions, so that one long
 
 Whoever finishes an item and sees that all of its request are finished merges them, in order; two may, to the same
 bits. The result depends on neither the number of threads nor the rest of the batch, and has the same bits as that of
-`prompts`.
+`prompts`, but where prompts are left to `prompt_tiles`, and pairs of numbers are multiplied here, too.
 
 Why not torch: it has no paged attention, so keys and values are gathered into dense copies first, request by request.
 The price: importing Numba takes 0.4 s, and the first call on a machine compiles for some seconds (kept on disk

@@ -1,7 +1,7 @@
 """A forward as a graph on CPU: recorded once, then repeated on the same memory without Python between its calls.
 
     | look up  angles  norm  linear  rotate  attend  linear  norm ... linear  add  norm  linear  likeliest  copy |
-    |                                 one program of compiled calls                                              |
+    |                           one program of compiled calls, of a decode step                                  |
 
 What a forward asks torch for is seen by a dispatch mode, and what it compiles by `recording`. All memory comes from a
 pool and goes back when the forward drops it, so that what is repeated stays in the caches as the forward itself did. An

@@ -8,8 +8,9 @@
     merge    what was seen  +  a chunk of positions      ->  what was seen
 
 so that what is read of the cache serves all heads, and sums stay in registers. A score has the same bits from `score`,
-whose sums are four lanes, and from `weigh` in as many classes (see `tile_product`). Heads and caches are addresses;
-where the positions lie in a cache is a list of offsets in bytes. `head_dim` is a multiple of LANES.
+whose sums are four lanes, and from `weigh` in as many classes (see `tile_product`), unless `score` multiplies pairs of
+numbers. Heads and caches are addresses; where the positions lie in a cache is a list of offsets in bytes. `head_dim` is
+a multiple of LANES.
 """
 
 from __future__ import annotations
@@ -105,9 +106,7 @@ def widen_codes(
             out = b.add(target, b.mul(b.mul(i, head_dim), INT64(size)))
 
             def step(d: Any, _state: list[Any]) -> list[Any]:
-                numbers = _load(b, b.add(place, d), 1)
-                if size == 2:
-                    numbers = _words(b, b.add(place, d), 1)
+                numbers = (_words if size == 2 else _load)(b, b.add(place, d), 1)
                 store(b, numbers, b.add(out, b.mul(d, INT64(size))))
                 return []
 

@@ -43,6 +43,7 @@ PAIR = TILE * WIDTH  # tokens that are looked at together
 Multiply = Callable[[Tensor, Tensor], None]
 
 _MARGIN = 1 + 2.0**-8  # of what is rounded here
+_LARGEST = 2.0**90  # the length of a row of x from which on sums could overflow, here or there: nothing is bounded
 _BOUND = Arguments(
     "weight", "lengths", "num_panels", "x", "count", "in_features", "upper", "lower", "rounds", floats=("slack",)
 )
@@ -111,11 +112,12 @@ def _bound(packing: str, has_pairs: bool, has_short_x: bool) -> RowFunction:
 @njit(error_model="numpy")
 def _likeliest_of(logits: Any, bits: Any, chosen: Any) -> Any:
     """`sampling.likeliest_of` of the chosen pairs. (Where there is an odd panel, it is in the last two.)"""
-    best, place, last = np.float32(-np.inf), 0, len(logits) - PAIR
+    best, place, last = np.float32(-np.inf), -1, len(logits) - PAIR
     for pair in range(len(chosen)):
         start = min(pair * PAIR, last)
         if chosen[pair] == 0:
             continue
+        place = start if place < 0 else place
         top, has_nan = highest(bits[start : start + PAIR])
         if has_nan:
             return start + first_of(logits[start : start + PAIR], top, True)
@@ -147,16 +149,19 @@ def _bound_worker(packing: str, has_pairs: bool, has_short_x: bool, sources: str
         num_panels, panel_bytes = a.num_panels, num_blocks * panel_block
         x_row = (num_blocks + 1) * X_BLOCK_BYTES
         own = np.empty(count * x_row + 2 * STEP_BYTES, np.uint8)
-        bounds = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
-        rows = bounds + STEP_BYTES
+        both = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
+        blocks = both + STEP_BYTES
         for i in range(count):  # each thread for itself: nobody waits
-            row = rows + i * x_row
+            row = blocks + i * x_row
             round_row(packing, has_pairs, x_bytes, a.x + i * a.in_features * x_bytes, num_blocks, row)
-            rounded, size = _reach(carray(pointer(row), (num_blocks, X_BLOCK_BYTES // 4), np.float32))
+            lost, size = _reach(carray(pointer(row), (num_blocks, X_BLOCK_BYTES // 4), np.float32))
             reach = carray(pointer(row + num_blocks * X_BLOCK_BYTES), (2,), np.float32)
-            reach[0] = np.float32((rounded + a.slack * size) * _MARGIN)
-            reach[1] = np.float32(size * _MARGIN if a.rounds else 0.0)
-        found = carray(pointer(bounds), (2, ROWS), np.float32)
+            if size < _LARGEST:
+                reach[0] = np.float32((lost + a.slack * size) * _MARGIN)
+                reach[1] = np.float32(size * _MARGIN if a.rounds else 0.0)
+            else:
+                reach[:] = np.float32(np.nan)
+        found = carray(pointer(both), (2, ROWS), np.float32)
         upper = carray(pointer(a.upper), (count, num_pairs), np.float32)
         lower = carray(pointer(a.lower), (count, num_pairs), np.float32)
         thread, item, lap = enter_rows(address), -1, 0
@@ -167,11 +172,11 @@ def _bound_worker(packing: str, has_pairs: bool, has_short_x: bool, sources: str
             for pair in range(first, stop):
                 panel = min(WIDTH * pair, num_panels - WIDTH)
                 start, lengths = a.weight + panel * panel_bytes, a.lengths + panel * STEP_BYTES
-                lost = lengths + num_panels * STEP_BYTES
+                taken = lengths + num_panels * STEP_BYTES
                 for row in range(0, count, ROWS):
                     number = min(ROWS, count - row)
-                    x, fetches = rows + row * x_row, np.int64(row == 0)
-                    bound(packing, has_pairs, start, num_blocks, lengths, lost, x, x_row, number, fetches, bounds)
+                    x, fetches = blocks + row * x_row, np.int64(row == 0)
+                    bound(packing, has_pairs, start, num_blocks, lengths, taken, x, x_row, number, fetches, both)
                     for i in range(number):
                         upper[row + i, pair] = found[0, i]
                         lower[row + i, pair] = found[1, i]

@@ -149,12 +149,16 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
     return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
 
 
+def bounds_packed(packing: Packing, dtype: torch.dtype) -> bool:
+    """See `ops.bounds_packed`."""
+    return _packed_kernel(dtype) in _CHOOSING and not packing.has_least
+
+
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
     """See `ops.likeliest_packed`."""
-    kernel = _packed_kernel(x.dtype)
-    if kernel not in _CHOOSING or packing.has_least or len(x) == 0:
+    if not bounds_packed(packing, x.dtype) or len(x) == 0:
         return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))
-    return choose_likeliest(kernel, x, weight, packing, lengths)
+    return choose_likeliest(_packed_kernel(x.dtype), x, weight, packing, lengths)
 
 
 def choose_likeliest(kernel: _PackedKernel, x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ _WORD = 4  # bytes: what is only copied may be any numbers
 
 
 def begins(operator: partial[Any]) -> bool:
-    """Whether a call of it pays where none is before it: others are behind it."""
+    """Whether a call of it pays where none is before it: in most forwards, others are behind it."""
     return operator.func in _LOOKED_UP
 
 
@@ -52,7 +52,8 @@ def compiled(operator: partial[Any]) -> CompiledCall | None:
 
 
 def _look_up(table: Tensor, places: Tensor, out: Tensor) -> CompiledCall | None:
-    """table [groups, places, size] -> out [groups, rows, size]."""
+    """table [groups, places, size] -> out [groups, rows, size]. (Where torch raises, as a place is beside the table, it
+    is the nearest one: who repeats a record has checked.)"""
     groups, num_places, size = table.shape
     is_whole = all(each.is_contiguous() for each in (table, places, out)) and size * out.itemsize % _WORD == 0
     is_plain = places.dim() == 1 and places.dtype == torch.int64 and table.dtype == out.dtype

@@ -5,6 +5,7 @@ from .attention import paged_attention
 from .cache import write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
 from .linear import (
+    bounds_packed,
     fits_packed,
     lay_out_packed,
     likeliest_packed,
@@ -21,6 +22,7 @@ __all__ = [
     "activate_and_mul",
     "add_rms_norm",
     "angles",
+    "bounds_packed",
     "draw_tokens",
     "exclude_tokens",
     "experts",

@@ -45,6 +45,11 @@ def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tenso
     return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
 
 
+def bounds_packed(_packing: Packing, _dtype: torch.dtype) -> bool:
+    """See `ops.bounds_packed`."""
+    return False
+
+
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, _lengths: Tensor) -> Tensor:
     """See `ops.likeliest_packed`."""
     return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))

@@ -13,6 +13,7 @@ from torch import Tensor
 from quire.kernels.cpu import operators
 from quire.kernels.cpu.any_rows import capture as capture_any_rows
 from quire.kernels.cpu.graph import Pool, capture
+from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.threads import run_call
 from quire.kernels.elementwise import angles, rms_norm
 
@@ -168,6 +169,9 @@ def test_a_graph_begins_with_them() -> None:
         out.copy_(torch.cat([rms_norm(x, weight, 1e-5), cos, sin], dim=1))
 
     graph = capture(run, Pool())
+    first, *_ = graph.__self__._actions
+    assert first.__func__ is Program.run
+    assert len(first.__self__._calls) == 3
     places.copy_(torch.tensor([5, 39, 0]))
     positions.add_(5)
     graph()

@@ -174,7 +174,7 @@ def test_bits_of_bfloat16_however_its_prompt_is_cut(length: int, sliding_window:
     ids=lambda case: case.name,
 )
 def test_a_token_gets_the_same_bits_however_its_prompt_is_cut(case: Case) -> None:
-    """As a decode, too, but for bfloat16 in matrix tiles."""
+    """As a decode, too, but for bfloat16 in tiles."""
     whole = build(case)
     expected = attend(whole, case)
     assert torch.equal(expected, attend(replace(whole, metadata=replace(whole.metadata, plans={})), case))

@@ -22,6 +22,7 @@ from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
 from quire.engine.tokenizer import load_tokenizer
+from quire.kernels import ops
 from quire.kernels.cpu.features import IS_WIDE
 from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
@@ -268,7 +269,13 @@ def test_a_tied_head_that_is_packed(tmp_path: Path) -> None:
     ids = torch.tensor([0, 207, 5, 5])
     assert torch.equal(weight.embed(ids), numbers[ids])
     assert weight.num_weights == 208 * 96
-    assert weight.num_bytes == 208 * (96 * 4 + weight.packing.row_bytes(96))
+    bounds = ops.bounds_packed(weight.packing, torch.float32, weight.device)
+    assert weight.num_bytes == 208 * (96 * 4 + weight.packing.row_bytes(96) + 2 * 4 * bounds)
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.head.likeliest(x), model.head.logits(x).argmax(dim=1))
+    assert (weight.lengths is not None) == bounds
+    if weight.lengths is not None:
+        torch.testing.assert_close(weight.lengths[0], numbers.norm(dim=1))
 
 
 def test_only_the_first_stage_looks_tokens_up(tmp_path: Path) -> None:

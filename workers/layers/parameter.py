@@ -120,7 +120,7 @@ class PackedParameter(ShardedParameter):
     packing: Packing
     x_dtype: torch.dtype  # of what it is multiplied with
     numbers: Tensor | None = None  # the matrix unpacked, where rows of it are looked up
-    lengths: Tensor | None = None  # see `ops.likeliest_packed`; of a head
+    lengths: Tensor | None = None  # of a head's rows, where `ops.likeliest_packed` takes them
 
     @classmethod
     def like(cls, parameter: ShardedParameter, packing: Packing, *, is_head: bool, is_looked_up: bool) -> Self:
@@ -129,7 +129,8 @@ class PackedParameter(ShardedParameter):
         made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
         made.packing, made.x_dtype = packing, parameter.dtype
         made.numbers = parameter.data if is_looked_up else None
-        made.lengths = torch.zeros(2, num_rows, dtype=torch.float32) if is_head else None
+        if is_head and ops.bounds_packed(packing, parameter.dtype, made.device):
+            made.lengths = torch.zeros(2, num_rows, dtype=torch.float32)
         return made
 
     @staticmethod
@@ -160,7 +161,8 @@ class PackedParameter(ShardedParameter):
         return ops.linear_packed(x, self.data, self.packing, bias, out_dtype=torch.float32)
 
     def likeliest(self, x: Tensor) -> Tensor:
-        assert self.lengths is not None
+        if self.lengths is None:
+            return super().likeliest(x)
         return ops.likeliest_packed(x, self.data, self.packing, self.lengths)
 
     def embed(self, token_ids: Tensor) -> Tensor:
@@ -173,7 +175,7 @@ class PackedParameter(ShardedParameter):
 
     @property
     def num_bytes(self) -> int:
-        return self.nbytes + (0 if self.numbers is None else self.numbers.nbytes)
+        return self.nbytes + sum(each.nbytes for each in (self.numbers, self.lengths) if each is not None)
 
 
 class ScaledParameter(ShardedParameter):
