@@ -28,7 +28,8 @@ from quire.workers.model_runner import ModelRunner
 
 OPERATIONS = (
     "add_rms_norm", "rms_norm", "activate_and_mul", "rotate", "rotate_and_write_kv", "write_kv", "paged_attention",
-    "linear", "linear_int8", "linear_packed", "linear_gated_packed", "experts", "exclude_tokens", "draw_tokens",
+    "linear", "linear_int8", "linear_packed", "linear_gated_packed", "likeliest_packed", "experts", "exclude_tokens",
+    "draw_tokens", "likeliest_tokens", "angles",
 )  # fmt: skip
 
 
@@ -54,7 +55,11 @@ def watched(steps: list[Step]) -> Iterator[None]:
             result = function(*args, **kwargs)
             taken = time.perf_counter() - started
             if steps:
-                label = f"{name} {len(args[1])} x {args[0].shape[1]}" if name.startswith("linear") else name
+                label = (
+                    f"{name} {len(args[1])} x {args[0].shape[1]}"
+                    if name.startswith("linear") or name.endswith("packed")
+                    else name
+                )
                 steps[-1].by_operation[label] += taken
                 steps[-1].calls[label] += 1
             return result

@@ -16,9 +16,9 @@ NUM_TOKENS = 24
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_greedy_tokens_are_the_same_whatever_else_is_asked_for(dtype: str) -> None:
     """With logprobs, or beside a request that draws its tokens, all logits are computed."""
-    others = {id(each) for each in gc.get_objects() if isinstance(each, DecodeGraphs)}
+    others = {id(each) for each in gc.get_objects() if type(each) is DecodeGraphs}
     llm = LLM(dtype=dtype, num_threads=2, num_kv_blocks=64, num_speculative_tokens=0, enable_prefix_caching=False)
-    (graphs,) = (each for each in gc.get_objects() if isinstance(each, DecodeGraphs) and id(each) not in others)
+    (graphs,) = (each for each in gc.get_objects() if type(each) is DecodeGraphs and id(each) not in others)
     greedy = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True}
 
     def tokens(*params: SamplingParams) -> list[list[int]]:
