@@ -30,7 +30,6 @@ from .vectors import (
     FLOAT,
     FLOATS,
     INT8S,
-    INT16,
     INT32,
     INT64,
     INTS,
@@ -40,10 +39,10 @@ from .vectors import (
     by_least,
     call,
     fma,
-    from_bfloat16,
     join_lanes,
     largest_lanes,
     load,
+    load_numbers,
     loop_over,
     rows_at,
     splat,
@@ -79,7 +78,11 @@ def round_row(
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
             numbers = [at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
-            blocks = [_block(b, b.add(x, b.mul(number, INT64(BLOCK * size))), size) for number in numbers]
+            sources = [b.add(x, b.mul(number, INT64(BLOCK * size))) for number in numbers]
+            blocks = [
+                [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]
+                for source in sources
+            ]
             factors, inverses = _factors(b, blocks)
             rounded, lost, sizes = [], [], []
             for i, block in enumerate(blocks):
@@ -179,14 +182,6 @@ def bound(
         return context.get_dummy_value()
 
     return types.void(packing, has_pairs, *[types.int64] * 9), generate
-
-
-def _block(b: ir.IRBuilder, address: Any, size: int) -> list[Any]:
-    """Of x, as two vectors of float32."""
-    places = [b.add(address, INT64(first * size)) for first in (0, LANES)]
-    if size == 4:
-        return [load(b, place, FLOATS) for place in places]
-    return [from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES))) for place in places]
 
 
 def _factors(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:

@@ -30,7 +30,6 @@ from .vectors import (
     BYTES,
     FLOAT,
     FLOATS,
-    INT16,
     INT32,
     INT64,
     INTS,
@@ -40,9 +39,9 @@ from .vectors import (
     by_least,
     call,
     fma,
-    from_bfloat16,
     largest_lanes,
     load,
+    load_numbers,
     loop_over,
     rows_at,
     splat,
@@ -89,7 +88,8 @@ def split_row(typing_context: Any, bits: Any, x_bytes: Any, x: Any, num_blocks: 
                 for start, step in ((x, BLOCK * size), (out, X_BLOCK_BYTES))
             )
             halves = [
-                [_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)] for source in sources
+                [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]
+                for source in sources
             ]
             factors, inverses = _factors(b, halves)
             whole = []
@@ -198,10 +198,6 @@ def multiply_unpacked(
         return context.get_dummy_value()
 
     return types.void(packing, *[types.int64] * 8), generate
-
-
-def _numbers(b: ir.IRBuilder, address: Any, size: int) -> Any:
-    return load(b, address, FLOATS) if size == 4 else from_bfloat16(b, load(b, address, ir.VectorType(INT16, LANES)))
 
 
 def _factors(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:

@@ -32,7 +32,7 @@ from .bound_vectors import FACTOR, LOST, ROWS, SIZE, X_BLOCK_BYTES, bound, round
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .code_words import WIDTH
 from .intrinsics import pointer
-from .sampling import first_of, highest
+from .sampling import highest, likeliest_of
 from .sources import digest_of, filed_as
 from .threads import run_call
 from .tile_product import STEP_BYTES, TILE
@@ -48,8 +48,7 @@ _BOUND = Arguments(
     "weight", "lengths", "num_panels", "x", "count", "in_features", "upper", "lower", "rounds", floats=("slack",)
 )
 _CHOOSE = Arguments("count", "upper", "lower", "chosen")
-_PICK = Arguments("logits", "stride", "vocab", "chosen", "out")
-_BOUND_TYPE, _CHOOSE_TYPE, _PICK_TYPE = _BOUND.dtype, _CHOOSE.dtype, _PICK.dtype
+_BOUND_TYPE, _CHOOSE_TYPE = _BOUND.dtype, _CHOOSE.dtype
 
 
 def likeliest(
@@ -74,10 +73,7 @@ def likeliest(
     _run(_choose, num_pairs, num_rows, num_rows, upper.data_ptr(), lower.data_ptr(), chosen.data_ptr())
     logits = torch.empty(num_rows, out_features, dtype=torch.float32)
     multiply(logits, chosen)
-    out = torch.empty(num_rows, dtype=torch.int64)
-    stride = logits.stride(0) * logits.itemsize
-    _run(_pick, num_rows, num_pairs, logits.data_ptr(), stride, out_features, chosen.data_ptr(), out.data_ptr())
-    return out
+    return likeliest_of(logits, PAIR, chosen)  # (A panel that is in two pairs is chosen with both.)
 
 
 def bounds(
@@ -99,7 +95,7 @@ def bounds(
 
 
 def _run(function: RowFunction, num_rows: int, row_size: int, *arguments: float) -> None:
-    """For these rows of x alone."""
+    """For these rows alone."""
     run_call(function.call(num_rows, row_size, *arguments)._replace(rows=None))
 
 
@@ -107,23 +103,6 @@ def _run(function: RowFunction, num_rows: int, row_size: int, *arguments: float)
 def _bound(packing: str, has_pairs: bool, has_short_x: bool) -> RowFunction:
     compiled = partial(_bound_worker, packing, has_pairs, has_short_x, f"{digest_of(*_SOURCES)} {PACKINGS[packing]}")
     return RowFunction(compiled, _BOUND, 0.3, is_idempotent=True)  # ns for a product of 32 rows of the weight
-
-
-@njit(error_model="numpy")
-def _likeliest_of(logits: Any, bits: Any, chosen: Any) -> Any:
-    """`sampling.likeliest_of` of the chosen pairs. (Where there is an odd panel, it is in the last two.)"""
-    best, place, last = np.float32(-np.inf), -1, len(logits) - PAIR
-    for pair in range(len(chosen)):
-        start = min(pair * PAIR, last)
-        if chosen[pair] == 0:
-            continue
-        place = start if place < 0 else place
-        top, has_nan = highest(bits[start : start + PAIR])
-        if has_nan:
-            return start + first_of(logits[start : start + PAIR], top, True)
-        if top > best:
-            best, place = top, start
-    return place + first_of(logits[place : place + PAIR], best, False)
 
 
 @njit(error_model="numpy")
@@ -210,27 +189,6 @@ def _choose_worker(sources: str) -> Any:
     return worker
 
 
-def _pick_worker(sources: str) -> Any:
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    def worker(address: int) -> None:
-        sources  # noqa: B018 (likewise)
-        a = carray(pointer(address), (1,), _PICK_TYPE)[0]
-        out = carray(pointer(a.out), (a.num_rows,), np.int64)
-        num_pairs = (a.vocab + PAIR - 1) // PAIR
-        chosen = carray(pointer(a.chosen), (num_pairs,), np.uint8)
-        thread, item, lap = enter_rows(address), -1, 0
-        while True:
-            item, lap, first, stop = take_rows(address, thread, item, lap)
-            if item < 0:
-                return
-            for row in range(first, stop):
-                logits = pointer(a.logits + row * a.stride)
-                numbers, bits = carray(logits, (a.vocab,), np.float32), carray(logits, (a.vocab,), np.int32)
-                out[row] = _likeliest_of(numbers, bits, chosen)
-
-    return worker
-
-
 _SOURCES = (
     "bound_vectors",
     "call",
@@ -246,5 +204,4 @@ _SOURCES = (
     "walk",
 )
 _choose = RowFunction(partial(_choose_worker, digest_of(*_SOURCES)), _CHOOSE, 1.0, is_idempotent=True)
-_pick = RowFunction(partial(_pick_worker, digest_of(*_SOURCES)), _PICK, 1.0, is_idempotent=True)
-FUNCTIONS = (_choose, _pick)
+FUNCTIONS = (_choose,)

@@ -31,7 +31,7 @@ _INFINITY = np.int32(0x7F800000)  # its bits; those of NaN without the sign are 
 
 _DRAW = Arguments("logits", "stride", "vocab", "temperature", "top_k", "top_p", "min_p", "numbers", "out")
 _EXCLUDE = Arguments("logits", "stride", "vocab", "indices", "allowed", "num_words")
-_LIKELIEST = Arguments("logits", "stride", "vocab", "out")
+_LIKELIEST = Arguments("logits", "stride", "vocab", "block", "chosen", "out")
 _DRAW_TYPE, _EXCLUDE_TYPE, _LIKELIEST_TYPE = _DRAW.dtype, _EXCLUDE.dtype, _LIKELIEST.dtype
 
 
@@ -46,9 +46,15 @@ def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
 
 def likeliest_tokens(logits: Tensor) -> Tensor:
     """See `sampling.likeliest_tokens`."""
-    num_rows, vocab = logits.shape
+    return likeliest_of(logits, _BLOCK)
+
+
+def likeliest_of(logits: Tensor, block: int, chosen: Tensor | None = None) -> Tensor:
+    """`likeliest_tokens`, of those blocks of so many tokens that `chosen` [num_blocks] uint8 has a 1 for, some at
+    least; the logits of the others are not read."""
+    (num_rows, vocab), flags = logits.shape, 0 if chosen is None else chosen.data_ptr()
     out = torch.empty(num_rows, dtype=torch.int64)
-    _likeliest(num_rows, vocab, logits.data_ptr(), logits.stride(0) * 4, vocab, out.data_ptr())
+    _likeliest(num_rows, vocab, logits.data_ptr(), logits.stride(0) * 4, vocab, block, flags, out.data_ptr())
     return out
 
 
@@ -80,7 +86,7 @@ def highest(bits: Any) -> Any:
 
 
 @njit(error_model="numpy")
-def first_of(logits: Any, top: Any, has_nan: bool) -> Any:
+def _first(logits: Any, top: Any, has_nan: bool) -> Any:
     """The first token with the highest logit, or with NaN."""
     for i in range(len(logits)):
         if logits[i] != logits[i] if has_nan else logits[i] == top:
@@ -201,17 +207,19 @@ def _pick(distances: Any, weights: Any, farthest: Any, number: Any, sums: Any) -
 
 
 @njit(error_model="numpy")
-def _likeliest_of(logits: Any, bits: Any) -> Any:
+def _search(logits: Any, bits: Any, block: int, chooses: bool, chosen: Any) -> Any:
     """The first token with the highest logit, or with NaN: found by the highest of each block, then within one."""
-    best, place = np.float32(-np.inf), 0
-    for start in range(0, len(logits), _BLOCK):
-        end = min(start + _BLOCK, len(logits))
+    best, place = np.float32(-np.inf), -1
+    for start in range(0, len(logits), block):
+        if chooses and chosen[start // block] == 0:
+            continue
+        end, place = min(start + block, len(logits)), start if place < 0 else place
         top, has_nan = highest(bits[start:end])
         if has_nan:
-            return start + first_of(logits[start:end], top, True)
+            return start + _first(logits[start:end], top, True)
         if top > best:
             best, place = top, start
-    return place + first_of(logits[place : place + _BLOCK], best, False)
+    return place + _first(logits[place : place + block], best, False)
 
 
 def _likeliest_worker(sources: str) -> Any:
@@ -220,14 +228,16 @@ def _likeliest_worker(sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _LIKELIEST_TYPE)[0]
         out = carray(pointer(a.out), (a.num_rows,), np.int64)
+        chosen = carray(pointer(a.chosen), ((a.vocab + a.block - 1) // a.block,), np.uint8)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
             if item < 0:
                 return
             for row in range(first, stop):
-                logits = pointer(a.logits + row * a.stride)
-                out[row] = _likeliest_of(carray(logits, (a.vocab,), np.float32), carray(logits, (a.vocab,), np.int32))
+                place = pointer(a.logits + row * a.stride)
+                logits, bits = carray(place, (a.vocab,), np.float32), carray(place, (a.vocab,), np.int32)
+                out[row] = _search(logits, bits, a.block, a.chosen != 0, chosen)
 
     return worker
 
@@ -256,7 +266,7 @@ def _draw_worker(sources: str) -> Any:
                 logits = carray(pointer(a.logits + row * a.stride), (vocab,), np.float32)
                 top, has_nan = highest(carray(pointer(a.logits + row * a.stride), (vocab,), np.int32))
                 if temperature[row] == 0.0 or has_nan or np.isinf(top):
-                    out[row] = first_of(logits, top, has_nan)
+                    out[row] = _first(logits, top, has_nan)
                     continue
                 _measure(logits, top, temperature[row], distances, weights)
                 farthest = np.float32(np.inf)

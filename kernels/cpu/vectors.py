@@ -161,6 +161,11 @@ def from_bfloat16(b: ir.IRBuilder, halves: Any) -> Any:
     return b.bitcast(b.shl(wide, splat(wide.type, 16)), ir.VectorType(FLOAT, count))
 
 
+def load_numbers(b: ir.IRBuilder, address: Any, size: int) -> Any:
+    """LANES numbers of so many bytes, float32 (4) or bfloat16 (2), as float32."""
+    return load(b, address, FLOATS) if size == 4 else from_bfloat16(b, load(b, address, ir.VectorType(INT16, LANES)))
+
+
 def from_float8(b: ir.IRBuilder, codes: Any) -> Any:
     """e4m3fn (`kernels.fp8`), as int8, become float32. An exponent is 120 less there; for subnormal numbers, see
     `widen_halves`."""
