@@ -196,7 +196,13 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = 
 
 
 def linear_packed(
-    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    packing: Packing,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    in_int8: bool = False,
 ) -> Tensor:
     """x @ unpack(weight).T + bias.
 
@@ -207,24 +213,28 @@ def linear_packed(
     Args:
         x: [num_rows, in_features], float32 or bfloat16.
         weight: [out_features, packing.row_bytes(in_features)] uint8, contiguous, as `lay_out_packed` orders it
-            for the dtype of `x`.
+            for the dtype of `x` and `in_int8`.
         bias: [out_features], the dtype of `x`.
         out_dtype: of the result, float32 or what `x` has (the default).
+        in_int8: x may be rounded to 8 bits, that is to whole multiples of 1/127 of the largest of each
+            `packed.BLOCK` numbers.
     Returns [num_rows, out_features], a new tensor.
     """
     if out_dtype not in (None, x.dtype, torch.float32):
         raise ValueError(f"out_dtype must be float32 or that of x, {x.dtype}, got {out_dtype}")
-    return backend_for(x.device).linear_packed(x, weight, packing, bias, out_dtype or x.dtype)
+    return backend_for(x.device).linear_packed(x, weight, packing, bias, out_dtype or x.dtype, in_int8)
 
 
-def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+def linear_gated_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str, *, in_int8: bool = False
+) -> Tensor:
     """activation(gate) * up, where `linear_packed` gives gates and then as many ups: see `activate_and_mul`.
 
     Neither may be rounded to the dtype of `x` before. Returns [num_rows, out_features / 2], a new tensor.
     """
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
-    return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation)
+    return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation, in_int8)
 
 
 def bounds_packed(packing: Packing, dtype: torch.dtype, device: torch.device) -> bool:
@@ -248,18 +258,20 @@ def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tenso
     return backend_for(x.device).likeliest_packed(x, weight, packing, lengths)
 
 
-def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """Packed rows in the order in which the backend of their device multiplies them with x of a dtype.
+def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype, *, in_int8: bool = False) -> Tensor:
+    """Packed rows in the order in which the backend of their device multiplies them with x of a dtype (`in_int8`: see
+    `linear_packed`).
 
     rows: [num_rows, row_bytes] uint8; their number is a multiple of `packed.ROWS`. Returns as many bytes, which mean
     nothing to other backends.
     """
-    return backend_for(rows.device).lay_out_packed(rows, packing, dtype)
+    return backend_for(rows.device).lay_out_packed(rows, packing, dtype, in_int8)
 
 
-def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether it pays to keep a weight [out_features, in_features] packed, to multiply it with what has this dtype."""
-    return backend_for(device).fits_packed(shape, dtype)
+def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, in_int8: bool = False) -> bool:
+    """Whether it pays to keep a weight [out_features, in_features] packed, to multiply it with what has this dtype; or
+    to do that `in_int8` (see `linear_packed`)."""
+    return backend_for(device).fits_packed(shape, dtype, in_int8)
 
 
 def experts(

@@ -31,41 +31,39 @@ _PARAMETERS: Mapping[Quantization, type[ScaledParameter]] = {"int8": Int8Paramet
 
 def blueprint_for(config: ModelConfig, info: ModelInfo, device: torch.device) -> Blueprint:
     """How a model is built as it is configured. Raises `ConfigError` like `blueprint_of`, and where it cannot be."""
-    blueprint = blueprint_of(info)
-    if config.quantization is not None:
-        return quantized(blueprint, config.quantization)
-    if isinstance(blueprint, NativeBlueprint) and info.format == "gguf" and config.load_format != "dummy":
-        return PackedBlueprint.of(blueprint, info, device)
-    return blueprint
-
-
-def quantized(blueprint: Blueprint, kind: Quantization) -> Blueprint:
-    """The same model with weights in 8 bits. Raises `ConfigError` where its layers are not ours."""
-    if not isinstance(blueprint, NativeBlueprint):
+    native, kind = blueprint_of(info), config.quantization
+    if not isinstance(native, NativeBlueprint):
+        if kind is None:
+            return native
         raise ConfigError(
-            f"model.quantization: {blueprint.architecture} is computed by transformers, whose layers Quire cannot "
+            f"model.quantization: {native.architecture} is computed by transformers, whose layers Quire cannot "
             "quantize. Leave the option out."
         )
-    return QuantizedBlueprint(blueprint, kind)
+    blueprint: NativeBlueprint | PackedBlueprint = native
+    if info.format == "gguf" and config.load_format != "dummy" and kind in (None, "int8"):
+        blueprint = PackedBlueprint.of(native, info, device, in_int8=kind is not None)
+    return blueprint if kind is None else QuantizedBlueprint(blueprint, kind)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBlueprint:
     """A native model whose large matrices stay packed as they are in their file, where kernels multiply them so.
 
-    It computes with the numbers that the file stands for, which may become bfloat16 where everything else is.
+    It computes with the numbers that the file stands for, which may become bfloat16 where everything else is; or, but
+    for the head, in 8 bits, with these numbers and what multiplies them rounded.
     """
 
     native: NativeBlueprint
     packings: Mapping[tuple[str, str], Packing | None]  # of each (parameter, piece)
     device: torch.device  # that the model will be on
+    in_int8: bool
 
     @classmethod
-    def of(cls, native: NativeBlueprint, info: ModelInfo, device: torch.device) -> PackedBlueprint:
+    def of(cls, native: NativeBlueprint, info: ModelInfo, device: torch.device, *, in_int8: bool) -> PackedBlueprint:
         """Raises `ConfigError` where the checkpoint does not fit."""
         with torch.device("meta"):
             whole = native.build(ParallelContext())
-        return cls(native, packings(whole, native.family, info), device)
+        return cls(native, packings(whole, native.family, info), device, in_int8)
 
     @property
     def architecture(self) -> str:
@@ -83,19 +81,22 @@ class PackedBlueprint:
                 continue
             # An embedding that is no head is never multiplied.
             is_multiplied = not isinstance(module, VocabParallelEmbedding) or module is head
-            packing = self._packing(f"{name}.weight", module.weight) if is_multiplied else None
+            if not is_multiplied:
+                continue
+            packing, is_head = self._packing(f"{name}.weight", module.weight), module is head
             if packing is not None:
                 # Of several stages, the last has a tied embedding as its head alone.
                 is_looked_up = module is embedding and parallel.is_first_stage
+                in_int8 = self.in_int8 and not is_head
                 module.weight = PackedParameter.like(
-                    module.weight, packing, is_head=module is head, is_looked_up=is_looked_up
+                    module.weight, packing, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
                 )
         return model
 
     def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:
         """How it stays packed. Its pieces share one matrix, so that they must be packed alike."""
         packing, *others = {self.packings[name, piece] for piece in weight.pieces}
-        return packing if not others and PackedParameter.can_pack(weight, self.device) else None
+        return packing if not others and PackedParameter.can_pack(weight, self.device, in_int8=self.in_int8) else None
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
         self.native.load(model, info, progress=progress)
@@ -106,9 +107,10 @@ class PackedBlueprint:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBlueprint:
-    """A native model whose large matrices are quantized while they are read, so that it never lies in memory whole."""
+    """A native model whose large matrices are quantized while they are read, so that it never lies in memory whole, but
+    for those that are packed."""
 
-    native: NativeBlueprint
+    native: NativeBlueprint | PackedBlueprint
     kind: Quantization
 
     @property
@@ -118,7 +120,7 @@ class QuantizedBlueprint:
     @property
     def implementation(self) -> Implementation:
         native = self.native.implementation
-        return Implementation(native.kind, f"{native.reason}, its weights in {self.kind}")
+        return Implementation(native.kind, f"{native.reason}, its layers in {self.kind}")
 
     def build(self, parallel: ParallelContext) -> Decoder:
         """The large matrices are on the default device. On a GPU, all else is on the host still, where memory that
@@ -127,7 +129,7 @@ class QuantizedBlueprint:
         with torch.device("cpu") if device.type == "cuda" else nullcontext():
             model = self.native.build(parallel)
         for module in model.modules():
-            if isinstance(module, _QUANTIZED):
+            if isinstance(module, _QUANTIZED) and not isinstance(module.weight, PackedParameter):
                 _quantize(module, _PARAMETERS[self.kind], device)
         return model
 

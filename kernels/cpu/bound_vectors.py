@@ -23,6 +23,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
+from .byte_vectors import rounding
 from .code_words import WIDTH, WORDS, blocks_of, codes_of, fetch, scales_of
 from .digits import dot_int8, unsigned
 from .tile_product import STEP_BYTES, TILE
@@ -40,7 +41,6 @@ from .vectors import (
     call,
     fma,
     join_lanes,
-    largest_lanes,
     load,
     load_numbers,
     loop_over,
@@ -57,7 +57,6 @@ FACTOR, _OFFSET, LOST, SIZE = range(BLOCK // 4, BLOCK // 4 + 4)  # words of a bl
 
 _AT_ONCE = 4  # blocks of x that are rounded together
 _COUNTS = (1, 2, ROWS)  # of rows, that something is generated for
-_LARGEST = 127
 _LEAST = 2.0**-60  # what a block's largest number is taken for where it is less: others take numbers near 2^-126 for 0
 _INFINITY = float("inf")
 
@@ -83,7 +82,7 @@ def round_row(
                 [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]
                 for source in sources
             ]
-            factors, inverses = _factors(b, blocks)
+            factors, inverses = rounding(b, blocks, _LEAST)
             rounded, lost, sizes = [], [], []
             for i, block in enumerate(blocks):
                 inverse = broadcast(b, b.extract_element(inverses, INT32(i)), LANES)
@@ -182,16 +181,6 @@ def bound(
         return context.get_dummy_value()
 
     return types.void(packing, has_pairs, *[types.int64] * 9), generate
-
-
-def _factors(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-    """By block: what a whole number is worth, which is not finite where one of x is not, and about the inverse."""
-    sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
-    bits = largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
-    floats = ir.VectorType(FLOAT, bits.type.count)
-    largest, least = b.bitcast(bits, floats), splat(floats, _LEAST)
-    largest = b.select(b.fcmp_ordered("<", largest, least), least, largest)
-    return b.fmul(largest, splat(floats, 1 / _LARGEST)), b.fdiv(splat(floats, float(_LARGEST)), largest)
 
 
 def _numbers(kind: Packing, in_pairs: bool) -> list[list[int]]:

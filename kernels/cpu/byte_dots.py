@@ -34,13 +34,14 @@ from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .byte_vectors import (
+    IN_24_BITS,
     ROWS,
     UNPACKED_BYTES,
-    X_BLOCK_BYTES,
     multiply_packed,
     multiply_unpacked,
     split_row,
     unpack,
+    x_block_bytes,
 )
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
@@ -126,36 +127,41 @@ def multiply(
     packing: Packing,
     out: Tensor,
     activation: str = "",
+    *,
+    num_digits: int = IN_24_BITS,
     chosen: Tensor | None = None,
 ) -> None:
-    """`linear` or `linear_gated` into `out`. `chosen`: see `run_product`."""
+    """`linear` or `linear_gated` into `out`. `num_digits`: of x, as `byte_vectors` has them; `chosen`: see
+    `run_product`."""
     x, (num_rows, in_features), has_short_x = x.contiguous(), x.shape, x.dtype == torch.bfloat16
-    entry = _entry(packing.name, has_short_x, out.dtype == torch.bfloat16, activation)
+    entry = _entry(packing.name, num_digits, has_short_x, out.dtype == torch.bfloat16, activation)
     if num_rows <= ROWS:
         run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=None, chosen=chosen)
         return
-    digits = torch.empty(num_rows * in_features // BLOCK * X_BLOCK_BYTES + STEP_BYTES, dtype=torch.int8)
-    first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then two lines of the cache
-    _splitter(packing.bits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
+    digits = torch.empty(num_rows * in_features // BLOCK * x_block_bytes(num_digits) + STEP_BYTES, dtype=torch.int8)
+    first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then whole lines of the cache
+    _splitter(packing.bits, num_digits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
     run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1, chosen=chosen)
 
 
 @cache
-def _splitter(bits: int, has_short_x: bool) -> RowFunction:
-    compiled = partial(_split_worker, bits, 2 if has_short_x else 4, digest_of(*_SOURCES))
+def _splitter(bits: int, num_digits: int, has_short_x: bool) -> RowFunction:
+    compiled = partial(_split_worker, bits, num_digits, 2 if has_short_x else 4, digest_of(*_SOURCES))
     return RowFunction(compiled, _SPLIT, _SPLIT_NS, is_idempotent=True)
 
 
 @cache
-def _entry(packing: str, has_short_x: bool, is_short: bool, activation: str) -> Any:
+def _entry(packing: str, num_digits: int, has_short_x: bool, is_short: bool, activation: str) -> Any:
     """`is_short`: results are bfloat16."""
     sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}"
-    return _worker(packing, has_short_x, is_short, activation, sources).ctypes
+    return _worker(packing, num_digits, has_short_x, is_short, activation, sources).ctypes
 
 
-def _split_worker(bits: int, x_bytes: int, sources: str) -> Any:
+def _split_worker(bits: int, num_digits: int, x_bytes: int, sources: str) -> Any:
+    block_bytes = x_block_bytes(num_digits)
+
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    @filed_as(bits, x_bytes)
+    @filed_as(bits, num_digits, x_bytes)
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _SPLIT_TYPE)[0]
@@ -165,19 +171,19 @@ def _split_worker(bits: int, x_bytes: int, sources: str) -> Any:
             if item < 0:
                 return
             for row in range(first, stop):
-                target = a.digits + row * num_blocks * X_BLOCK_BYTES
-                split_row(bits, x_bytes, a.x + row * a.in_features * x_bytes, num_blocks, target)
+                target = a.digits + row * num_blocks * block_bytes
+                split_row(bits, num_digits, x_bytes, a.x + row * a.in_features * x_bytes, num_blocks, target)
 
     return worker
 
 
-def _worker(packing: str, has_short_x: bool, is_short: bool, activation: str, sources: str) -> Any:
+def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, activation: str, sources: str) -> Any:
     panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
     bits, x_bytes, is_gated = PACKINGS[packing].bits, 2 if has_short_x else 4, activation != ""
-    bias_bytes = TILE * x_bytes
+    bias_bytes, block_bytes = TILE * x_bytes, x_block_bytes(num_digits)
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    @filed_as(packing, has_short_x, is_short, activation)
+    @filed_as(packing, num_digits, has_short_x, is_short, activation)
     def worker(address: int) -> None:
         """One thread: take panels until there are none."""
         sources  # noqa: B018 (likewise)
@@ -185,7 +191,7 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, activation: str, so
         num_rows, out_features, in_features = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES]
         num_blocks = in_features // BLOCK
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
-        thread, x_row, out_row = enter(claims), num_blocks * X_BLOCK_BYTES, out_features * size
+        thread, x_row, out_row = enter(claims), num_blocks * block_bytes, out_features * size
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_rows = (num_rows + num_chunks * ROWS - 1) // (num_chunks * ROWS) * ROWS
         num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
@@ -201,7 +207,7 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, activation: str, so
         if are_few:  # each thread for itself: nobody waits
             digits = unpacked + UNPACKED_BYTES
             for i in range(num_rows):
-                split_row(bits, x_bytes, a[X] + i * in_features * x_bytes, num_blocks, digits + i * x_row)
+                split_row(bits, num_digits, x_bytes, a[X] + i * in_features * x_bytes, num_blocks, digits + i * x_row)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
         chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
@@ -223,11 +229,15 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, activation: str, so
             while row < end:
                 x, count = digits + row * x_row, min(ROWS, end - row)
                 if are_few:
-                    multiply_packed(packing, panel, panel_step, num_blocks, unpacked, x, x_row, count, totals)
+                    multiply_packed(
+                        packing, num_digits,
+                        panel, panel_step, num_blocks, unpacked, x, x_row, count, totals,
+                    )  # fmt: skip
                 else:
                     multiply_unpacked(
-                        packing, unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step
-                    )
+                        packing, num_digits,
+                        unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step,
+                    )  # fmt: skip
                 results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
                 finish(activation, is_short, has_short_x, results.ctypes.data)
                 row += count

@@ -4,10 +4,11 @@
 
     four digits of a row of x, in all lanes    dot    four codes of each row of a panel    ->    sums, int32
 
-A block of a row of x is X_BLOCK_BYTES: its digits, [digit, the highest first][number] int8, then words: what a whole
-number is worth and the sum of the block, float32, and for each of GROUPS what is added to its sums, int32, as codes are
-unpacked without a sign. A block of WIDTH panels is unpacked as UNPACKED_BYTES: codes [four numbers][panel][row of the
-panel][number] uint8, then scales [panel][row] and what belongs to sums of x, likewise, float32.
+A block of a row of x is `x_block_bytes`: its digits, [digit, the highest first][number] int8, three to a number or one,
+then words: what a whole number is worth and the sum of the block, float32, and for each of GROUPS what is added to its
+sums, int32, as codes are unpacked without a sign. A block of WIDTH panels is unpacked as UNPACKED_BYTES: codes [four
+numbers][panel][row of the panel][number] uint8, then scales [panel][row] and what belongs to sums of x, likewise,
+float32.
 
 Everything works on addresses. Totals are [panel][row of x][row of the panel], panels PANEL_TOTALS apart; behind as many
 rows of x as there are, they are of no meaning.
@@ -30,6 +31,7 @@ from .vectors import (
     BYTES,
     FLOAT,
     FLOATS,
+    INT8S,
     INT32,
     INT64,
     INTS,
@@ -51,47 +53,53 @@ from .vectors import (
 )
 
 ROWS = 8  # of x at a time: their sums for WIDTH panels leave registers for what is multiplied
-NUM_DIGITS = 3
-X_BLOCK_BYTES = 2 * STEP_BYTES
+IN_24_BITS, IN_8_BITS = 3, 1  # digits of a number of x
 QUADS = BLOCK // 4  # of numbers, that a lane multiplies at once
 UNPACKED_BYTES = (QUADS + 2) * WIDTH * STEP_BYTES
-# Digits of x whose sums are one whole number, by the bits of a code: sums of codes of 8 bits and all digits have 36.
-GROUPS = {4: ((0, 1, 2),), 8: ((0, 1), (2,))}
+# Digits of x whose sums are one whole number, by the bits of a code and how many digits there are: sums of codes of 8
+# bits and three digits have 36.
+GROUPS = {(4, 3): ((0, 1, 2),), (8, 3): ((0, 1), (2,)), (4, 1): ((0,),), (8, 1): ((0,),)}
 
 _AT_ONCE = 4  # blocks of x that are split together
 _COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
+_LEAST = 2.0**-100  # with one digit, what a block's largest number is taken for where it is less
 _TOP = 22  # the binary exponent of the largest whole number of a block; digits reach 2^23 less half a percent
-_WORDS = NUM_DIGITS * BLOCK  # where they begin in a block of x
 _FACTOR, _SUM, _OFFSETS = 0, 1, 2
 _ZEROS, _NO_SUMS = splat(FLOATS, 0.0), splat(INTS, 0)
 
 
+def x_block_bytes(num_digits: int) -> int:
+    """Whole lines of the cache."""
+    most_words = _OFFSETS + max(len(groups) for (_, count), groups in GROUPS.items() if count == num_digits)
+    return -(-(num_digits * BLOCK + 4 * most_words) // STEP_BYTES) * STEP_BYTES
+
+
 @intrinsic(prefer_literal=True)
-def split_row(typing_context: Any, bits: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any) -> Any:
-    """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks of digits, for codes of so many bits; both constants.
+def split_row(typing_context: Any, bits: Any, num_digits: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any) -> Any:
+    """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks of so many digits, for codes of so many bits; all
+    three are constants.
 
     A block's numbers become whole multiples of a power of two, which is 2^-22 of its largest or less (of those right
-    below a power, 1.008 times that), and no less than 2^-126. If one of them is not finite, all their products become
-    NaN: what is converted then does not matter.
+    below a power, 1.008 times that), and no less than 2^-126; with one digit, of 1/127 of its largest, or of 2^-100. If
+    one of them is not finite, all their products become NaN: what is converted then does not matter.
     """
-    is_narrow, size = bits.literal_value == 4, x_bytes.literal_value
+    count, size, code_bits = num_digits.literal_value, x_bytes.literal_value, bits.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, x, num_blocks, out = arguments
-
+        _, _, _, x, num_blocks, out = arguments
         last = b.sub(num_blocks, INT64(1))
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
             numbers = [at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
             sources, targets = (
                 [b.add(start, b.mul(number, INT64(step))) for number in numbers]
-                for start, step in ((x, BLOCK * size), (out, X_BLOCK_BYTES))
+                for start, step in ((x, BLOCK * size), (out, x_block_bytes(count)))
             )
             halves = [
                 [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]
                 for source in sources
             ]
-            factors, inverses = _factors(b, halves)
+            factors, inverses = rounding(b, halves, _LEAST) if count == IN_8_BITS else _splitting(b, halves)
             whole = []
             for i, each in enumerate(halves):
                 inverse = broadcast(b, b.extract_element(inverses, INT32(i)), LANES)
@@ -99,24 +107,26 @@ def split_row(typing_context: Any, bits: Any, x_bytes: Any, x: Any, num_blocks: 
                     [b.fptosi(call(b, "llvm.rint.v16f32", FLOATS, [b.fmul(half, inverse)]), INTS) for half in each]
                 )
             for each, target in zip(whole, targets, strict=True):
-                _store_digits(b, each, target)
+                _store_digits(b, each, count, target)
             totals = sum_lanes(b, [b.add(*each) for each in whole])
-            if is_narrow:
-                offsets = [b.mul(totals, splat(totals.type, -8))]
-            else:
+            by_group = [totals]
+            if len(GROUPS[code_bits, count]) > 1:
                 lowest = sum_lanes(b, [b.add(*(_lowest(b, half) for half in each)) for each in whole])
-                highest = b.ashr(b.sub(totals, lowest), splat(totals.type, 8))
-                offsets = [b.mul(each, splat(totals.type, -128)) for each in (highest, lowest)]
-            sums = sum_lanes(b, [b.fadd(*each) for each in halves])
+                by_group = [b.ashr(b.sub(totals, lowest), splat(totals.type, 8)), lowest]
+            offsets = [b.mul(each, splat(totals.type, -1 << (code_bits - 1))) for each in by_group]
+            if count == IN_8_BITS:
+                sums = b.fmul(b.sitofp(totals, factors.type), factors)
+            else:
+                sums = sum_lanes(b, [b.fadd(*each) for each in halves])
             for number, words in enumerate((factors, sums, *offsets)):
                 for i, target in enumerate(targets):
-                    store(b, b.extract_element(words, INT32(i)), b.add(target, INT64(_WORDS + 4 * number)))
+                    store(b, b.extract_element(words, INT32(i)), b.add(target, INT64(count * BLOCK + 4 * number)))
             return []
 
         loop_over(b, num_blocks, _AT_ONCE, [], step)
         return context.get_dummy_value()
 
-    return types.void(bits, x_bytes, *[types.int64] * 3), generate
+    return types.void(bits, num_digits, x_bytes, *[types.int64] * 3), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -141,6 +151,7 @@ def unpack(typing_context: Any, packing: Any, panel: Any, panel_step: Any, num_b
 def multiply_packed(
     typing_context: Any,
     packing: Any,
+    num_digits: Any,
     panel: Any,
     panel_step: Any,
     num_blocks: Any,
@@ -155,7 +166,7 @@ def multiply_packed(
     kind = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, panel, panel_step, num_blocks, scratch, x, x_row, num_rows, totals = arguments
+        _, _, panel, panel_step, num_blocks, scratch, x, x_row, num_rows, totals = arguments
 
         def block_of(k: Any) -> Any:
             blocks = blocks_of(b, kind, panel, panel_step, k)
@@ -164,16 +175,17 @@ def multiply_packed(
             _unpack_block(b, kind, blocks, scratch)
             return scratch
 
-        _multiply(b, kind, num_blocks, block_of, (x, x_row, num_rows), totals)
+        _multiply(b, kind, num_digits.literal_value, num_blocks, block_of, (x, x_row, num_rows), totals)
         return context.get_dummy_value()
 
-    return types.void(packing, *[types.int64] * 8), generate
+    return types.void(packing, num_digits, *[types.int64] * 8), generate
 
 
 @intrinsic(prefer_literal=True)
 def multiply_unpacked(
     typing_context: Any,
     packing: Any,
+    num_digits: Any,
     unpacked: Any,
     num_blocks: Any,
     x: Any,
@@ -187,23 +199,38 @@ def multiply_unpacked(
     kind = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step = arguments
+        _, _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step = arguments
 
         def block_of(k: Any) -> Any:
             for block in blocks_of(b, kind, following, panel_step, k):
                 fetch(b, kind, block, ahead=0)
             return _unpacked_at(b, unpacked, k)
 
-        _multiply(b, kind, num_blocks, block_of, (x, x_row, num_rows), totals)
+        _multiply(b, kind, num_digits.literal_value, num_blocks, block_of, (x, x_row, num_rows), totals)
         return context.get_dummy_value()
 
-    return types.void(packing, *[types.int64] * 8), generate
+    return types.void(packing, num_digits, *[types.int64] * 8), generate
 
 
-def _factors(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-    """By block: what a whole number is worth, a power of two or NaN, and the inverse of that power."""
+def rounding(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]], least: float) -> tuple[Any, Any]:
+    """By block of two vectors of numbers that become whole ones of -127 to 127: what one is worth, which is not finite
+    where a number is not, and about the inverse. `least`: what the largest is taken for where it is less."""
+    bits = _largest(b, blocks)
+    floats = ir.VectorType(FLOAT, bits.type.count)
+    largest, at_least = b.bitcast(bits, floats), splat(floats, least)
+    largest = b.select(b.fcmp_ordered("<", largest, at_least), at_least, largest)
+    return b.fmul(largest, splat(floats, 1 / 127)), b.fdiv(splat(floats, 127.0), largest)
+
+
+def _largest(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> Any:
+    """By block, the bits of its largest number without a sign."""
     sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
-    tops = largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
+    return largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
+
+
+def _splitting(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
+    """Likewise for whole numbers of 24 bits: a power of two or NaN, and the inverse of that power."""
+    tops = _largest(b, blocks)
     kind, floats = tops.type, ir.VectorType(FLOAT, tops.type.count)
     # The exponent of a number a little larger: digits of -128 to 127 do not reach 2^23.
     exponents = b.lshr(b.add(tops, splat(kind, 1 << 17)), splat(kind, 23))
@@ -221,12 +248,16 @@ def _lowest(b: ir.IRBuilder, whole: Any) -> Any:
     return b.ashr(b.shl(whole, splat(INTS, 24)), splat(INTS, 24))
 
 
-def _store_digits(b: ir.IRBuilder, whole: Sequence[Any], target: Any) -> None:
+def _store_digits(b: ir.IRBuilder, whole: Sequence[Any], num_digits: int, target: Any) -> None:
     """Of two vectors of whole numbers. Where 128 is added to every digit, digits are the bytes of the sum."""
+    if num_digits == 1:
+        first, second = (b.trunc(each, INT8S) for each in whole)
+        store(b, take(b, first, range(BLOCK), second), target)
+        return
     middle = splat(INTS, 0x808080)
     first, second = (b.bitcast(b.xor(b.add(each, middle), middle), BYTES) for each in whole)
     for digits in ((0, 1), (2,)):
-        places = [4 * number + NUM_DIGITS - 1 - digit for digit in digits for number in range(BLOCK)]
+        places = [4 * number + num_digits - 1 - digit for digit in digits for number in range(BLOCK)]
         store(b, take(b, first, places, second), b.add(target, INT64(BLOCK * digits[0])))
 
 
@@ -258,6 +289,7 @@ def _unpack_block(b: ir.IRBuilder, kind: Packing, blocks: Sequence[Any], out: An
 def _multiply(
     b: ir.IRBuilder,
     kind: Packing,
+    num_digits: int,
     num_blocks: Any,
     block_of: Callable[[Any], Any],
     rows: tuple[Any, Any, Any],
@@ -272,15 +304,17 @@ def _multiply(
             store(b, _ZEROS, total_at(b, totals, *place))
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            block, x_blocks = block_of(k), [b.add(start, b.mul(k, INT64(X_BLOCK_BYTES))) for start in starts]
-            sums = _sums(b, block, x_blocks, kind.bits)
+            place_in_row = b.mul(k, INT64(x_block_bytes(num_digits)))
+            block, x_blocks = block_of(k), [b.add(start, place_in_row) for start in starts]
+            words = [b.add(x_block, INT64(num_digits * BLOCK)) for x_block in x_blocks]
+            sums = _sums(b, block, x_blocks, words, GROUPS[kind.bits, num_digits])
             scales, middles = ([load(b, _line(b, block, QUADS + i, j), FLOATS) for j in range(WIDTH)] for i in range(2))
             for number, (i, j) in zip(sums, places, strict=True):
                 place = total_at(b, totals, i, j)
                 total = load(b, place, FLOATS)
                 if kind.has_least:
-                    total = fma(b, _word(b, x_blocks[i], _SUM, FLOAT), middles[j], total)
-                product = b.fmul(number, _word(b, x_blocks[i], _FACTOR, FLOAT))
+                    total = fma(b, _word(b, words[i], _SUM, FLOAT), middles[j], total)
+                product = b.fmul(number, _word(b, words[i], _FACTOR, FLOAT))
                 store(b, fma(b, product, scales[j], total), place)
             return []
 
@@ -289,21 +323,25 @@ def _multiply(
     by_least(b, rows[2], _COUNTS, of_rows)
 
 
-def _sums(b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], bits: int) -> list[Any]:
+def _sums(
+    b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], words: Sequence[Any], groups: Sequence[Sequence[int]]
+) -> list[Any]:
     """Of the products of a block's codes, signed, and whole numbers of x: float32, [row of x][panel]."""
     found: list[Any] = []
-    for number, digits in enumerate(GROUPS[bits]):
-        sums = _whole_sums(b, block, x_blocks, digits)
-        offsets = [_word(b, x_block, _OFFSETS + number, INT32) for x_block in x_blocks for _ in range(WIDTH)]
-        parts = [b.sitofp(b.add(each, offset), FLOATS) for each, offset in zip(sums, offsets, strict=True)]
+    for number, digits in enumerate(groups):
+        offsets = [_word(b, each, _OFFSETS + number, INT32) for each in words for _ in range(WIDTH)]
+        parts = [b.sitofp(each, FLOATS) for each in _whole_sums(b, block, x_blocks, digits, offsets)]
         scale = splat(FLOATS, 256.0 ** len(digits))
         found = [fma(b, high, scale, low) for high, low in zip(found, parts, strict=True)] if found else parts
     return found
 
 
-def _whole_sums(b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], digits: Sequence[int]) -> list[Any]:
-    """Likewise, of codes as they are unpacked and some digits as one number: int32."""
-    sums, at_once = [_NO_SUMS] * (len(x_blocks) * WIDTH), max(1, ROWS // len(x_blocks))
+def _whole_sums(
+    b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], digits: Sequence[int], offsets: Sequence[Any]
+) -> list[Any]:
+    """Likewise, of codes as they are unpacked and some digits as one number, and `offsets`: int32."""
+    is_one = len(digits) == 1
+    sums, at_once = list(offsets) if is_one else [_NO_SUMS] * len(offsets), max(1, ROWS // len(x_blocks))
     for digit in digits:
         if digit != digits[0]:
             sums = [b.shl(each, splat(INTS, 8)) for each in sums]
@@ -321,8 +359,8 @@ def _whole_sums(b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], digits: Se
             return found
 
         sums = loop_over(b, INT64(QUADS), at_once, sums, step, may_unroll=False)
-    return sums
+    return sums if is_one else [b.add(*each) for each in zip(sums, offsets, strict=True)]
 
 
-def _word(b: ir.IRBuilder, x_block: Any, number: int, word: ir.Type) -> Any:
-    return broadcast(b, load(b, b.add(x_block, INT64(_WORDS + 4 * number)), word), LANES)
+def _word(b: ir.IRBuilder, words: Any, number: int, word: ir.Type) -> Any:
+    return broadcast(b, load(b, b.add(words, INT64(4 * number)), word), LANES)

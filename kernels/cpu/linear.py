@@ -16,7 +16,8 @@ Weights come in three precisions:
 Those that are packed (`kernels.packed`) are multiplied with x in float32 or bfloat16: in matrix tiles (`codes`); else,
 in vectors, in bfloat16 by its dot products where they are fast (`dots`), otherwise by those of bytes (`byte_dots`); and
 without these in float32 (`panels`: the same sums of the same numbers; x in bfloat16 is widened). They are unpacked part
-by part, in registers or into a core's caches.
+by part, in registers or into a core's caches. Where x may be rounded to 8 bits, one dot product of bytes takes the
+place of three (`rounded_dots`).
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
@@ -40,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..packed import Packing
-from . import byte_dots, codes, dots, few_rows, many_rows, matrix_tiles, panels
+from . import byte_dots, codes, dots, few_rows, many_rows, matrix_tiles, panels, rounded_dots
 from .elementwise import activate_and_mul
 from .features import cpu_features, dots_are_fast
 from .intrinsics import IS_X86
@@ -77,6 +78,7 @@ _GATED: dict[_PackedKernel, Callable[[Tensor, Tensor, Tensor | None, Packing, st
     codes: codes.linear_gated,
     dots: dots.linear_gated,
     byte_dots: byte_dots.linear_gated,
+    rounded_dots: rounded_dots.linear_gated,
 }
 
 
@@ -134,31 +136,35 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
     return _widened(x, weight, scales, bias, x.dtype)
 
 
-def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def linear_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype, in_int8: bool
+) -> Tensor:
     """See `ops.linear_packed`."""
     if len(x) == 0:
         return x.new_empty(0, len(weight), dtype=out_dtype)
-    return _packed_kernel(x.dtype).linear(x, weight, bias, packing, out_dtype)
+    return _packed_kernel(x.dtype, in_int8).linear(x, weight, bias, packing, out_dtype)
 
 
-def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+def linear_gated_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str, in_int8: bool
+) -> Tensor:
     """See `ops.linear_gated_packed`."""
-    gated = _GATED.get(_packed_kernel(x.dtype))
+    gated = _GATED.get(_packed_kernel(x.dtype, in_int8))
     if gated is not None and len(x) > 0 and codes.fits_gated(len(weight), activation):
         return gated(x, weight, bias, packing, activation)
-    return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
+    return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype, in_int8), activation)
 
 
 def bounds_packed(packing: Packing, dtype: torch.dtype) -> bool:
     """See `ops.bounds_packed`."""
-    return _packed_kernel(dtype) in _CHOOSING and not packing.has_least
+    return _packed_kernel(dtype, in_int8=False) in _CHOOSING and not packing.has_least
 
 
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
     """See `ops.likeliest_packed`."""
     if not bounds_packed(packing, x.dtype) or len(x) == 0:
-        return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))
-    return choose_likeliest(_packed_kernel(x.dtype), x, weight, packing, lengths)
+        return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32, in_int8=False))
+    return choose_likeliest(_packed_kernel(x.dtype, in_int8=False), x, weight, packing, lengths)
 
 
 def choose_likeliest(kernel: _PackedKernel, x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
@@ -172,22 +178,24 @@ def choose_likeliest(kernel: _PackedKernel, x: Tensor, weight: Tensor, packing: 
     return likeliest(x, weight, packing, lengths, multiply, has_pairs=way.has_pairs, rounds=rounds)
 
 
-def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype, in_int8: bool) -> Tensor:
     """See `ops.lay_out_packed`."""
-    return _packed_kernel(dtype).lay_out(rows, packing)
+    return _packed_kernel(dtype, in_int8).lay_out(rows, packing)
 
 
-def fits_packed(shape: tuple[int, int], dtype: torch.dtype) -> bool:
+def fits_packed(shape: tuple[int, int], dtype: torch.dtype, in_int8: bool) -> bool:
     """See `ops.fits_packed`."""
-    kernel = _packed_kernel(dtype)
-    return dtype in kernel.DTYPES and kernel.fits(*shape)
+    kernel = _packed_kernel(dtype, in_int8)
+    return dtype in kernel.DTYPES and kernel.fits(*shape) and (kernel is rounded_dots or not in_int8)
 
 
 @cache
-def _packed_kernel(dtype: torch.dtype) -> _PackedKernel:
-    """The fastest on this CPU for x of a dtype."""
+def _packed_kernel(dtype: torch.dtype, in_int8: bool) -> _PackedKernel:
+    """The fastest on this CPU for x of a dtype, which may be rounded to 8 bits (`in_int8`), or not."""
     if matrix_tiles.are_available():
         return codes
+    if in_int8 and "avx512vnni" in cpu_features():
+        return rounded_dots
     if dtype == torch.bfloat16 and dots_are_fast():
         return dots
     return byte_dots if "avx512vnni" in cpu_features() else panels

@@ -1,4 +1,4 @@
-"""What products with packed weights are called with, by `codes`, `dots`, `byte_dots` and `panels`."""
+"""What products with packed weights are called with, by `codes`, `dots`, `byte_dots`, `rounded_dots` and `panels`."""
 
 from __future__ import annotations
 

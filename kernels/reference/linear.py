@@ -26,14 +26,19 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
     return linear(x, weight.float() * scales[:, None], bias)
 
 
-def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def linear_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype, in_int8: bool
+) -> Tensor:
     """See `ops.linear_packed`."""
-    return linear(x.float(), unpack(weight, packing), None if bias is None else bias.float()).to(out_dtype)
+    x = _in_int8(x.float()) if in_int8 else x.float()
+    return linear(x, unpack(weight, packing), None if bias is None else bias.float()).to(out_dtype)
 
 
-def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+def linear_gated_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str, in_int8: bool
+) -> Tensor:
     """See `ops.linear_gated_packed`."""
-    return activate_and_mul(linear_packed(x, weight, packing, bias, torch.float32), activation).to(x.dtype)
+    return activate_and_mul(linear_packed(x, weight, packing, bias, torch.float32, in_int8), activation).to(x.dtype)
 
 
 def bounds_packed(_packing: Packing, _dtype: torch.dtype) -> bool:
@@ -43,14 +48,21 @@ def bounds_packed(_packing: Packing, _dtype: torch.dtype) -> bool:
 
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, _lengths: Tensor) -> Tensor:
     """See `ops.likeliest_packed`."""
-    return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))
+    return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32, in_int8=False))
 
 
-def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:
+def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> Tensor:
     """See `ops.lay_out_packed`: as they are."""
     return rows
 
 
-def fits_packed(shape: tuple[int, int], _dtype: torch.dtype) -> bool:
+def fits_packed(shape: tuple[int, int], _dtype: torch.dtype, _in_int8: bool) -> bool:
     """See `ops.fits_packed`."""
     return shape[0] % ROWS == 0 and shape[1] % BLOCK == 0
+
+
+def _in_int8(x: Tensor) -> Tensor:
+    """Rounded to whole multiples of 1/127 of the largest of each block."""
+    blocks = x.reshape(len(x), -1, BLOCK)
+    units = blocks.abs().amax(dim=-1, keepdim=True).clamp_(min=2.0**-100).div_(127)
+    return blocks.div(units).round_().mul_(units).reshape(x.shape)

@@ -35,14 +35,18 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
     return _linear_weight8(x, weight.view(torch.uint8), scales, bias, e4m3_format(x.device))
 
 
-def linear_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+def linear_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype, _in_int8: bool
+) -> Tensor:
     """See `ops.linear_packed`."""
     return F.linear(x, unpack(weight, packing).to(x.dtype), bias).to(out_dtype)
 
 
-def linear_gated_packed(x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str) -> Tensor:
+def linear_gated_packed(
+    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str, in_int8: bool
+) -> Tensor:
     """See `ops.linear_gated_packed`."""
-    return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype), activation)
+    return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype, in_int8), activation)
 
 
 def bounds_packed(_packing: Packing, _dtype: torch.dtype) -> bool:
@@ -52,15 +56,15 @@ def bounds_packed(_packing: Packing, _dtype: torch.dtype) -> bool:
 
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, _lengths: Tensor) -> Tensor:
     """See `ops.likeliest_packed`."""
-    return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32))
+    return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32, False))
 
 
-def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype) -> Tensor:
+def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> Tensor:
     """See `ops.lay_out_packed`: as they are."""
     return rows
 
 
-def fits_packed(_shape: tuple[int, int], _dtype: torch.dtype) -> bool:
+def fits_packed(_shape: tuple[int, int], _dtype: torch.dtype, _in_int8: bool) -> bool:
     """See `ops.fits_packed`: never."""
     return False
 

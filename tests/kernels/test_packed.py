@@ -15,7 +15,18 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from quire.kernels import ops
-from quire.kernels.cpu import byte_dots, byte_vectors, codes, dots, few_rows, many_rows, matrix_tiles, panels, vectors
+from quire.kernels.cpu import (
+    byte_dots,
+    byte_vectors,
+    codes,
+    dots,
+    few_rows,
+    many_rows,
+    matrix_tiles,
+    panels,
+    rounded_dots,
+    vectors,
+)
 from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.features import IS_WIDE, cpu_features, dots_are_fast
 from quire.kernels.cpu.graph import Pool
@@ -31,7 +42,7 @@ SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
 KERNELS: list[tuple[ModuleType, torch.dtype]] = [(panels, torch.float32), (panels, torch.bfloat16)]
 HAS_BYTES = "avx512vnni" in cpu_features()
 if HAS_BYTES:
-    KERNELS += [(byte_dots, torch.float32), (byte_dots, torch.bfloat16)]
+    KERNELS += [(kernel, dtype) for kernel in (byte_dots, rounded_dots) for dtype in (torch.float32, torch.bfloat16)]
 if matrix_tiles.are_available():
     KERNELS += [(codes, torch.float32), (codes, torch.bfloat16)]
 if "avx512bf16" in cpu_features():
@@ -39,7 +50,9 @@ if "avx512bf16" in cpu_features():
 OF_CODES = [(kernel, dtype) for kernel, dtype in KERNELS if kernel is not panels]
 IN_FLOAT32 = codes if matrix_tiles.are_available() else byte_dots if HAS_BYTES else panels  # what multiplies it
 IN_BFLOAT16 = dots if dots_are_fast() and IN_FLOAT32 is not codes else IN_FLOAT32
-LEAST_ROWS = {panels: FEW[-1] + 1, byte_dots: byte_vectors.ROWS + 1}  # that are recorded for others, where not 1
+# That are recorded for others, where not 1.
+LEAST_ROWS = {panels: FEW[-1] + 1, byte_dots: byte_vectors.ROWS + 1, rounded_dots: byte_vectors.ROWS + 1}
+WORKERS = {rounded_dots: byte_dots}  # the module that has a kernel's workers, where that is another
 DTYPES = [torch.bfloat16, torch.float32] if IS_WIDE else [torch.float32]  # of x, with which weights stay packed
 
 
@@ -131,8 +144,10 @@ def test_what_multiplies_on_this_cpu() -> None:
     fit = {torch.float32, torch.bfloat16} & set(DTYPES)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         assert ops.fits_packed((48, 96), dtype, torch.device("cpu")) is (dtype in fit), dtype
-    assert _packed_kernel(torch.bfloat16) is IN_BFLOAT16
-    assert _packed_kernel(torch.float32) is IN_FLOAT32
+        in_int8 = HAS_BYTES and IN_FLOAT32 is not codes and dtype in fit
+        assert ops.fits_packed((48, 96), dtype, torch.device("cpu"), in_int8=True) is in_int8, dtype
+    assert _packed_kernel(torch.bfloat16, in_int8=False) is IN_BFLOAT16
+    assert _packed_kernel(torch.float32, in_int8=False) is IN_FLOAT32
 
 
 def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
@@ -142,6 +157,19 @@ def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
     middle = 8 * scales + least[0] if least else torch.zeros_like(scales)
     of_codes = 128 * scales.abs() if packing.bits == 8 else 8 * scales.abs()
     return (of_codes + middle.abs()).repeat_interleave(BLOCK, dim=1)
+
+
+def met(kernel: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The numbers that a kernel multiplies, float64, and by how much more than by roundings of float32 each may be off:
+    by a whole unit, where it lies in the middle between two."""
+    x = x.double()
+    if kernel is not rounded_dots:
+        return x, torch.zeros_like(x)
+    blocks = x.unflatten(1, (-1, BLOCK))
+    units = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    whole = blocks / units
+    in_the_middle = (whole - whole.floor() - 0.5).abs() < 1e-4
+    return (whole.round() * units).flatten(1), (in_the_middle * units).flatten(1)
 
 
 def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor, most_exact: int) -> None:
@@ -167,7 +195,8 @@ def test_what_is_rounded(shape: tuple[int, int], packing: Packing, kernel: Any, 
     bias = torch.randn(shape[0], generator=generator).to(dtype)
     for num_rows in (1, 8, 16, 21, 32, 40):
         given = x[:num_rows]
-        exact, of_all = given.double() @ numbers.T, given.double().abs() @ size.T
+        multiplied, off = met(kernel, given)
+        exact, of_all = multiplied @ numbers.T, (multiplied.abs() + 2**22 * off) @ size.T
         check(product(kernel, given, rows, packing), exact, of_all, most)
         biased = product(kernel, given, rows, packing, bias)
         check(biased, exact + bias.double(), of_all + bias.double().abs(), most)
@@ -199,7 +228,11 @@ def test_a_code_that_cancels_what_is_least(kernel: Any, dtype: torch.dtype) -> N
     scales = torch.rand(48, 3, generator=torch.Generator().manual_seed(2)).half()
     halves.copy_(torch.cat([scales, -5 * scales.float()], dim=1).half().view(torch.uint8))
     rows, x = torch.cat([halves, codes_.fill_(0x55)], dim=1), inputs(40, 96).to(dtype)
-    exact, of_all = x.double() @ unpack(rows, packing).double().T, x.double().abs() @ sizes(rows, packing).T
+    multiplied, off = met(kernel, x)
+    exact, of_all = (
+        multiplied @ unpack(rows, packing).double().T,
+        (multiplied.abs() + 2**22 * off) @ sizes(rows, packing).T,
+    )
     for num_rows in (1, 16, 32, 40):
         found = product(kernel, x[:num_rows], rows, packing)
         check(found, exact[:num_rows], of_all[:num_rows], most_by_codes(kernel, packing))
@@ -220,7 +253,8 @@ def test_ends_of_float32(kernel: Any) -> None:
         if value == torch.inf:
             assert not got.isfinite().any()
         else:
-            torch.testing.assert_close(got, torch.full((1, 32), expected), rtol=2**-23, atol=0)
+            rounded = 2**-22 if kernel is rounded_dots else 2**-23  # what a unit is worth is no power of two
+            torch.testing.assert_close(got, torch.full((1, 32), expected), rtol=rounded, atol=0)
 
 
 @kernels
@@ -238,7 +272,8 @@ def test_rows_do_not_depend_on_their_batch(
 
 
 @pytest.mark.parametrize(
-    "kernel", [kernel for kernel, dtype in OF_CODES if kernel is not byte_dots and dtype == torch.bfloat16]
+    "kernel",
+    [kernel for kernel, dtype in OF_CODES if kernel not in (byte_dots, rounded_dots) and dtype == torch.bfloat16],
 )
 @packings
 @pytest.mark.parametrize("shape", SHAPES)
@@ -259,17 +294,17 @@ def test_nothing_is_written_behind_the_result(
     num_rows: int, kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows so long that x comes in several chunks, whose number is rounded: the last must not be one of no rows."""
-    packing, made = PACKINGS["q4_1"], kernel._entry
+    packing, workers = PACKINGS["q4_1"], WORKERS.get(kernel, kernel)
     rows = packed(packing, 32, 96)
     weight, x = kernel.lay_out(rows, packing), inputs(num_rows, 96).to(dtype)
     expected = kernel.linear(x, weight, None, packing, dtype)
-    monkeypatch.setattr(kernel, "CHUNK_BYTES", 1 << 11)
-    made.cache_clear()
+    monkeypatch.setattr(workers, "CHUNK_BYTES", 1 << 11)
+    workers._entry.cache_clear()
     memory = torch.full((num_rows + 200, 32), 7.0, dtype=dtype)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda _x, *shape, **_dtype: memory[: shape[0]])
     got, behind = kernel.linear(x, weight, None, packing, dtype).clone(), memory[num_rows:].clone()
     monkeypatch.undo()
-    made.cache_clear()
+    workers._entry.cache_clear()
     assert torch.equal(got, expected)
     assert (behind == 7.0).all()
 
@@ -289,6 +324,32 @@ def test_the_reference_agrees(packing: Packing, dtype: torch.dtype, num_rows: in
         expected = (x.float() @ rounded.T + bias.float()).bfloat16()
     rounding = 1e-5 if dtype == torch.float32 else 2**-7
     torch.testing.assert_close(got, expected, rtol=rounding, atol=20 * rounding)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@packings
+def test_the_reference_agrees_in_int8(packing: Packing, dtype: torch.dtype) -> None:
+    """Where no kernel of this CPU rounds x, it is off by what the reference rounds: half a unit of each block."""
+    rows, x = packed(packing, 160, 96), inputs(12, 96).to(dtype)
+    x[3, :32], x[4] = 2.0**-110, 0.0  # of blocks as small as these, nothing is left
+    with forced_backend("reference"):
+        expected = ops.linear_packed(x, rows, packing, in_int8=True)
+        gated = ops.linear_gated_packed(x, rows, packing, None, "silu", in_int8=True)
+    weight = ops.lay_out_packed(rows, packing, dtype, in_int8=True)
+    got = ops.linear_packed(x, weight, packing, in_int8=True)
+    multiplied, _ = met(rounded_dots, x)
+    units = x.double().unflatten(1, (-1, BLOCK)).abs().amax(dim=-1, keepdim=True) / 127
+    rounds = _packed_kernel(dtype, in_int8=True) is rounded_dots
+    lost = units.expand(-1, -1, BLOCK).flatten(1) * (1e-4 if rounds else 0.501)
+    allowed = lost @ unpack(rows, packing).double().abs().T + 2**-21 * (x.double().abs() @ sizes(rows, packing).T)
+    allowed += 2 * 2**-8 * expected.double().abs() if dtype == torch.bfloat16 else 0
+    exact = multiplied.nan_to_num(0.0) @ unpack(rows, packing).double().T
+    assert ((expected.double() - exact).abs() <= allowed).all()
+    assert ((got.double() - exact).abs() <= allowed).all()
+    assert gated.shape == (12, 80)
+    torch.testing.assert_close(
+        ops.linear_gated_packed(x, weight, packing, None, "silu", in_int8=True), gated, rtol=0.05, atol=0.05
+    )
 
 
 @pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="bfloat16 does not stay packed on this CPU")
@@ -336,14 +397,15 @@ def test_gated_bits_are_those_of_both_steps(
     for bias in (None, torch.randn(160).to(dtype)):
         both = kernel.linear(x, weight, bias, packing, torch.float32)
         expected = activate_and_mul(both, activation).to(dtype)
-        for chunk_bytes in (kernel.CHUNK_BYTES, 1 << 11):
+        workers = WORKERS.get(kernel, kernel)
+        for chunk_bytes in (workers.CHUNK_BYTES, 1 << 11):
             memory = torch.full((num_rows + 100, 80), 7.0, dtype=dtype)
             with monkeypatch.context() as patched:
                 patched.setattr(torch.Tensor, "new_empty", lambda _x, *shape: memory[: shape[0]])  # noqa: B023
-                patched.setattr(kernel, "CHUNK_BYTES", chunk_bytes)
-                kernel._entry.cache_clear()
+                patched.setattr(workers, "CHUNK_BYTES", chunk_bytes)
+                workers._entry.cache_clear()
                 kernel.linear_gated(x, weight, bias, packing, activation)
-            kernel._entry.cache_clear()
+            workers._entry.cache_clear()
             assert torch.equal(memory[:num_rows], expected)
             assert (memory[num_rows:] == 7.0).all()
 

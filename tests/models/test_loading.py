@@ -27,7 +27,7 @@ from quire.kernels.cpu.features import IS_WIDE
 from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
 from quire.workers.layers.linear import shard_heads
-from quire.workers.layers.parameter import PackedParameter, num_bytes, num_weights
+from quire.workers.layers.parameter import Int8Parameter, PackedParameter, num_bytes, num_weights
 from quire.workers.loader.gguf import open_gguf
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
@@ -209,7 +209,7 @@ def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
     info = info_of(path)
     native = blueprint_of(info)
     assert isinstance(native, NativeBlueprint)
-    packed = PackedBlueprint.of(native, info, torch.device("cpu"))
+    packed = PackedBlueprint.of(native, info, torch.device("cpu"), in_int8=False)
     grid = Grid(tensor_size=2)
     for rank in range(2):
         parallel = ParallelContext(rank, grid)
@@ -297,7 +297,29 @@ def test_only_the_first_stage_looks_tokens_up(tmp_path: Path) -> None:
     assert torch.equal(numbers[0], numbers[1])
 
 
-@pytest.mark.parametrize("fields", [{"load_format": "dummy"}, {"quantization": "int8"}, {"dtype": "float16"}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_packed_weights_in_int8(tmp_path: Path, tied: bool) -> None:
+    """Where a kernel rounds what multiplies them, layers have the numbers of their file, and the head does not round;
+    elsewhere everything is in int8. What is looked up alone is so anywhere."""
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, vocab_size=224, tie_word_embeddings=tied)
+    info = info_of(path)
+    ours = load(info, model={"model": str(path), "quantization": "int8"}).model
+    stay_packed = ops.fits_packed((224, 96), torch.float32, torch.device("cpu"), in_int8=True)
+    kinds = {name: p for name, p in ours.named_parameters() if isinstance(p, PackedParameter | Int8Parameter)}
+    looked_up = () if tied else ("embedding.weight",)
+    assert len(kinds) == 3 * 4 + (1 if tied else 2)  # all that are matrices
+    theirs = dict(load(info).model.named_parameters())
+    for name, weight in kinds.items():
+        assert isinstance(weight, PackedParameter) is (stay_packed and name not in looked_up), name
+        if isinstance(weight, PackedParameter):
+            is_head = name == ("embedding.weight" if tied else "head.weight")
+            assert weight.in_int8 is not is_head
+            expected = theirs[name]
+            assert isinstance(expected, PackedParameter)
+            torch.testing.assert_close(numbers_of(weight), numbers_of(expected), rtol=0 if is_head else 2**-22, atol=0)
+
+
+@pytest.mark.parametrize("fields", [{"load_format": "dummy"}, {"quantization": "fp8"}, {"dtype": "float16"}])
 def test_what_is_not_kept_packed(tmp_path: Path, fields: dict[str, str]) -> None:
     path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1)
     info = info_of(path, **fields)

@@ -119,27 +119,30 @@ class PackedParameter(ShardedParameter):
 
     packing: Packing
     x_dtype: torch.dtype  # of what it is multiplied with
+    in_int8: bool  # which may be rounded to 8 bits: see `ops.linear_packed`
     numbers: Tensor | None = None  # the matrix unpacked, where rows of it are looked up
     lengths: Tensor | None = None  # of a head's rows, where `ops.likeliest_packed` takes them
 
     @classmethod
-    def like(cls, parameter: ShardedParameter, packing: Packing, *, is_head: bool, is_looked_up: bool) -> Self:
+    def like(
+        cls, parameter: ShardedParameter, packing: Packing, *, is_head: bool, is_looked_up: bool, in_int8: bool
+    ) -> Self:
         """Room for the same pieces, which have a form that `can_pack` allows."""
         num_rows, num_columns = parameter.shape
         made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
-        made.packing, made.x_dtype = packing, parameter.dtype
+        made.packing, made.x_dtype, made.in_int8 = packing, parameter.dtype, in_int8
         made.numbers = parameter.data if is_looked_up else None
         if is_head and ops.bounds_packed(packing, parameter.dtype, made.device):
             made.lengths = torch.zeros(2, num_rows, dtype=torch.float32)
         return made
 
     @staticmethod
-    def can_pack(parameter: ShardedParameter, device: torch.device) -> bool:
+    def can_pack(parameter: ShardedParameter, device: torch.device, *, in_int8: bool) -> bool:
         """Whether its pieces can be cut out in whole blocks, and it pays to multiply them so on a device."""
         pieces, (num_rows, num_columns) = parameter.pieces.values(), parameter.shape
         ends = [(piece.target[0].stop, ROWS) for piece in pieces]
         ends += [(end, BLOCK) for piece in pieces for end in (piece.source[1].start, piece.source[1].stop)]
-        fits = ops.fits_packed((num_rows, num_columns), parameter.dtype, device)
+        fits = ops.fits_packed((num_rows, num_columns), parameter.dtype, device, in_int8=in_int8)
         return fits and all(end % size == 0 for end, size in ends)
 
     def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
@@ -149,16 +152,16 @@ class PackedParameter(ShardedParameter):
         rows = packed.read_packed(place.source)
         if self.lengths is not None:
             self.lengths[:, place.target[0]] = packed_lengths(rows, self.packing)
-        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing, self.x_dtype)
+        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing, self.x_dtype, in_int8=self.in_int8)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ops.linear_packed(x, self.data, self.packing, bias)
+        return ops.linear_packed(x, self.data, self.packing, bias, in_int8=self.in_int8)
 
     def linear_gated(self, x: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-        return ops.linear_gated_packed(x, self.data, self.packing, bias, activation)
+        return ops.linear_gated_packed(x, self.data, self.packing, bias, activation, in_int8=self.in_int8)
 
     def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ops.linear_packed(x, self.data, self.packing, bias, out_dtype=torch.float32)
+        return ops.linear_packed(x, self.data, self.packing, bias, out_dtype=torch.float32, in_int8=self.in_int8)
 
     def likeliest(self, x: Tensor) -> Tensor:
         if self.lengths is None:
