@@ -55,19 +55,21 @@ def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
     what was measured before is kept."""
     size = num_parameters()
     found.weight_bytes = {precision: size * BYTES_PER_WEIGHT[precision] for precision in plan.precisions}
-    found.packed_bytes = {
-        precision: packed_bytes()
-        for precision in plan.precisions
-        if precision != "int8" and fits_packed((576, 576), getattr(torch, precision), torch.device("cpu"))
-    }
+    found.packed_bytes = {precision: packed_bytes() for precision in plan.precisions if _stays_packed(precision)}
     for index in range(plan.rounds):
         say(f"round {index + 1} of {plan.rounds}: the machine's limits")
         found.limits.append(measure(plan.threads))
         for precision in plan.precisions:
-            contestants = [name for name in plan.contestants if name == "quire" or precision != "int8"]
+            contestants = [name for name in plan.contestants if name in ("quire", "vllm") or precision != "int8"]
             for name in contestants if index % 2 == 0 else reversed(contestants):
                 where = f"round {index + 1} of {plan.rounds} · {precision} · {name}: "
                 _measure_one(plan, found, name, precision, index, partial(_say_with, say, where))
+
+
+def _stays_packed(precision: str) -> bool:
+    """On this CPU, in Quire."""
+    dtype, in_int8 = (torch.bfloat16, True) if precision == "int8" else (getattr(torch, precision), False)
+    return fits_packed((576, 576), dtype, torch.device("cpu"), in_int8=in_int8)
 
 
 def _say_with(say: Callable[[str], None], prefix: str, text: str) -> None:

@@ -99,7 +99,7 @@ def _share_of_limit(found: Comparison) -> str:
             continue
         for name in ("quire", "unpacked", "vllm"):
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
-            if chosen:
+            if chosen and (name, precision) != ("vllm", "int8"):  # which has its head in bfloat16
                 sizes = found.weight_bytes | (found.packed_bytes if name == "quire" else {})
                 limit = bandwidth * 1e9 / sizes[precision]
                 # What a token costs once the prompt is computed: the limit is one of decoding.

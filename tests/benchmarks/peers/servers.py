@@ -56,16 +56,16 @@ def unpacked_server(checkpoint: Path, precision: str) -> Server:
 
 def engine_options(precision: str) -> tuple[str, ...]:
     """Quire's own, on every way to start it. Without drafts: the greedy answers to random prompts repeat themselves."""
-    chosen = ("--quantization", "int8") if precision == "int8" else ("--dtype", precision)
+    chosen = ("--quantization", "int8", "--dtype", "bfloat16") if precision == "int8" else ("--dtype", precision)
     return (*chosen, "--max-model-len", str(MAX_MODEL_LEN), "--num-speculative-tokens", "0")
 
 
 def vllm_server(python: Path, checkpoint: Path, precision: str) -> Server:
     """vLLM's OpenAI server for CPUs, as it was found fastest: threads bound to all cores, 2 GB of cache."""
-    cores = sorted(os.sched_getaffinity(0))
+    cores, dtype = sorted(os.sched_getaffinity(0)), "bfloat16" if precision == "int8" else precision
     command = (
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint),
-        "--served-model-name", "smollm2", "--dtype", precision, "--host", "127.0.0.1", "--port", "{port}",
+        "--served-model-name", "smollm2", "--dtype", dtype, "--host", "127.0.0.1", "--port", "{port}",
         "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching", "--enable-prompt-tokens-details",
     )  # fmt: skip
     environment = {
