@@ -58,6 +58,9 @@ PACKINGS = {
 }
 
 
+IN_8_BITS = PACKINGS["q8_0"]  # what `pack` gives
+
+
 def panels_of(rows: Tensor, packing: Packing, panel: int) -> tuple[Tensor, Tensor]:
     """Halves [panel, block, which, row, 2 bytes] and codes [panel, row, block, bytes] of packed rows."""
     num_blocks, num_panels = rows.shape[1] // packing.block_bytes, len(rows) // panel
@@ -82,6 +85,15 @@ def unpack(rows: Tensor, packing: Packing) -> Tensor:
         pairs, least = codes.reshape(num_rows, num_blocks, BLOCK // 2), stored[0] if stored else -8 * scales
         numbers = torch.cat([pairs & 15, pairs >> 4], dim=2).float() * scales + least
     return numbers.view(num_rows, -1)
+
+
+def pack(numbers: Tensor) -> Tensor:
+    """[num_rows, whole blocks] float -> rows `IN_8_BITS`, [num_rows, row_bytes] uint8. Each number is off by at most
+    1/254 of the largest of its block, and by what float16 takes from scales."""
+    blocks = numbers.float().reshape(len(numbers), -1, BLOCK)
+    scales = (blocks.abs().amax(dim=2) / 127).half()
+    codes = (blocks / scales.float().clamp_min(2.0**-24)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    return torch.cat([scales.view(torch.uint8), codes.flatten(1).view(torch.uint8)], dim=1)
 
 
 def lengths(rows: Tensor, packing: Packing) -> Tensor:

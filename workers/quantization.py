@@ -12,7 +12,7 @@ from torch import nn
 from quire.engine.config import ModelConfig, Quantization
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import Implementation, ModelInfo
-from quire.kernels.packed import Packing
+from quire.kernels.packed import IN_8_BITS, Packing
 
 from .blueprints import NativeBlueprint, blueprint_of
 from .layers.embedding import VocabParallelEmbedding
@@ -39,31 +39,30 @@ def blueprint_for(config: ModelConfig, info: ModelInfo, device: torch.device) ->
             f"model.quantization: {native.architecture} is computed by transformers, whose layers Quire cannot "
             "quantize. Leave the option out."
         )
-    blueprint: NativeBlueprint | PackedBlueprint = native
-    if info.format == "gguf" and config.load_format != "dummy" and kind in (None, "int8"):
-        blueprint = PackedBlueprint.of(native, info, device, in_int8=kind is not None)
-    return blueprint if kind is None else QuantizedBlueprint(blueprint, kind)
+    stored = {}
+    if info.format == "gguf" and config.load_format != "dummy" and kind != "fp8":
+        with torch.device("meta"):
+            whole = native.build(ParallelContext())
+        stored = packings(whole, native.family, info)
+    if kind == "int8" or stored:
+        packed = PackedBlueprint(native, stored, device, in_int8=kind == "int8")
+        return packed if kind is None else QuantizedBlueprint(packed, kind)
+    return native if kind is None else QuantizedBlueprint(native, kind)
 
 
 @dataclass(frozen=True, slots=True)
 class PackedBlueprint:
     """A native model whose large matrices stay packed as they are in their file, where kernels multiply them so.
 
-    It computes with the numbers that the file stands for, which may become bfloat16 where everything else is; or, but
-    for the head, in 8 bits, with these numbers and what multiplies them rounded.
+    It computes with the numbers that the file stands for, which may become bfloat16 where everything else is. In 8
+    bits, kernels round what multiplies them, but in the head; and matrices that are not packed, or in parts that do not
+    go together, are packed as they are read, but for embeddings, which are looked up.
     """
 
     native: NativeBlueprint
-    packings: Mapping[tuple[str, str], Packing | None]  # of each (parameter, piece)
+    packings: Mapping[tuple[str, str], Packing | None]  # of each (parameter, piece), where the file has some
     device: torch.device  # that the model will be on
-    in_int8: bool
-
-    @classmethod
-    def of(cls, native: NativeBlueprint, info: ModelInfo, device: torch.device, *, in_int8: bool) -> PackedBlueprint:
-        """Raises `ConfigError` where the checkpoint does not fit."""
-        with torch.device("meta"):
-            whole = native.build(ParallelContext())
-        return cls(native, packings(whole, native.family, info), device, in_int8)
+    in_int8: bool = False
 
     @property
     def architecture(self) -> str:
@@ -79,11 +78,10 @@ class PackedBlueprint:
         for name, module in model.named_modules():
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
                 continue
-            # An embedding that is no head is never multiplied.
-            is_multiplied = not isinstance(module, VocabParallelEmbedding) or module is head
-            if not is_multiplied:
+            is_head, may_pack = module is head, self.in_int8 and module is not embedding
+            if isinstance(module, VocabParallelEmbedding) and not is_head:  # it is never multiplied
                 continue
-            packing, is_head = self._packing(f"{name}.weight", module.weight), module is head
+            packing = self._packing(f"{name}.weight", module.weight, IN_8_BITS if may_pack else None)
             if packing is not None:
                 # Of several stages, the last has a tied embedding as its head alone.
                 is_looked_up = module is embedding and parallel.is_first_stage
@@ -93,10 +91,11 @@ class PackedBlueprint:
                 )
         return model
 
-    def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:
+    def _packing(self, name: str, weight: ShardedParameter, otherwise: Packing | None) -> Packing | None:
         """How it stays packed. Its pieces share one matrix, so that they must be packed alike."""
-        packing, *others = {self.packings[name, piece] for piece in weight.pieces}
-        return packing if not others and PackedParameter.can_pack(weight, self.device, in_int8=self.in_int8) else None
+        stored, *others = {self.packings.get((name, piece)) for piece in weight.pieces}
+        packing = otherwise if others or stored is None else stored
+        return packing if PackedParameter.can_pack(weight, self.device, in_int8=self.in_int8) else None
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
         self.native.load(model, info, progress=progress)

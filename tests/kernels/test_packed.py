@@ -35,7 +35,7 @@ from quire.kernels.cpu.linear import _packed_kernel
 from quire.kernels.cpu.panel_vectors import FEW, WIDTH
 from quire.kernels.dispatch import forced_backend
 from quire.kernels.elementwise import activate_and_mul
-from quire.kernels.packed import BLOCK, PACKINGS, Packing, unpack
+from quire.kernels.packed import BLOCK, IN_8_BITS, PACKINGS, Packing, pack, unpack
 
 # (out_features, in_features): an odd number of panels, sums of one span and of more, and parts of a span.
 SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
@@ -110,6 +110,22 @@ def test_a_number_is_its_code_times_a_scale(packing: Packing) -> None:
     start = least.float() if packing.has_least else scales.float() * (-8 if packing.bits == 4 else 0)
     expected = codes.float() * scales.float()[..., None] + start[..., None]
     assert torch.equal(unpack(rows, packing), expected.flatten(1))
+
+
+def test_what_is_packed_in_8_bits() -> None:
+    """Numbers are off by half a unit of their block, and nothing of other blocks or rows matters."""
+    numbers = inputs(48, 96) * torch.tensor([1.0, 1e-3, 300.0]).repeat_interleave(BLOCK)
+    numbers[3, :32], numbers[4, 32:64], numbers[5] = 0.0, 2.0**-40, -7.0
+    rows = pack(numbers)
+    assert rows.shape == (48, IN_8_BITS.row_bytes(96))
+    found, units = unpack(rows, IN_8_BITS), numbers.unflatten(1, (3, BLOCK)).abs().amax(dim=2) / 127
+    off = (found - numbers).unflatten(1, (3, BLOCK)).abs().amax(dim=2)
+    assert (off <= 0.5 * units + 127 * (2**-11 * units + 2**-25)).all()  # a scale is rounded to float16
+    assert not (off <= 0.4 * units).all()
+    assert torch.equal(found[3, :32], torch.zeros(32))
+    torch.testing.assert_close(found[5], numbers[5], rtol=2**-10, atol=0)
+    assert torch.equal(pack(numbers[7:8].bfloat16()), pack(numbers[7:8].bfloat16().float()))
+    assert torch.equal(pack(numbers[7:8, 32:64]), pack(numbers[7:8])[:, [2, 3, *range(6 + 32, 6 + 64)]])
 
 
 @packings

@@ -209,7 +209,8 @@ def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
     info = info_of(path)
     native = blueprint_of(info)
     assert isinstance(native, NativeBlueprint)
-    packed = PackedBlueprint.of(native, info, torch.device("cpu"), in_int8=False)
+    packed = blueprint_for(ModelConfig(model=str(path)), info, torch.device("cpu"))
+    assert isinstance(packed, PackedBlueprint)
     grid = Grid(tensor_size=2)
     for rank in range(2):
         parallel = ParallelContext(rank, grid)
@@ -268,7 +269,7 @@ def test_a_tied_head_that_is_packed(tmp_path: Path) -> None:
     numbers = numbers_of(weight)
     ids = torch.tensor([0, 207, 5, 5])
     assert torch.equal(weight.embed(ids), numbers[ids])
-    assert weight.num_weights == 208 * 96
+    assert weight.matrix_shape == (208, 96)
     bounds = ops.bounds_packed(weight.packing, torch.float32, weight.device)
     assert weight.num_bytes == 208 * (96 * 4 + weight.packing.row_bytes(96) + 2 * 4 * bounds)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))

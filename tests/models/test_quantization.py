@@ -1,4 +1,5 @@
-"""Weights in 8 bits: exact where they lie on the grid of int8, close where they do not."""
+"""Weights in 8 bits: exact where they lie on the grid of int8, close where they do not; and where kernels round what
+multiplies them as well, as the reference does."""
 
 from __future__ import annotations
 
@@ -12,7 +13,16 @@ from tiny_families import TINY_FAMILIES, TinyFamily
 
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.model_source import load_model_info
-from quire.workers.layers.parameter import Fp8Parameter, Int8Parameter, ShardedParameter, replicated
+from quire.kernels import ops
+from quire.kernels.dispatch import forced_backend
+from quire.workers.layers.parameter import (
+    Fp8Parameter,
+    Int8Parameter,
+    PackedParameter,
+    ShardedParameter,
+    num_bytes,
+    replicated,
+)
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
 from quire.workers.parallel import ParallelContext
@@ -49,6 +59,13 @@ class OnGrid:
         return model
 
 
+@pytest.fixture
+def never_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs that have no kernel which rounds what multiplies packed weights."""
+    monkeypatch.setattr(PackedParameter, "can_pack", staticmethod(lambda *_, **__: False))
+
+
+@pytest.mark.usefixtures("never_packed")
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "qwen3-moe"])
 def test_exact_on_the_grid(tmp_path: Path, family: str) -> None:
     """Tied embeddings, fused projections and experts among them; alone, batched, and in chunks too large for tiles.
@@ -68,6 +85,39 @@ def test_exact_on_the_grid(tmp_path: Path, family: str) -> None:
         assert parity.max_logprob_difference < 5e-3
     executor.shutdown()
     model.executor.shutdown()
+
+
+@pytest.mark.skipif(
+    not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
+)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "qwen3-moe"])
+def test_packed_as_the_reference_computes_it(tmp_path: Path, family: str) -> None:
+    """Alone and batched the same, and what the reference kernels give, which round alike: where a number lies in the
+    middle between two, to the other one, perhaps. From what is not rounded they are far: by 0.06 to 0.6."""
+    model = FamilyUnderTest(TINY_FAMILIES[family], tmp_path)
+    cache: dict[str, object] = {"num_kv_blocks": 100}
+    executor = executor_of(model)
+    packed = [p for p in executor._worker.model.parameters() if isinstance(p, PackedParameter)]
+    assert sum(each.in_int8 for each in packed) >= 8
+    batched = model.driver(executor, cache=cache).greedy(model.prompts, NUM_TOKENS, TOP)
+    for prompt, answer in zip(model.prompts, batched, strict=True):
+        (alone,) = model.driver(executor, cache=cache).greedy([prompt], NUM_TOKENS, TOP)
+        assert alone.token_ids == answer.token_ids
+    with forced_backend("reference"):
+        other = executor_of(model)
+        expected = model.driver(other, cache=cache).greedy(model.prompts, NUM_TOKENS, TOP)
+    distances = []
+    for answer, reference in zip(batched, expected, strict=True):
+        for ours, theirs in zip(answer.logprobs, reference.logprobs, strict=True):
+            (_, best), (_, second) = theirs.top[:2]
+            distances.append(abs(ours.top[0][1] - best))
+            if ours.token_id != theirs.token_id:
+                assert best - second < 0.05
+                break
+    assert sum(distances) < 0.005 * len(distances)
+    assert max(distances) < 0.05 < model.compare(batched).max_logprob_difference
+    for each in (executor, other, model.executor):
+        each.shutdown()
 
 
 @pytest.mark.parametrize(("family", "quantization"), [("llama", "int8"), ("llama", "fp8"), ("qwen3-moe", "fp8")])
@@ -116,9 +166,13 @@ def test_a_quarter_of_the_memory(tmp_path: Path) -> None:
     worker = Worker(dummy, info, ParallelContext())
     worker.load_model()
     int8 = [p for p in worker.model.parameters() if isinstance(p, Int8Parameter)]
-    assert sum(p.nbytes for p in worker.model.parameters()) == short.weight_bytes[0]
+    packed = [p for p in worker.model.parameters() if isinstance(p, PackedParameter)]
+    assert num_bytes(worker.model.parameters()) == short.weight_bytes[0]
     assert int8
     assert all(p.data.abs().amax() == 127 for p in int8)
+    for each in packed:
+        numbers = each.linear(torch.eye(each.matrix_shape[1]))
+        assert 0.015 < numbers.std() < 0.025  # as they were drawn
 
 
 def test_the_reference_is_on_the_grid(tmp_path: Path) -> None:

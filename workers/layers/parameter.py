@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, Self, cast
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.kernels import fp8, ops
 from quire.kernels.elementwise import activate_and_mul
-from quire.kernels.packed import BLOCK, ROWS, Packing
+from quire.kernels.packed import BLOCK, IN_8_BITS, ROWS, Packing, pack
 from quire.kernels.packed import lengths as packed_lengths
 from quire.kernels.sampling import likeliest_tokens
 
@@ -103,9 +104,9 @@ class ShardedParameter(nn.Parameter):
         return F.embedding(token_ids, self)
 
     @property
-    def num_weights(self) -> int:
-        """Numbers in it, however they are stored."""
-        return self.numel()
+    def matrix_shape(self) -> tuple[int, ...]:
+        """Of the numbers in it, however they are stored."""
+        return tuple(self.shape)
 
     @property
     def num_bytes(self) -> int:
@@ -146,13 +147,26 @@ class PackedParameter(ShardedParameter):
         return fits and all(end % size == 0 for end, size in ends)
 
     def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
+        if getattr(source, "packing", None) != self.packing:  # of `IN_8_BITS`
+            super().weight_loader(source, piece)
+            return
         if self.numbers is not None:
             ShardedParameter(self.numbers, self.pieces).weight_loader(source, piece)
         place, packed = self.pieces[piece], cast(PackedSource, source)
-        rows = packed.read_packed(place.source)
+        self._fill_rows(packed.read_packed(place.source), place.target[0])
+
+    def fill(self, values: Tensor, target: Index | None = None) -> None:
+        """Pack `values`, whole rows, into a part of the parameter or all of it."""
+        assert self.packing == IN_8_BITS
+        rows = slice(None) if target is None else target[0]
+        if self.numbers is not None:
+            self.numbers[rows].copy_(values)
+        self._fill_rows(pack(values), rows)
+
+    def _fill_rows(self, rows: Tensor, target: slice) -> None:
         if self.lengths is not None:
-            self.lengths[:, place.target[0]] = packed_lengths(rows, self.packing)
-        self.data[place.target[0]] = ops.lay_out_packed(rows, self.packing, self.x_dtype, in_int8=self.in_int8)
+            self.lengths[:, target] = packed_lengths(rows, self.packing)
+        self.data[target] = ops.lay_out_packed(rows, self.packing, self.x_dtype, in_int8=self.in_int8)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias, in_int8=self.in_int8)
@@ -173,8 +187,8 @@ class PackedParameter(ShardedParameter):
         return F.embedding(token_ids, self.numbers)
 
     @property
-    def num_weights(self) -> int:
-        return len(self) * self.packing.num_numbers(self.shape[1])
+    def matrix_shape(self) -> tuple[int, ...]:
+        return len(self), self.packing.num_numbers(self.shape[1])
 
     @property
     def num_bytes(self) -> int:
@@ -254,7 +268,7 @@ class Fp8Parameter(ScaledParameter):
 
 def num_weights(parameters: Iterable[nn.Parameter]) -> int:
     """Numbers in them, however they are stored."""
-    return sum(p.num_weights if isinstance(p, ShardedParameter) else p.numel() for p in parameters)
+    return sum(math.prod(p.matrix_shape) if isinstance(p, ShardedParameter) else p.numel() for p in parameters)
 
 
 def num_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -86,7 +86,8 @@ def load_dummy(model: Model, seed: int = 0) -> None:
         else:
             # On the device itself: a processor would take minutes for the numbers of a large model.
             generator = torch.Generator(parameter.device).manual_seed(seed + zlib.crc32(name.encode()))
-            values = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+            shape = parameter.matrix_shape if isinstance(parameter, ShardedParameter) else parameter.shape
+            values = torch.empty(shape, dtype=torch.float32, device=parameter.device)
             values.normal_(0.0, _DUMMY_STD, generator=generator)
             if isinstance(parameter, ShardedParameter):
                 parameter.fill(values)
