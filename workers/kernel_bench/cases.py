@@ -144,6 +144,9 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
         weights["fp8"] = fp8.DTYPE
     if ops.fits_packed((out_features, in_features), dtype, device):
         weights[packing.name] = packing
+    in_int8 = f"{packing.name} in int8"
+    if ops.fits_packed((out_features, in_features), dtype, device, in_int8=True):
+        weights[in_int8] = packing
     for kind, weight in weights.items():
         for num_rows in sizes.rows:
             bits = 8 * packing.block_bytes // BLOCK if isinstance(weight, Packing) else 8 * weight.itemsize
@@ -153,8 +156,8 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
                 f"{kind} {out_features} x {in_features}, {num_rows} rows",
                 work,
                 dtype,
-                lambda rows=num_rows, weight=weight: linear_run(  # type: ignore[misc]
-                    rows, out_features, in_features, device, dtype, weight
+                lambda rows=num_rows, kind=kind, weight=weight: linear_run(  # type: ignore[misc]
+                    rows, out_features, in_features, device, dtype, weight, in_int8=kind == in_int8
                 ),
             )
 
@@ -166,15 +169,17 @@ def linear_run(
     device: torch.device,
     dtype: torch.dtype,
     weight: torch.dtype | Packing,
+    *,
+    in_int8: bool = False,
 ) -> Run:
-    """A linear layer with weights of a dtype, or packed."""
+    """A linear layer with weights of a dtype, or packed and multiplied as they are, or in int8."""
     x = torch.randn(num_rows, in_features, device=device, dtype=dtype)
     if isinstance(weight, Packing):
         packed = torch.randint(256, (out_features, weight.row_bytes(in_features)), dtype=torch.uint8)
         halves, _ = weight.parts(packed)
         halves.copy_(torch.randn(out_features, halves.shape[1] // 2).half().view(torch.uint8))
-        laid_out = ops.lay_out_packed(packed.to(device), weight, dtype)
-        return lambda: ops.linear_packed(x, laid_out, weight)
+        laid_out = ops.lay_out_packed(packed.to(device), weight, dtype, in_int8=in_int8)
+        return lambda: ops.linear_packed(x, laid_out, weight, in_int8=in_int8)
     numbers = torch.randn(out_features, in_features, device=device, dtype=dtype)
     if weight == dtype:
         return lambda: ops.linear(x, numbers)
