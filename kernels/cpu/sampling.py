@@ -143,7 +143,8 @@ def _farthest_of(distances: Any, k: int) -> Any:
 
 @njit(error_model="numpy")
 def _nucleus(distances: Any, weights: Any, limit: Any, top_p: Any, near: Any, their_weights: Any) -> Any:
-    """Of what is no farther than `limit`: the nucleus's farthest distance, and how many at it belong to it.
+    """Of what is no farther than `limit`: the nucleus's farthest distance, how many at it belong to it, and how many
+    there are.
 
     `near` and `their_weights` are scratch: what may be in the nucleus. A token with less than (1 - p) / vocab of the
     mass is not in it, for all of these together have no more than 1 - p; nor are they where rounding says otherwise.
@@ -163,11 +164,13 @@ def _nucleus(distances: Any, weights: Any, limit: Any, top_p: Any, near: Any, th
             low, mass_above = middle, mass
         else:
             high = middle
-    farthest = _from_bits(high)
+    farthest, num_there, weight = _from_bits(high), np.int64(0), np.float64(1.0)
     for i in range(size):
         if near[i] == farthest:
-            return farthest, max(1, int(np.ceil((wanted - mass_above) / np.float64(their_weights[i]))))
-    return limit, len(distances)  # rounding: all of them
+            num_there, weight = num_there + 1, np.float64(their_weights[i])
+    if num_there == 0:  # rounding: all of them
+        return limit, num_there, num_there
+    return farthest, np.int64(max(1.0, np.ceil((wanted - mass_above) / weight))), num_there
 
 
 @njit(error_model="numpy")
@@ -273,10 +276,11 @@ def _draw_worker(sources: str) -> Any:
                 if 0 < top_k[row] < vocab:
                     farthest = _farthest_of(distances, top_k[row])
                 if top_p[row] < 1.0:
-                    farthest, num_at = _nucleus(
+                    farthest, num_in, num_there = _nucleus(
                         distances, weights, farthest, np.float64(top_p[row]), near, their_weights
                     )
-                    _drop_ties(distances, farthest, num_at)
+                    if num_in < num_there:
+                        _drop_ties(distances, farthest, num_in)
                 if min_p[row] > 0.0:
                     farthest = min(farthest, max(-np.log(min_p[row]), np.float32(0.0)))
                 out[row] = _pick(distances, weights, farthest, numbers[row], sums)
