@@ -45,7 +45,9 @@ class ModelConfig(Section):
         "auto", description="dummy: random weights of the right shapes, for benchmarks."
     )
     quantization: Quantization | None = Field(
-        None, description="int8 or fp8: weights in 8 bits, one scale per row; a quarter of float32's memory. Not exact."
+        None,
+        description="int8 or fp8: weights in 8 bits, with a scale for each row or for each 32 numbers; about a quarter "
+        "of float32's memory. Those of a GGUF may keep their packing. Not exact.",
     )
     enforce_eager: bool = Field(
         False,

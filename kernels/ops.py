@@ -268,6 +268,26 @@ def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype, *, in_int
     return backend_for(rows.device).lay_out_packed(rows, packing, dtype, in_int8)
 
 
+def look_up_packed(token_ids: Tensor, rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """Rows of a matrix by their numbers: `packed.unpack` of `rows[token_ids]`, in `dtype`.
+
+    Args:
+        token_ids: [n] int64, each a row that there is.
+        rows: [num_rows, row_bytes] uint8, contiguous, in the order of `packed`, not that of `lay_out_packed`.
+    Returns [n, packing.num_numbers(row_bytes)], a new tensor.
+    """
+    if token_ids.dim() != 1 or token_ids.dtype != torch.int64:
+        raise ValueError(f"token_ids must be [n] int64, got {list(token_ids.shape)} {token_ids.dtype}")
+    if rows.dim() != 2 or rows.dtype != torch.uint8 or not rows.is_contiguous():
+        raise ValueError(f"rows must be [num_rows, row_bytes] uint8, contiguous, got {list(rows.shape)} {rows.dtype}")
+    return backend_for(rows.device).look_up_packed(token_ids, rows, packing, dtype)
+
+
+def looks_up_packed(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether it pays to keep a matrix packed whose rows are looked up in a dtype."""
+    return backend_for(device).looks_up_packed(dtype)
+
+
 def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, in_int8: bool = False) -> bool:
     """Whether it pays to keep a weight [out_features, in_features] packed, to multiply it with what has this dtype; or
     to do that `in_int8` (see `linear_packed`)."""

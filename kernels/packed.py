@@ -78,21 +78,31 @@ def unpack(rows: Tensor, packing: Packing) -> Tensor:
     """[num_rows, row_bytes] uint8 -> [num_rows, num_numbers] float32."""
     num_rows, num_blocks = len(rows), rows.shape[1] // packing.block_bytes
     halves, codes = packing.parts(rows)
-    scales, *stored = halves.contiguous().view(torch.float16).float().view(num_rows, -1, num_blocks, 1).unbind(1)
+    scales, *stored = (
+        halves.contiguous().view(torch.float16).float().view(num_rows, packing.num_halves, num_blocks, 1).unbind(1)
+    )
     if packing.bits == 8:
         numbers = codes.contiguous().view(torch.int8).view(num_rows, num_blocks, BLOCK).float() * scales
     else:
         pairs, least = codes.reshape(num_rows, num_blocks, BLOCK // 2), stored[0] if stored else -8 * scales
         numbers = torch.cat([pairs & 15, pairs >> 4], dim=2).float() * scales + least
-    return numbers.view(num_rows, -1)
+    return numbers.view(num_rows, num_blocks * BLOCK)
 
 
 def pack(numbers: Tensor) -> Tensor:
-    """[num_rows, whole blocks] float -> rows `IN_8_BITS`, [num_rows, row_bytes] uint8. Each number is off by at most
-    1/254 of the largest of its block, and by what float16 takes from scales."""
+    """[num_rows, whole blocks] float -> rows packed as `IN_8_BITS`, [num_rows, row_bytes] uint8. Each number is off by
+    at most half of its block's scale, the least float16 that is no less than 1/127 of the block's largest number.
+
+    Raises `ValueError` where there is none.
+    """
     blocks = numbers.float().reshape(len(numbers), -1, BLOCK)
-    scales = (blocks.abs().amax(dim=2) / 127).half()
-    codes = (blocks / scales.float().clamp_min(2.0**-24)[..., None]).round_().clamp_(-127, 127).to(torch.int8)
+    least = blocks.abs().amax(dim=2) / 127
+    scales = least.half()
+    bits = scales.view(torch.int16)
+    bits += scales.float() < least  # the next one: they are not negative
+    if scales.isinf().any():
+        raise ValueError(f"a number of {blocks.abs().amax():g} is too large to be packed in 8 bits")
+    codes = (blocks / scales.float().clamp_min(2.0**-24)[..., None]).round_().to(torch.int8)
     return torch.cat([scales.view(torch.uint8), codes.flatten(1).view(torch.uint8)], dim=1)
 
 

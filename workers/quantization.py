@@ -12,13 +12,21 @@ from torch import nn
 from quire.engine.config import ModelConfig, Quantization
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import Implementation, ModelInfo
+from quire.kernels import ops
 from quire.kernels.packed import IN_8_BITS, Packing
 
 from .blueprints import NativeBlueprint, blueprint_of
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .layers.moe import ExpertWeights
-from .layers.parameter import Fp8Parameter, Int8Parameter, PackedParameter, ScaledParameter, ShardedParameter
+from .layers.parameter import (
+    Fp8Parameter,
+    Int8Parameter,
+    PackedParameter,
+    PackedRows,
+    ScaledParameter,
+    ShardedParameter,
+)
 from .loader.load import packings
 from .models.decoder import Decoder
 from .models.model import Blueprint
@@ -55,8 +63,8 @@ class PackedBlueprint:
     """A native model whose large matrices stay packed as they are in their file, where kernels multiply them so.
 
     It computes with the numbers that the file stands for, which may become bfloat16 where everything else is. In 8
-    bits, kernels round what multiplies them, but in the head; and matrices that are not packed, or in parts that do not
-    go together, are packed as they are read, but for embeddings, which are looked up.
+    bits, kernels round what multiplies them, but in the head; and what is multiplied and not packed, or in parts that
+    do not go together, is packed as it is read, unless it is the embedding, too.
     """
 
     native: NativeBlueprint
@@ -78,24 +86,29 @@ class PackedBlueprint:
         for name, module in model.named_modules():
             if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
                 continue
-            is_head, may_pack = module is head, self.in_int8 and module is not embedding
-            if isinstance(module, VocabParallelEmbedding) and not is_head:  # it is never multiplied
+            weight, is_head, is_embedding = module.weight, module is head, module is embedding
+            if isinstance(module, VocabParallelEmbedding) and not (is_head or is_embedding):
                 continue
-            packing = self._packing(f"{name}.weight", module.weight, IN_8_BITS if may_pack else None)
-            if packing is not None:
-                # Of several stages, the last has a tied embedding as its head alone.
-                is_looked_up = module is embedding and parallel.is_first_stage
+            # Of several stages, the last has a tied embedding as its head alone.
+            is_looked_up = is_embedding and parallel.is_first_stage
+            packing = self._packing(f"{name}.weight", weight)
+            if is_looked_up and not is_head:
+                if packing is not None and ops.looks_up_packed(weight.dtype, self.device):
+                    module.weight = PackedRows.like(weight, packing)
+                continue
+            if self.in_int8 and not is_embedding:
+                packing = packing or IN_8_BITS
+            if packing is not None and PackedParameter.can_pack(weight, self.device, in_int8=self.in_int8):
                 in_int8 = self.in_int8 and not is_head
                 module.weight = PackedParameter.like(
-                    module.weight, packing, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
+                    weight, packing, self.device, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
                 )
         return model
 
-    def _packing(self, name: str, weight: ShardedParameter, otherwise: Packing | None) -> Packing | None:
-        """How it stays packed. Its pieces share one matrix, so that they must be packed alike."""
-        stored, *others = {self.packings.get((name, piece)) for piece in weight.pieces}
-        packing = otherwise if others or stored is None else stored
-        return packing if PackedParameter.can_pack(weight, self.device, in_int8=self.in_int8) else None
+    def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:
+        """How the file has all of it packed: its pieces share one matrix."""
+        packing, *others = {self.packings.get((name, piece)) for piece in weight.pieces}
+        return None if others else packing
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
         self.native.load(model, info, progress=progress)
@@ -106,37 +119,37 @@ class PackedBlueprint:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedBlueprint:
-    """A native model whose large matrices are quantized while they are read, so that it never lies in memory whole, but
-    for those that are packed."""
+    """A native model whose large matrices, where they are not packed, are quantized while they are read, so that it
+    never lies in memory whole."""
 
-    native: NativeBlueprint | PackedBlueprint
+    inner: NativeBlueprint | PackedBlueprint
     kind: Quantization
 
     @property
     def architecture(self) -> str:
-        return self.native.architecture
+        return self.inner.architecture
 
     @property
     def implementation(self) -> Implementation:
-        native = self.native.implementation
-        return Implementation(native.kind, f"{native.reason}, its layers in {self.kind}")
+        native = self.inner.implementation
+        return Implementation(native.kind, f"{native.reason}, quantized to {self.kind}")
 
     def build(self, parallel: ParallelContext) -> Decoder:
         """The large matrices are on the default device. On a GPU, all else is on the host still, where memory that
         nobody writes to costs nothing: the weights would not fit as they were stored."""
         device = torch.get_default_device()
         with torch.device("cpu") if device.type == "cuda" else nullcontext():
-            model = self.native.build(parallel)
+            model = self.inner.build(parallel)
         for module in model.modules():
-            if isinstance(module, _QUANTIZED) and not isinstance(module.weight, PackedParameter):
+            if isinstance(module, _QUANTIZED) and not isinstance(module.weight, PackedParameter | PackedRows):
                 _quantize(module, _PARAMETERS[self.kind], device)
         return model
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
-        self.native.load(model, info, progress=progress)
+        self.inner.load(model, info, progress=progress)
 
     def check(self, model: Decoder, info: ModelInfo) -> None:
-        self.native.check(model, info)
+        self.inner.check(model, info)
 
 
 def _quantize(module: nn.Module, parameter: type[ScaledParameter], device: torch.device) -> None:

@@ -13,6 +13,7 @@ from .linear import (
     linear_int8,
     linear_packed,
 )
+from .look_up import look_up_packed, looks_up_packed
 from .moe import experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 
@@ -33,6 +34,8 @@ __all__ = [
     "linear_gated_packed",
     "linear_int8",
     "linear_packed",
+    "look_up_packed",
+    "looks_up_packed",
     "paged_attention",
     "rms_norm",
     "rotate",

@@ -23,9 +23,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
-from .byte_vectors import rounding
 from .code_words import WIDTH, WORDS, blocks_of, codes_of, fetch, scales_of
-from .digits import dot_int8, unsigned
+from .digits import dot_int8, rounding, unsigned
 from .tile_product import STEP_BYTES, TILE
 from .vectors import (
     FLOAT,

@@ -34,8 +34,8 @@ from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .byte_vectors import (
-    IN_24_BITS,
     ROWS,
+    THREE_DIGITS,
     UNPACKED_BYTES,
     multiply_packed,
     multiply_unpacked,
@@ -128,7 +128,7 @@ def multiply(
     out: Tensor,
     activation: str = "",
     *,
-    num_digits: int = IN_24_BITS,
+    num_digits: int = THREE_DIGITS,
     chosen: Tensor | None = None,
 ) -> None:
     """`linear` or `linear_gated` into `out`. `num_digits`: of x, as `byte_vectors` has them; `chosen`: see

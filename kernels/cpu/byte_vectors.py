@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
 from .code_words import WIDTH, blocks_of, codes_of, fetch, scale_and_middle, total_at
-from .digits import dot_int8, unsigned
+from .digits import dot_int8, largest_bits, rounding, unsigned
 from .tile_product import STEP_BYTES
 from .vectors import (
     BYTES,
@@ -41,7 +41,6 @@ from .vectors import (
     by_least,
     call,
     fma,
-    largest_lanes,
     load,
     load_numbers,
     loop_over,
@@ -53,7 +52,7 @@ from .vectors import (
 )
 
 ROWS = 8  # of x at a time: their sums for WIDTH panels leave registers for what is multiplied
-IN_24_BITS, IN_8_BITS = 3, 1  # digits of a number of x
+THREE_DIGITS, ONE_DIGIT = 3, 1  # digits of a number of x
 QUADS = BLOCK // 4  # of numbers, that a lane multiplies at once
 UNPACKED_BYTES = (QUADS + 2) * WIDTH * STEP_BYTES
 # Digits of x whose sums are one whole number, by the bits of a code and how many digits there are: sums of codes of 8
@@ -99,7 +98,7 @@ def split_row(typing_context: Any, bits: Any, num_digits: Any, x_bytes: Any, x: 
                 [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]
                 for source in sources
             ]
-            factors, inverses = rounding(b, halves, _LEAST) if count == IN_8_BITS else _splitting(b, halves)
+            factors, inverses = rounding(b, halves, _LEAST) if count == ONE_DIGIT else _splitting(b, halves)
             whole = []
             for i, each in enumerate(halves):
                 inverse = broadcast(b, b.extract_element(inverses, INT32(i)), LANES)
@@ -114,7 +113,7 @@ def split_row(typing_context: Any, bits: Any, num_digits: Any, x_bytes: Any, x: 
                 lowest = sum_lanes(b, [b.add(*(_lowest(b, half) for half in each)) for each in whole])
                 by_group = [b.ashr(b.sub(totals, lowest), splat(totals.type, 8)), lowest]
             offsets = [b.mul(each, splat(totals.type, -1 << (code_bits - 1))) for each in by_group]
-            if count == IN_8_BITS:
+            if count == ONE_DIGIT:
                 sums = b.fmul(b.sitofp(totals, factors.type), factors)
             else:
                 sums = sum_lanes(b, [b.fadd(*each) for each in halves])
@@ -212,25 +211,9 @@ def multiply_unpacked(
     return types.void(packing, num_digits, *[types.int64] * 8), generate
 
 
-def rounding(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]], least: float) -> tuple[Any, Any]:
-    """By block of two vectors of numbers that become whole ones of -127 to 127: what one is worth, which is not finite
-    where a number is not, and about the inverse. `least`: what the largest is taken for where it is less."""
-    bits = _largest(b, blocks)
-    floats = ir.VectorType(FLOAT, bits.type.count)
-    largest, at_least = b.bitcast(bits, floats), splat(floats, least)
-    largest = b.select(b.fcmp_ordered("<", largest, at_least), at_least, largest)
-    return b.fmul(largest, splat(floats, 1 / 127)), b.fdiv(splat(floats, 127.0), largest)
-
-
-def _largest(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> Any:
-    """By block, the bits of its largest number without a sign."""
-    sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
-    return largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
-
-
 def _splitting(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
     """Likewise for whole numbers of 24 bits: a power of two or NaN, and the inverse of that power."""
-    tops = _largest(b, blocks)
+    tops = largest_bits(b, blocks)
     kind, floats = tops.type, ir.VectorType(FLOAT, tops.type.count)
     # The exponent of a number a little larger: digits of -128 to 127 do not reach 2^23.
     exponents = b.lshr(b.add(tops, splat(kind, 1 << 17)), splat(kind, 23))

@@ -13,6 +13,7 @@ added to them of x). A row lies in memory as `in_features` high digits, as many 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -33,6 +34,7 @@ from .vectors import (
     call,
     fma,
     from_bfloat16,
+    largest_lanes,
     load,
     loop_over,
     splat,
@@ -69,6 +71,22 @@ def join_digits(b: ir.IRBuilder, high: Any, low: Any) -> Any:
     floats = ir.VectorType(FLOAT, lanes)
     wide = [b.sitofp(high, floats), splat(floats, 256.0), b.sitofp(low, floats)]
     return call(b, f"llvm.fma.v{lanes}f32", floats, wide)
+
+
+def rounding(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]], least: float) -> tuple[Any, Any]:
+    """By block of two vectors of numbers that become whole ones of -127 to 127: what one is worth, which is not finite
+    where a number is not, and about the inverse. `least`: what the largest is taken for where it is less."""
+    bits = largest_bits(b, blocks)
+    floats = ir.VectorType(FLOAT, bits.type.count)
+    largest, at_least = b.bitcast(bits, floats), splat(floats, least)
+    largest = b.select(b.fcmp_ordered("<", largest, at_least), at_least, largest)
+    return b.fmul(largest, splat(floats, 1 / 127)), b.fdiv(splat(floats, 127.0), largest)
+
+
+def largest_bits(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> Any:
+    """By block, the bits of its largest number without a sign."""
+    sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
+    return largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
 
 
 @intrinsic(prefer_literal=True)

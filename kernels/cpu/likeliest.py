@@ -191,7 +191,6 @@ def _choose_worker(sources: str) -> Any:
 
 _SOURCES = (
     "bound_vectors",
-    "byte_vectors",
     "call",
     "claims",
     "code_words",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..packed import Packing
 from .byte_dots import DTYPES, fits, lay_out, multiply
-from .byte_vectors import IN_8_BITS
+from .byte_vectors import ONE_DIGIT
 
 __all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated"]
 
@@ -16,12 +16,12 @@ __all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated"]
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
     """See `byte_dots.linear`."""
     out = x.new_empty(len(x), len(weight), dtype=out_dtype)
-    multiply(x, weight, bias, packing, out, num_digits=IN_8_BITS)
+    multiply(x, weight, bias, packing, out, num_digits=ONE_DIGIT)
     return out
 
 
 def linear_gated(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, activation: str) -> Tensor:
     """See `byte_dots.linear_gated`."""
     out = x.new_empty(len(x), len(weight) // 2)
-    multiply(x, weight, bias, packing, out, activation, num_digits=IN_8_BITS)
+    multiply(x, weight, bias, packing, out, activation, num_digits=ONE_DIGIT)
     return out

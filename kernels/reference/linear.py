@@ -56,6 +56,16 @@ def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype, _in_int
     return rows
 
 
+def look_up_packed(token_ids: Tensor, rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """See `ops.look_up_packed`."""
+    return unpack(rows.index_select(0, token_ids), packing).to(dtype)
+
+
+def looks_up_packed(_dtype: torch.dtype) -> bool:
+    """See `ops.looks_up_packed`."""
+    return True
+
+
 def fits_packed(shape: tuple[int, int], _dtype: torch.dtype, _in_int8: bool) -> bool:
     """See `ops.fits_packed`."""
     return shape[0] % ROWS == 0 and shape[1] % BLOCK == 0

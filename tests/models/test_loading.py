@@ -7,6 +7,7 @@ import json
 import weakref
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from quire.kernels.cpu.features import IS_WIDE
 from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
 from quire.workers.layers.linear import shard_heads
-from quire.workers.layers.parameter import Int8Parameter, PackedParameter, num_bytes, num_weights
+from quire.workers.layers.parameter import Int8Parameter, PackedParameter, PackedRows, num_bytes, num_weights
 from quire.workers.loader.gguf import open_gguf
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
@@ -35,6 +36,10 @@ from quire.workers.models.families import FAMILIES
 from quire.workers.parallel import Grid, ParallelContext, interface_of, split_range
 from quire.workers.quantization import PackedBlueprint, blueprint_for
 from quire.workers.worker import Worker, building
+
+rounds_in_int8 = pytest.mark.skipif(
+    not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
+)
 
 
 def info_of(path: Path | str, **fields: object) -> ModelInfo:
@@ -181,13 +186,18 @@ def test_gguf_holds_what_the_checkpoint_holds(tmp_path: Path, kind: GGMLQuantiza
         # The norms are vectors, and no panel ends with the 199th token of the embedding and the head.
         is_packed = stay_packed and name.endswith(("qkv.weight", "output.weight", "gate_up.weight", "down.weight"))
         assert isinstance(mine, PackedParameter) is is_packed, name
-        numbers = numbers_of(mine) if isinstance(mine, PackedParameter) else mine
+        assert isinstance(mine, PackedRows) is (stay_packed and name == "embedding.weight"), name
+        numbers = numbers_of(mine)
         torch.testing.assert_close(numbers, other, atol=tolerance, rtol=5e-3 if tolerance else 0, msg=name)
     packed_parts(path, kind)
 
 
-def numbers_of(parameter: PackedParameter) -> torch.Tensor:
-    """A product with the identity: each sum has one term."""
+def numbers_of(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """Of what is packed, by a product with the identity, each of whose sums has one term, or by looking them up."""
+    if isinstance(parameter, PackedRows):
+        return parameter.embed(torch.arange(len(parameter)))
+    if not isinstance(parameter, PackedParameter):
+        return parameter
     return parameter.linear(torch.eye(parameter.packing.num_numbers(parameter.shape[1]))).T
 
 
@@ -220,7 +230,7 @@ def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
         kinds = {}
         for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             kinds[name.removeprefix("layers.0.")] = isinstance(mine, PackedParameter)
-            assert torch.equal(numbers_of(mine) if isinstance(mine, PackedParameter) else mine, other), name
+            assert torch.equal(numbers_of(mine), other), name
         assert kinds["attention.qkv.weight"]
         assert kinds["mlp.down.weight"]  # 64 of 128 columns
         assert not kinds["attention.output.weight"]  # 48 of 96 columns: a block and a half
@@ -248,10 +258,7 @@ def test_ranks_gather_logits_of_one_dtype(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_pieces_that_are_packed_differently(tmp_path: Path) -> None:
     """V in another way than Q and K, as many files have it: their common matrix is unpacked."""
-    model = make_tiny_llama(tmp_path, hidden_size=96, intermediate_size=128)
-    state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
-    path = tmp_path / "model.gguf"
-    _write_gguf(path, state, GGMLQuantizationType.Q4_1, others={"v_proj": GGMLQuantizationType.Q8_0})
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, {"v_proj": GGMLQuantizationType.Q8_0})
     attention = load(info_of(path)).model.layers["0"].attention
     assert not isinstance(attention.qkv.weight, PackedParameter)
     assert isinstance(attention.output.weight, PackedParameter)
@@ -271,7 +278,7 @@ def test_a_tied_head_that_is_packed(tmp_path: Path) -> None:
     assert torch.equal(weight.embed(ids), numbers[ids])
     assert weight.matrix_shape == (208, 96)
     bounds = ops.bounds_packed(weight.packing, torch.float32, weight.device)
-    assert weight.num_bytes == 208 * (96 * 4 + weight.packing.row_bytes(96) + 2 * 4 * bounds)
+    assert weight.num_bytes == 208 * (2 * weight.packing.row_bytes(96) + 2 * 4 * bounds)
     x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
     assert torch.equal(model.head.likeliest(x), model.head.logits(x).argmax(dim=1))
     assert (weight.lengths is not None) == bounds
@@ -279,45 +286,77 @@ def test_a_tied_head_that_is_packed(tmp_path: Path) -> None:
         torch.testing.assert_close(weight.lengths[0], numbers.norm(dim=1))
 
 
-def test_only_the_first_stage_looks_tokens_up(tmp_path: Path) -> None:
-    """The last of two has a tied embedding as its head, and no numbers of it."""
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=rounds_in_int8)])
+def test_only_the_first_stage_looks_tokens_up(tmp_path: Path, quantization: Literal["int8"] | None) -> None:
+    """The last of two has a tied embedding as its head, and does not look up rows of it."""
     path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q8_0, tie_word_embeddings=True, vocab_size=208)
     info = info_of(path)
-    blueprint = blueprint_for(ModelConfig(model=str(path)), info, torch.device("cpu"))
+    blueprint = blueprint_for(ModelConfig(model=str(path), quantization=quantization), info, torch.device("cpu"))
     stages = [blueprint.build(ParallelContext(rank, Grid(num_stages=2))) for rank in range(2)]
     numbers = []
     for stage in stages:
         blueprint.load(stage, info, progress=False)
         weight = stage.embedding.weight
-        if isinstance(weight, PackedParameter):
-            assert weight.numbers is None
-            numbers.append(numbers_of(weight))
-        else:
-            numbers.append(weight)
-    assert isinstance(stages[1].embedding.weight, PackedParameter)
+        numbers.append(numbers_of(weight))
+    assert isinstance(stages[0].embedding.weight, PackedRows)
+    last = stages[1].embedding.weight
+    assert isinstance(last, PackedParameter)
+    assert last.rows is None
     assert torch.equal(numbers[0], numbers[1])
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_packed_weights_in_int8(tmp_path: Path, tied: bool) -> None:
-    """Where a kernel rounds what multiplies them, layers have the numbers of their file, and the head does not round;
-    elsewhere everything is in int8. What is looked up alone is so anywhere."""
-    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, vocab_size=224, tie_word_embeddings=tied)
-    info = info_of(path)
-    ours = load(info, model={"model": str(path), "quantization": "int8"}).model
-    stay_packed = ops.fits_packed((224, 96), torch.float32, torch.device("cpu"), in_int8=True)
-    kinds = {name: p for name, p in ours.named_parameters() if isinstance(p, PackedParameter | Int8Parameter)}
-    looked_up = () if tied else ("embedding.weight",)
-    assert len(kinds) == 3 * 4 + (1 if tied else 2)  # all that are matrices
-    theirs = dict(load(info).model.named_parameters())
+@pytest.mark.parametrize("kind", ["Q4_1", "F16", "Q4_1 and Q8_0"])
+@rounds_in_int8
+def test_packed_weights_in_int8(tmp_path: Path, kind: str, tied: bool) -> None:
+    """What is packed in the file has its numbers; what is not, or not alike within a matrix, is packed in 8 bits. The
+    head does not round what multiplies it. What is looked up is not rounded again."""
+    stored, config = GGMLQuantizationType[kind.partition(" ")[0]], {"vocab_size": 224, "tie_word_embeddings": tied}
+    others = {"v_proj": GGMLQuantizationType.Q8_0} if "and" in kind else {}
+    info = info_of(_tiny_gguf(tmp_path, stored, others, **config))
+    ours, theirs = load(info, model={"quantization": "int8"}).model, dict(load(info).model.named_parameters())
+    kinds = {name: p for name, p in ours.named_parameters() if p.dim() == 2}
+    assert len(kinds) == 3 * 4 + (1 if tied else 2)
     for name, weight in kinds.items():
-        assert isinstance(weight, PackedParameter) is (stay_packed and name not in looked_up), name
-        if isinstance(weight, PackedParameter):
-            is_head = name == ("embedding.weight" if tied else "head.weight")
-            assert weight.in_int8 is not is_head
-            expected = theirs[name]
-            assert isinstance(expected, PackedParameter)
-            torch.testing.assert_close(numbers_of(weight), numbers_of(expected), rtol=0 if is_head else 2**-22, atol=0)
+        is_head = name == ("embedding.weight" if tied else "head.weight")
+        if name == "embedding.weight" and (kind == "F16" or not tied):
+            assert isinstance(weight, Int8Parameter if kind == "F16" else PackedRows)
+            continue
+        assert isinstance(weight, PackedParameter), name
+        assert weight.in_int8 is not is_head
+        numbers, expected = numbers_of(weight), numbers_of(theirs[name])
+        is_stored = kind != "F16" and not (others and name.endswith("qkv.weight"))
+        assert weight.packing.name == ("q4_1" if is_stored else "q8_0")
+        if is_stored:
+            torch.testing.assert_close(numbers, expected, rtol=0 if is_head else 2**-22, atol=0)
+        else:
+            off, largest = (each.abs().unflatten(1, (-1, 32)).amax(dim=2) for each in (numbers - expected, expected))
+            assert (off <= 0.501 / 127 * largest).all()
+        if weight.rows is not None:
+            assert torch.equal(weight.embed(torch.arange(224)), expected)
+        if is_head:
+            x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
+            assert torch.equal(ours.head.likeliest(x), ours.head.logits(x).argmax(dim=1))
+
+
+@rounds_in_int8
+def test_ranks_hold_packed_parts_in_int8(tmp_path: Path) -> None:
+    """Parts that end with whole blocks have the numbers of the whole; others a scale for each row."""
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, vocab_size=224, tie_word_embeddings=False)
+    info = info_of(path)
+    blueprint = blueprint_for(ModelConfig(model=str(path), quantization="int8"), info, torch.device("cpu"))
+    native, grid = blueprint_of(info), Grid(tensor_size=2)
+    for rank in range(2):
+        parallel = ParallelContext(rank, grid)
+        ours, theirs = blueprint.build(parallel), native.build(parallel)
+        blueprint.load(ours, info, progress=False)
+        native.load(theirs, info, progress=False)
+        for (name, mine), other in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+            if name.endswith("attention.output.weight"):  # 48 of 96 columns: a block and a half
+                assert isinstance(mine, Int8Parameter)
+            elif mine.dim() == 2:
+                assert isinstance(mine, PackedRows if name == "embedding.weight" else PackedParameter), name
+                torch.testing.assert_close(numbers_of(mine), other[1], rtol=2**-22, atol=0)
 
 
 @pytest.mark.parametrize("fields", [{"load_format": "dummy"}, {"quantization": "fp8"}, {"dtype": "float16"}])
@@ -338,13 +377,18 @@ def test_check_counts_what_packed_weights_take(tmp_path: Path) -> None:
     assert found.weight_bytes[0] < found.num_parameters * 4 - (96 + 2 * 32) * 96 * (4 - per_weight)
 
 
-def _tiny_gguf(folder: Path, kind: GGMLQuantizationType, **config: object) -> Path:
+def _tiny_gguf(
+    folder: Path,
+    kind: GGMLQuantizationType,
+    others: dict[str, GGMLQuantizationType] | None = None,
+    **config: object,
+) -> Path:
     model = make_tiny_llama(folder, hidden_size=96, intermediate_size=128, **config)
     state = {name: tensor.numpy() for name, tensor in model.state_dict().items()}
     if config.get("tie_word_embeddings"):
         del state["lm_head.weight"]
     path = folder / "model.gguf"
-    _write_gguf(path, state, kind)
+    _write_gguf(path, state, kind, others)
     return path
 
 

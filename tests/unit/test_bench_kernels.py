@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from quire.cluster.bench.commands import app
+from quire.kernels import ops
 from quire.workers.kernel_bench.cases import Case
 from quire.workers.kernel_bench.measure import Limits, rated
 from quire.workers.kernel_bench.work import Work, attention_work, experts_work, linear_work, write_kv_work
@@ -55,11 +56,13 @@ def test_it_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
     assert all(result["us"] > 0 and result["share"] > 0 for result in results)
     assert document["result"]["limits"]["copy_gb_per_s"] > 0
     assert document["versions"]["torch"]
+    rounds = ops.fits_packed((192, 64), torch.float32, torch.device("cpu"), in_int8=True)
     for text in (
         "limits measured here",
         "decode 3 x 20, fp8 cache",
         "int8 192 x 64, 5 rows",
         "q4_1 192 x 64, 5 rows",
+        *(["q4_1 in int8 192 x 64, 5 rows"] if rounds else []),
         "2 of 4, 5 tokens",
     ):
         assert text in printed.output

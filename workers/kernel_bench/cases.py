@@ -140,13 +140,13 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
     out_features, in_features = 2 * shape.intermediate_size, shape.hidden_size
     packing = PACKINGS["q4_1"]
     weights: dict[str, torch.dtype | Packing] = {str(dtype).removeprefix("torch."): dtype, "int8": torch.int8}
+    rounded = f"{packing.name} in int8"
     if device.type != "cpu":  # there it is to save memory, and known to be slow
         weights["fp8"] = fp8.DTYPE
     if ops.fits_packed((out_features, in_features), dtype, device):
         weights[packing.name] = packing
-    in_int8 = f"{packing.name} in int8"
     if ops.fits_packed((out_features, in_features), dtype, device, in_int8=True):
-        weights[in_int8] = packing
+        weights[rounded] = packing
     for kind, weight in weights.items():
         for num_rows in sizes.rows:
             bits = 8 * packing.block_bytes // BLOCK if isinstance(weight, Packing) else 8 * weight.itemsize
@@ -157,7 +157,7 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
                 work,
                 dtype,
                 lambda rows=num_rows, kind=kind, weight=weight: linear_run(  # type: ignore[misc]
-                    rows, out_features, in_features, device, dtype, weight, in_int8=kind == in_int8
+                    rows, out_features, in_features, device, dtype, weight, in_int8=kind == rounded
                 ),
             )
 

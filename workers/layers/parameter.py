@@ -114,26 +114,60 @@ class ShardedParameter(nn.Parameter):
         return self.nbytes
 
 
+class PackedRows(ShardedParameter):
+    """A matrix as packed as in its file, row by row in its order, whose rows are looked up and never multiplied."""
+
+    packing: Packing
+    computed: torch.dtype  # of the numbers that are looked up
+
+    @classmethod
+    def like(cls, parameter: ShardedParameter, packing: Packing) -> Self:
+        """Room for the same pieces, all of whose columns each of them has."""
+        num_rows, num_columns = parameter.shape
+        made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
+        made.packing, made.computed = packing, parameter.dtype
+        return made
+
+    def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
+        place = self.pieces[piece]
+        self.data[place.target[0]] = cast(PackedSource, source).read_packed(place.source)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return ops.look_up_packed(token_ids, self.data, self.packing, self.computed)
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        return len(self), self.packing.num_numbers(self.shape[1])
+
+
 class PackedParameter(ShardedParameter):
-    """A matrix as packed as in its file, whose numbers are those that it would have unpacked. In memory, each row is
-    `packing.row_bytes` long; the order of bytes is a backend's (`ops.lay_out_packed`)."""
+    """A matrix as packed as in its file, whose numbers are those that it would have unpacked; or packed as it is read
+    (`IN_8_BITS`). In memory, each row is `packing.row_bytes` long; the order of bytes is a backend's
+    (`ops.lay_out_packed`)."""
 
     packing: Packing
     x_dtype: torch.dtype  # of what it is multiplied with
     in_int8: bool  # which may be rounded to 8 bits: see `ops.linear_packed`
-    numbers: Tensor | None = None  # the matrix unpacked, where rows of it are looked up
+    rows: PackedRows | None = None  # the same rows, where they are looked up as well
     lengths: Tensor | None = None  # of a head's rows, where `ops.likeliest_packed` takes them
 
     @classmethod
     def like(
-        cls, parameter: ShardedParameter, packing: Packing, *, is_head: bool, is_looked_up: bool, in_int8: bool
+        cls,
+        parameter: ShardedParameter,
+        packing: Packing,
+        device: torch.device,
+        *,
+        is_head: bool = False,
+        is_looked_up: bool = False,
+        in_int8: bool = False,
     ) -> Self:
-        """Room for the same pieces, which have a form that `can_pack` allows."""
+        """Room for the same pieces, which have a form that `can_pack` allows, for a model that will be on a device."""
         num_rows, num_columns = parameter.shape
         made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
         made.packing, made.x_dtype, made.in_int8 = packing, parameter.dtype, in_int8
-        made.numbers = parameter.data if is_looked_up else None
-        if is_head and ops.bounds_packed(packing, parameter.dtype, made.device):
+        made.rows = PackedRows.like(parameter, packing) if is_looked_up else None
+        if is_head and ops.bounds_packed(packing, parameter.dtype, device):
             made.lengths = torch.zeros(2, num_rows, dtype=torch.float32)
         return made
 
@@ -147,21 +181,19 @@ class PackedParameter(ShardedParameter):
         return fits and all(end % size == 0 for end, size in ends)
 
     def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
-        if getattr(source, "packing", None) != self.packing:  # of `IN_8_BITS`
-            super().weight_loader(source, piece)
+        if getattr(source, "packing", None) != self.packing:
+            super().weight_loader(source, piece)  # which reads numbers, and fills
             return
-        if self.numbers is not None:
-            ShardedParameter(self.numbers, self.pieces).weight_loader(source, piece)
+        if self.rows is not None:
+            self.rows.weight_loader(source, piece)
         place, packed = self.pieces[piece], cast(PackedSource, source)
         self._fill_rows(packed.read_packed(place.source), place.target[0])
 
     def fill(self, values: Tensor, target: Index | None = None) -> None:
-        """Pack `values`, whole rows, into a part of the parameter or all of it."""
+        """Pack `values`, whole rows, into a part of the parameter or all of it. Raises `ValueError` like `pack`."""
         assert self.packing == IN_8_BITS
-        rows = slice(None) if target is None else target[0]
-        if self.numbers is not None:
-            self.numbers[rows].copy_(values)
-        self._fill_rows(pack(values), rows)
+        assert self.rows is None
+        self._fill_rows(pack(values), slice(None) if target is None else target[0])
 
     def _fill_rows(self, rows: Tensor, target: slice) -> None:
         if self.lengths is not None:
@@ -183,8 +215,8 @@ class PackedParameter(ShardedParameter):
         return ops.likeliest_packed(x, self.data, self.packing, self.lengths)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        assert self.numbers is not None
-        return F.embedding(token_ids, self.numbers)
+        assert self.rows is not None
+        return self.rows.embed(token_ids)
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
@@ -192,7 +224,7 @@ class PackedParameter(ShardedParameter):
 
     @property
     def num_bytes(self) -> int:
-        return self.nbytes + sum(each.nbytes for each in (self.numbers, self.lengths) if each is not None)
+        return self.nbytes + sum(each.nbytes for each in (self.rows, self.lengths) if each is not None)
 
 
 class ScaledParameter(ShardedParameter):

@@ -1,0 +1,101 @@
+# mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
+# (compiled functions and their views into memory are not Python to a type checker)
+"""Rows of a packed matrix (`kernels.packed`) that are looked up, unpacked on the way."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types
+from torch import Tensor
+
+from ..packed import BLOCK, PACKINGS, Packing, unpack
+from .call import Arguments, RowFunction, enter_rows, take_rows
+from .intrinsics import pointer
+from .rows import store_row
+from .sources import digest_of, filed_as
+
+DTYPES = (torch.float32, torch.bfloat16)  # of what is unpacked, by compiled code
+
+_SOURCES = ("call", "claims", "intrinsics", "rows")
+_UNPACK = Arguments("rows", "num_places", "num_blocks", "places", "out", "short")
+_UNPACK_TYPE = _UNPACK.dtype
+_UNPACK_NS = 0.5  # about what a number takes
+
+
+def look_up_packed(token_ids: Tensor, rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
+    """See `ops.look_up_packed`."""
+    if dtype not in DTYPES or 0 in (len(token_ids), len(rows)):
+        return unpack(rows.index_select(0, token_ids), packing).to(dtype)
+    token_ids, num_numbers = token_ids.contiguous(), packing.num_numbers(rows.shape[1])
+    out = torch.empty(len(token_ids), num_numbers, dtype=dtype)
+    _unpacker(packing.name)(
+        len(token_ids), num_numbers,
+        rows.data_ptr(), len(rows), num_numbers // BLOCK, token_ids.data_ptr(), out.data_ptr(), dtype == torch.bfloat16,
+    )  # fmt: skip
+    return out
+
+
+def looks_up_packed(dtype: torch.dtype) -> bool:
+    """See `ops.looks_up_packed`."""
+    return dtype in DTYPES
+
+
+@cache
+def _unpacker(packing: str) -> RowFunction:
+    sources = f"{digest_of(*_SOURCES)} {PACKINGS[packing]}"
+    return RowFunction(partial(_unpack_worker, packing, sources), _UNPACK, _UNPACK_NS, is_idempotent=True)
+
+
+@njit(error_model="numpy")
+def _widened_half(bits: Any) -> Any:
+    """float16 becomes float32. Its exponents are 112 less; those of subnormal numbers, and of what is not finite, stand
+    for something else."""
+    sign, exponent, rest = np.int32(bits >> 15) << 31, np.int32(bits >> 10) & 31, np.int32(bits & 1023)
+    if exponent == 0:
+        return np.float32(-rest if sign else rest) * np.float32(2.0**-24)
+    exponent = np.int32(255 if exponent == 31 else exponent + 112)
+    return np.int32(sign | exponent << 23 | rest << 13).view(np.float32)
+
+
+def _unpack_worker(packing: str, sources: str) -> Any:
+    bits, has_least, num_halves = PACKINGS[packing].bits, PACKINGS[packing].has_least, PACKINGS[packing].num_halves
+    row_blocks_bytes, code_bytes = PACKINGS[packing].block_bytes, BLOCK * bits // 8
+
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(packing)
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
+        a = carray(pointer(address), (1,), _UNPACK_TYPE)[0]
+        num_blocks = a.num_blocks
+        row_bytes, num_numbers, size = num_blocks * row_blocks_bytes, num_blocks * BLOCK, 2 if a.short != 0 else 4
+        places = carray(pointer(a.places), (a.num_rows,), np.int64)
+        row, thread, item, lap = np.empty(num_numbers, np.float32), enter_rows(address), -1, 0
+        while True:
+            item, lap, first, stop = take_rows(address, thread, item, lap)
+            if item < 0:
+                return
+            for index in range(first, stop):
+                place = min(max(places[index], np.int64(0)), a.num_places - 1)  # nothing else is read, whatever it is
+                start = a.rows + place * row_bytes
+                halves = carray(pointer(start), (num_halves, num_blocks), np.uint16)
+                codes = carray(
+                    pointer(start + 2 * num_halves * num_blocks),
+                    (num_blocks, code_bytes),
+                    np.int8 if bits == 8 else np.uint8,
+                )
+                for k in range(num_blocks):
+                    scale = _widened_half(halves[0, k])
+                    least = _widened_half(halves[num_halves - 1, k]) if has_least else scale * np.float32(-8.0)
+                    for i in range(code_bytes):
+                        if bits == 8:
+                            row[BLOCK * k + i] = np.float32(codes[k, i]) * scale
+                        else:
+                            row[BLOCK * k + i] = np.float32(codes[k, i] & 15) * scale + least
+                            row[BLOCK * k + code_bytes + i] = np.float32(codes[k, i] >> 4) * scale + least
+                store_row(row, num_numbers, a.short, a.out + index * num_numbers * size)
+
+    return worker
