@@ -161,7 +161,8 @@ def multiply_packed(
     totals: Any,
 ) -> Any:
     """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
-    `panel_step` bytes from one to the next, unpacked on the way. `packing` is a constant; scratch: UNPACKED_BYTES."""
+    `panel_step` bytes from one to the next, unpacked on the way. `packing` and `num_digits` are constants; scratch:
+    UNPACKED_BYTES."""
     kind = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
@@ -212,7 +213,7 @@ def multiply_unpacked(
 
 
 def _splitting(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-    """Likewise for whole numbers of 24 bits: a power of two or NaN, and the inverse of that power."""
+    """By block, for whole numbers of 24 bits: what one is worth, a power of two or NaN, and the inverse of it."""
     tops = largest_bits(b, blocks)
     kind, floats = tops.type, ir.VectorType(FLOAT, tops.type.count)
     # The exponent of a number a little larger: digits of -128 to 127 do not reach 2^23.
