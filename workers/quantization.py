@@ -70,7 +70,7 @@ class PackedBlueprint:
     native: NativeBlueprint
     packings: Mapping[tuple[str, str], Packing | None]  # of each (parameter, piece), where the file has some
     device: torch.device  # that the model will be on
-    in_int8: bool = False
+    in_int8: bool
 
     @property
     def architecture(self) -> str:

@@ -140,14 +140,13 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
     out_features, in_features = 2 * shape.intermediate_size, shape.hidden_size
     packing = PACKINGS["q4_1"]
     weights: dict[str, torch.dtype | Packing] = {str(dtype).removeprefix("torch."): dtype, "int8": torch.int8}
-    rounded = f"{packing.name} in int8"
     if device.type != "cpu":  # there it is to save memory, and known to be slow
         weights["fp8"] = fp8.DTYPE
-    if ops.fits_packed((out_features, in_features), dtype, device):
-        weights[packing.name] = packing
-    if ops.fits_packed((out_features, in_features), dtype, device, in_int8=True):
-        weights[rounded] = packing
-    for kind, weight in weights.items():
+    kinds = [(kind, weight, False) for kind, weight in weights.items()]
+    for name, in_int8 in ((packing.name, False), (f"{packing.name} in int8", True)):
+        if ops.fits_packed((out_features, in_features), dtype, device, in_int8=in_int8):
+            kinds.append((name, packing, in_int8))
+    for kind, weight, in_int8 in kinds:
         for num_rows in sizes.rows:
             bits = 8 * packing.block_bytes // BLOCK if isinstance(weight, Packing) else 8 * weight.itemsize
             work = linear_work(num_rows, out_features, in_features, size=dtype.itemsize, weight_bits=bits)
@@ -156,8 +155,8 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
                 f"{kind} {out_features} x {in_features}, {num_rows} rows",
                 work,
                 dtype,
-                lambda rows=num_rows, kind=kind, weight=weight: linear_run(  # type: ignore[misc]
-                    rows, out_features, in_features, device, dtype, weight, in_int8=kind == rounded
+                lambda rows=num_rows, weight=weight, in_int8=in_int8: linear_run(  # type: ignore[misc]
+                    rows, out_features, in_features, device, dtype, weight, in_int8=in_int8
                 ),
             )
 

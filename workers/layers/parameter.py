@@ -114,10 +114,19 @@ class ShardedParameter(nn.Parameter):
         return self.nbytes
 
 
-class PackedRows(ShardedParameter):
-    """A matrix as packed as in its file, row by row in its order, whose rows are looked up and never multiplied."""
+class _Packed(ShardedParameter):
+    """A matrix whose rows are packed: [num_rows, row_bytes] uint8."""
 
     packing: Packing
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        return len(self), self.packing.num_numbers(self.shape[1])
+
+
+class PackedRows(_Packed):
+    """A matrix as packed as in its file, row by row in its order, whose rows are looked up and never multiplied."""
+
     computed: torch.dtype  # of the numbers that are looked up
 
     @classmethod
@@ -135,17 +144,12 @@ class PackedRows(ShardedParameter):
     def embed(self, token_ids: Tensor) -> Tensor:
         return ops.look_up_packed(token_ids, self.data, self.packing, self.computed)
 
-    @property
-    def matrix_shape(self) -> tuple[int, ...]:
-        return len(self), self.packing.num_numbers(self.shape[1])
 
-
-class PackedParameter(ShardedParameter):
+class PackedParameter(_Packed):
     """A matrix as packed as in its file, whose numbers are those that it would have unpacked; or packed as it is read
     (`IN_8_BITS`). In memory, each row is `packing.row_bytes` long; the order of bytes is a backend's
     (`ops.lay_out_packed`)."""
 
-    packing: Packing
     x_dtype: torch.dtype  # of what it is multiplied with
     in_int8: bool  # which may be rounded to 8 bits: see `ops.linear_packed`
     rows: PackedRows | None = None  # the same rows, where they are looked up as well
@@ -158,9 +162,9 @@ class PackedParameter(ShardedParameter):
         packing: Packing,
         device: torch.device,
         *,
-        is_head: bool = False,
-        is_looked_up: bool = False,
-        in_int8: bool = False,
+        is_head: bool,
+        is_looked_up: bool,
+        in_int8: bool,
     ) -> Self:
         """Room for the same pieces, which have a form that `can_pack` allows, for a model that will be on a device."""
         num_rows, num_columns = parameter.shape
@@ -217,10 +221,6 @@ class PackedParameter(ShardedParameter):
     def embed(self, token_ids: Tensor) -> Tensor:
         assert self.rows is not None
         return self.rows.embed(token_ids)
-
-    @property
-    def matrix_shape(self) -> tuple[int, ...]:
-        return len(self), self.packing.num_numbers(self.shape[1])
 
     @property
     def num_bytes(self) -> int:
