@@ -1,9 +1,9 @@
 """The engine's side of its gateways: takes requests in, sends the outputs of every step back. Knows no Ray.
 
-The step loop lives in a thread of its own; once per step it hands all outputs to the event loop, which sends one
-message to each gateway that has a stream among them, or several where one frame cannot hold them. Where the CPU
-computes the steps, the step loop waits for that before it plans the next one: a gateway does its work meanwhile, and
-not when all cores compute.
+The step loop lives in a thread of its own. Before it plans the next step it sends one message to each gateway that has
+a stream among the outputs of the last one, or several where one frame cannot hold them: where the CPU computes the
+steps, a gateway does its work meanwhile, and not when all cores compute. So who owns a request is known to two threads,
+under a lock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from .resume_journal import ResumeJournal
 logger = logging.getLogger(__name__)
 
 LEAVE_POLL_S = 0.02
-SEND_S = 0.002  # how long the step loop waits for its outputs to be sent; then it goes on all the same
 REPORT_S = 0.2  # how often a gateway hears how busy the engine is, while that changes
 
 
@@ -74,14 +73,11 @@ class EngineServer:
         self._event_loop = asyncio.get_running_loop()
         self._cache = CachePublisher(core)
         self._journal = ResumeJournal()
-        shares_cpu = core.executor.preferred_inflight_steps() == 1
-        wait = self._wait_until_sent if shares_cpu else None
-        self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events, wait)
+        self._engine = EngineLoop(core, self._on_outputs, self._on_failure, self._on_kv_events)
+        self._lock = threading.Lock()  # for owners and journal
         self._owners: dict[str, transport.Connection] = {}  # request id -> the gateway that gets its outputs
         self._gateways: set[transport.Connection] = set()
         self._is_leaving = False
-        self._are_sent = threading.Event()  # the last outputs
-        self._are_sent.set()
         self._server: asyncio.Server | None = None
         self._reporter: asyncio.Task[None] | None = None
         self.failed: asyncio.Future[BaseException] = self._event_loop.create_future()
@@ -153,22 +149,27 @@ class EngineServer:
             message = gateway_message_decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise transport.TransportError(f"not a message of a gateway: {error}") from error
+        if isinstance(message, Add | Abort | Recall):
+            with self._lock:
+                self._on_request(gateway, message)
+        elif isinstance(message, FollowCache):
+            self._cache.follow(gateway)
+        elif self._on_fault is None:
+            logger.error("Gateway %s asks for a fault, which the configuration does not allow.", gateway.peer)
+        else:
+            self._event_loop.run_in_executor(None, self._try_fault, self._on_fault, message)
+
+    def _on_request(self, gateway: transport.Connection, message: Add | Abort | Recall) -> None:
         if isinstance(message, Add):
             self._add(gateway, message)
-        elif isinstance(message, Abort):
+        elif isinstance(message, Recall):
+            self._recall(gateway, message.key)
+        else:
             its_own = [i for i in message.request_ids if self._owners.get(i) is gateway]
             if message.report:
                 self._engine.abort(its_own)  # they keep their owner until it has the last output
             else:
                 self._abort(its_own)
-        elif isinstance(message, FollowCache):
-            self._cache.follow(gateway)
-        elif isinstance(message, Recall):
-            self._recall(gateway, message.key)
-        elif self._on_fault is None:
-            logger.error("Gateway %s asks for a fault, which the configuration does not allow.", gateway.peer)
-        else:
-            self._event_loop.run_in_executor(None, self._try_fault, self._on_fault, message)
 
     @staticmethod
     def _try_fault(on_fault: Callable[[Inject], None], message: Inject) -> None:
@@ -180,9 +181,10 @@ class EngineServer:
     def _on_close(self, gateway: transport.Connection, reason: str) -> None:
         self._gateways.discard(gateway)
         self._cache.unfollow(gateway)
-        lost = [request_id for request_id, owner in self._owners.items() if owner is gateway]
-        logger.info("Gateway %s left (%s); %d requests are aborted.", gateway.peer, reason, len(lost))
-        self._abort(lost)
+        with self._lock:
+            lost = [request_id for request_id, owner in self._owners.items() if owner is gateway]
+            logger.info("Gateway %s left (%s); %d requests are aborted.", gateway.peer, reason, len(lost))
+            self._abort(lost)
 
     def _add(self, gateway: transport.Connection, message: Add) -> None:
         request = message.request
@@ -201,9 +203,10 @@ class EngineServer:
         if isinstance(error, EngineEndedError):
             return  # the connection closes with the engine, and its gateway sends the request to another one
         if isinstance(error, QuireError):
-            if self._owners.get(request_id) is gateway:
-                del self._owners[request_id]
-                self._journal.refused(request_id)
+            with self._lock:
+                if self._owners.get(request_id) is gateway:
+                    del self._owners[request_id]
+                    self._journal.refused(request_id)
             self._send(gateway, Refused.from_error(request_id, error))
 
     def _recall(self, gateway: transport.Connection, key: bytes) -> None:
@@ -226,32 +229,25 @@ class EngineServer:
     # To gateways
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
-        self._are_sent.clear()
-        self._event_loop.call_soon_threadsafe(self._deliver, outputs)
-
-    def _wait_until_sent(self) -> None:
-        self._are_sent.wait(SEND_S)
+        """In the step loop's thread: what each gateway that has a stream among the outputs of a step gets of them."""
+        with self._lock:
+            by_gateway: dict[transport.Connection, list[EngineOutput]] = {}
+            for output in outputs:
+                gateway = self._owners.get(output.request_id)
+                if gateway is None:
+                    continue
+                by_gateway.setdefault(gateway, []).append(output)
+                self._journal.add(output)
+                if output.finish_reason is not None:
+                    del self._owners[output.request_id]
+            for gateway, its_outputs in by_gateway.items():
+                payloads, too_large = pack_outputs(its_outputs)
+                for payload in payloads:
+                    gateway.send(payload)
+                self._abort([request_id for request_id in too_large if request_id in self._owners])
 
     def _on_kv_events(self, events: list[KVEvent]) -> None:
         self._event_loop.call_soon_threadsafe(self._cache.on_events, events)
-
-    def _deliver(self, outputs: list[EngineOutput]) -> None:
-        """What the gateways that have a stream among the outputs of this step get of them."""
-        by_gateway: dict[transport.Connection, list[EngineOutput]] = {}
-        for output in outputs:
-            gateway = self._owners.get(output.request_id)
-            if gateway is None:
-                continue
-            by_gateway.setdefault(gateway, []).append(output)
-            self._journal.add(output)
-            if output.finish_reason is not None:
-                del self._owners[output.request_id]
-        for gateway, its_outputs in by_gateway.items():
-            payloads, too_large = pack_outputs(its_outputs)
-            for payload in payloads:
-                gateway.send(payload)
-            self._abort([request_id for request_id in too_large if request_id in self._owners])
-        self._are_sent.set()
 
     def _send(self, gateway: transport.Connection, message: EngineMessage) -> None:
         gateway.send(encoder.encode(message))

@@ -33,7 +33,7 @@ class _Entry:
 
 
 class ResumeJournal:
-    """Entries by request id. All methods are called on one event loop; unknown ids are ignored."""
+    """Entries by request id. Not thread-safe. Unknown ids are ignored."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, max_tokens: int = MAX_TOKENS) -> None:
         self._clock = clock

@@ -11,6 +11,13 @@ Before the first frame both sides prove that they hold the same secret, which it
 
 Each is one frame of at most `HANDSHAKE_BYTES`, so that a stranger cannot make us allocate anything. `Connection` is
 the asyncio form, between gateways and engines; `rank_links.py` has the blocking one, between an engine and its ranks.
+
+What is sent goes into the socket at once, from whatever thread sends it: an engine's step loop need not wait until an
+event loop has woken up. Only what the system does not take then, the event loop writes when it does:
+
+    any thread   send --> nothing waits and the socket has room ---------> the system
+                      --> the outbox
+    event loop                          the transport writes it in time -> the system
 """
 
 from __future__ import annotations
@@ -18,9 +25,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import os
 import secrets
 import socket
 import struct
+import threading
 from collections.abc import Callable
 from typing import cast
 
@@ -130,7 +139,7 @@ class Handshake:
 
 
 class Connection(asyncio.Protocol):
-    """One authenticated connection on an event loop. All methods are called on that loop.
+    """One authenticated connection on an event loop. `send` may be called from any thread, all else on that loop.
 
     `on_frame(connection, payload)` is called per frame, in order; `on_close(connection, reason)` exactly once, and
     only for a connection whose handshake succeeded. Each side beats every `HEARTBEAT_S`; a peer of which nothing was
@@ -151,9 +160,14 @@ class Connection(asyncio.Protocol):
         self._on_close = on_close
         self._reader = FrameReader(HANDSHAKE_BYTES)
         self._transport: asyncio.Transport | None = None
+        self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._writable = asyncio.Event()
-        self._writable.set()
+        self._sending = threading.Lock()
+        self._socket: socket.socket | None = None  # the transport's, to send from any thread while frames are wanted
+        self._all_taken = True  # by the system, of what was sent; else it is sent by the loop
+        self._outbox: list[bytes] = []  # what the loop has not given to the transport yet
+        self._is_read = asyncio.Event()  # little of what was sent waits here
+        self._is_read.set()
         self._num_written = 0  # bytes
         self._num_taken = 0  # of them, those that the system had taken at the last beat
         self._beats_unheard = 0
@@ -167,33 +181,47 @@ class Connection(asyncio.Protocol):
         return self._handshake.peer or "?"
 
     def send(self, payload: bytes) -> None:
-        """Queue one frame. Frames sent after the connection was lost are dropped: `on_close` has told of it."""
-        if not self.is_open or self._transport is None:
-            return
-        framed = frame(payload)
-        self._num_written += len(framed)
-        self._transport.write(framed)
+        """Send one frame behind those before it, without waiting for anybody.
+
+        Frames sent after the connection was lost or closed are dropped: `on_close` tells of it.
+        """
+        data = frame(payload)
+        with self._sending:
+            if self._socket is None:
+                return
+            self._num_written += len(data)
+            if self._all_taken:
+                data = data[_send_now(self._socket, data) :]
+                if not data:
+                    return
+                self._all_taken = False
+                self._loop.call_soon_threadsafe(self._empty_outbox)
+            self._outbox.append(data)
 
     @property
     def is_congested(self) -> bool:
         """More is queued here than `drain` lets pass: the peer reads slowly."""
-        return not self._writable.is_set()
+        return self._num_waiting() > HIGH_WATER_BYTES
 
     async def drain(self) -> None:
         """Wait until little of what was sent is still queued here, or the connection is lost."""
-        await self._writable.wait()
+        if self._socket is not None and self.is_congested:
+            self._is_read.clear()
+        await self._is_read.wait()
 
     def close(self) -> None:
         """Flush what is queued and close."""
         self._reason = "closed by this side"
+        self._stop_sending()
         if self._transport is not None:
+            self._empty_outbox()
             self._transport.close()
 
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass of it
-        self._transport.set_write_buffer_limits(HIGH_WATER_BYTES)
+        self._transport.set_write_buffer_limits(0)  # to hear of all that the system does not take
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_TIMEOUT_S, self._fail, "no handshake in time")
         first = self._handshake.first()
@@ -215,24 +243,51 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._writable.set()
+        self._stop_sending()
+        self._outbox.clear()
+        self._is_read.set()
         if self.is_open:
             self.is_open = False
             self._on_close(self, str(exc) if exc else self._reason)
 
     def pause_writing(self) -> None:
-        self._writable.clear()
+        self._all_taken = False
 
     def resume_writing(self) -> None:
-        self._writable.set()
+        self._empty_outbox()
+        if not self.is_congested:
+            self._is_read.set()
+
+    def _empty_outbox(self) -> None:
+        """Give the transport what waits for it. It had nothing left to write."""
+        assert self._transport is not None
+        with self._sending:
+            self._all_taken = True  # as long as it does not ask for a pause
+            for data in self._outbox:
+                self._transport.write(data)
+            self._outbox.clear()
+
+    def _stop_sending(self) -> None:
+        with self._sending:
+            if self._socket is not None:
+                self._socket.close()
+                self._socket = None
+
+    def _num_waiting(self) -> int:
+        """Bytes that were sent and that the system has not taken."""
+        assert self._transport is not None
+        with self._sending:
+            return self._transport.get_write_buffer_size() + sum(map(len, self._outbox))
 
     def _shake_hands(self, payload: bytes) -> None:
+        assert self._transport is not None
         answer = self._handshake.step(payload)
         if answer is not None:
-            assert self._transport is not None
             self._transport.write(frame(answer))
         if self._handshake.peer is not None:
             self._reader.max_bytes = MAX_FRAME_BYTES
+            self._socket = socket.socket(fileno=os.dup(self._transport.get_extra_info("socket").fileno()))
+            self._socket.setblocking(False)
             self.is_open = True
             assert self._timer is not None
             self._timer.cancel()
@@ -241,7 +296,7 @@ class Connection(asyncio.Protocol):
 
     def _beat(self) -> None:
         assert self._transport is not None
-        num_waiting = self._transport.get_write_buffer_size()
+        num_waiting = self._num_waiting()
         num_taken = self._num_written - num_waiting
         self._beats_unheard += 1
         self._beats_unread = self._beats_unread + 1 if num_waiting and num_taken == self._num_taken else 0
@@ -260,6 +315,14 @@ class Connection(asyncio.Protocol):
         self._reason = reason
         if self._transport is not None:
             self._transport.abort()
+
+
+def _send_now(target: socket.socket, data: bytes) -> int:
+    """How many bytes the system takes. An error is the transport's to find: whoever sends has not lost the peer."""
+    try:
+        return target.send(data)
+    except OSError:
+        return 0
 
 
 async def listen(

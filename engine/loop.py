@@ -46,8 +46,8 @@ class EngineLoop:
     requests. A request that the core refuses ends with one output of finish reason "error", whose `error` says why, so
     every request that was added ends with exactly one finish reason. `on_failure` is called once if the core itself
     fails: the loop has ended then, and its requests are lost here. `on_kv_events` is called in the same way as
-    `on_outputs`, with all that happened to cached blocks in a step, from the first one on. `before_next_step` is called
-    there when all this has been told of a step.
+    `on_outputs`, with all that happened to cached blocks in a step, from the first one on. All of it before the next
+    step is planned.
     """
 
     def __init__(
@@ -56,13 +56,11 @@ class EngineLoop:
         on_outputs: OnOutputs,
         on_failure: OnFailure,
         on_kv_events: OnKVEvents | None = None,
-        before_next_step: Callable[[], None] | None = None,
     ) -> None:
         self._core = core
         self._on_outputs = on_outputs
         self._on_failure = on_failure
         self._on_kv_events = on_kv_events
-        self._before_next_step = before_next_step
         if on_kv_events is not None:
             core.subscribe_kv_events()
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -160,8 +158,6 @@ class EngineLoop:
                 self._step_started = time.monotonic()
                 self._publish(self._core.step())
                 self._step_started = None
-                if self._before_next_step is not None:
-                    self._before_next_step()
         except BaseException as error:
             if self._is_given_up:
                 logger.info("The step under way was given up (%r)", error)

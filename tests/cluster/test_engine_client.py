@@ -16,7 +16,7 @@ import pytest
 from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine, until
 
 from quire.cluster import directory as directory_module
-from quire.cluster import engine_links, engine_server, recalls, transport
+from quire.cluster import engine_links, recalls, transport
 from quire.cluster.directory import LEASE_S, Directory, EngineRecord, Lease, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
@@ -86,7 +86,6 @@ async def test_streams_are_those_of_the_model(directory: Directory, client: Engi
 async def test_a_step_is_sent_before_the_next_one_is_planned(
     directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_server, "SEND_S", 60.0)
     core, log = fake_core(), []
     step = core.step
 
@@ -97,23 +96,19 @@ async def test_a_step_is_sent_before_the_next_one_is_planned(
             log.append("computed")
         return outputs
 
+    def sent(target: socket.socket, data: bytes) -> int:
+        if threading.current_thread().name == "engine-loop":
+            log.append("sent")
+        return send_now(target, data)
+
+    send_now = transport._send_now
+    monkeypatch.setattr(transport, "_send_now", sent)
     core.step = logged
     engine = await start_engine(directory, "e1", core)
-    deliver = engine._deliver
-    engine._deliver = lambda outputs: (log.append("sent"), deliver(outputs))
     assert await collect(client, request("r")) == {"r": expected()}
     await engine.close()
     after = [later for earlier, later in pairwise(log) if earlier == "computed"]
     assert after == ["sent"] * 20
-
-
-async def test_steps_go_on_when_nobody_says_that_they_are_sent(
-    directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine = await start_engine(directory, "e1")
-    monkeypatch.setattr(engine._are_sent, "set", lambda: None)
-    assert await collect(client, request("r")) == {"r": expected()}
-    await engine.close()
 
 
 async def test_a_request_waits_for_the_first_engine(directory: Directory, client: EngineClient) -> None:

@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -100,11 +101,88 @@ async def test_frames_travel_both_ways_in_order() -> None:
     connection.send(b"dropped")
 
 
-def test_the_loop_may_be_uvloop() -> None:
+async def test_any_thread_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what the system does not take at once, nothing is overtaken by a later frame, whoever sends that."""
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 0.001)  # the loop sends as well
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 60.0)
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    accepted = await there.opened.get()
+
+    def send_all(sender: int) -> None:
+        for i in range(60):
+            accepted.send(struct.pack(">II", sender, i) + bytes([sender]) * (i % 3) * 300_000)
+
+    threads = [threading.Thread(target=send_all, args=(sender,)) for sender in range(2)]
+    for thread in threads:
+        thread.start()
+    found: dict[int, list[int]] = {0: [], 1: []}
+    for _ in range(120):
+        payload = await asyncio.wait_for(here.frames.get(), 10)
+        sender, i = struct.unpack_from(">II", payload)
+        assert payload[8:] == bytes([sender]) * (i % 3) * 300_000
+        found[sender].append(i)
+    assert found == {0: list(range(60)), 1: list(range(60))}
+    connection.close()
+
+
+async def test_what_was_sent_before_a_close_arrives() -> None:
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    accepted = await there.opened.get()
+    connection.send(b"and no heartbeat is under way")  # a close with something unread breaks the connection
+    await there.frames.get()
+    for size in (8 << 20, 1, 3 << 20):
+        accepted.send(bytes(size))
+    accepted.close()
+    accepted.send(b"dropped")
+    assert [len(await asyncio.wait_for(here.frames.get(), 10)) for _ in range(3)] == [8 << 20, 1, 3 << 20]
+    assert await asyncio.wait_for(here.closed.get(), 10) == "the peer closed the connection"
+    assert here.frames.empty()
+    assert not connection.is_open
+
+
+async def test_whoever_sends_on_a_connection_that_breaks_is_not_to_blame() -> None:
+    """However much waits for a peer that does not read, and whether the loop has heard of its end or not."""
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
+    assert connection._transport is not None
+    connection._transport.pause_reading()
+    accepted = await there.opened.get()
+
+    def send_until_closed() -> None:
+        while accepted.is_open:
+            accepted.send(bytes(1000))
+
+    sender = asyncio.create_task(asyncio.to_thread(send_until_closed))
+    while not accepted.is_congested:
+        await asyncio.sleep(0)
+    connection._transport.abort()
+    await asyncio.wait_for(there.closed.get(), 10)
+    await sender
+    accepted.send(b"dropped")
+    assert there.closed.empty()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        lambda _: test_frames_travel_both_ways_in_order(),
+        test_any_thread_may_send,
+        lambda _: test_what_was_sent_before_a_close_arrives(),
+        lambda _: test_whoever_sends_on_a_connection_that_breaks_is_not_to_blame(),
+    ],
+)
+def test_the_loop_may_be_uvloop(
+    test: Callable[[pytest.MonkeyPatch], Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Serve runs replicas on it, and its transports are not those of asyncio."""
     uvloop = pytest.importorskip("uvloop")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test_frames_travel_both_ways_in_order())
+        runner.run(test(monkeypatch))
 
 
 async def test_a_wrong_secret_is_turned_away() -> None:
