@@ -158,12 +158,12 @@ class Scheduler:
         most = config.long_prefill_token_threshold
         limited = np.minimum(wants, most) if most else wants
         limited, budget = self._share.limit(limited, len(table), self.waiting.num_tokens, config.max_num_batched_tokens)
-        served_before = np.cumsum(limited) - limited
-        grants = np.clip(budget - served_before, 0, limited).astype(np.int32)
+        served_before = limited.cumsum() - limited
+        grants = np.minimum(np.maximum(budget - served_before, 0), limited).astype(np.int32)
         plan = StepPlan(now, budget - int(grants.sum()), rows, grants)
 
         num_blocks = -(-(computed + grants) // self.kv_cache.block_size)
-        for index in np.flatnonzero(num_blocks > table.num_blocks[rows]).tolist():
+        for index in (num_blocks > table.num_blocks[rows]).nonzero()[0].tolist():
             self._grow(plan, index, int(num_blocks[index]))
         self._bill_running(plan, grants < wants)
         return plan
@@ -191,7 +191,7 @@ class Scheduler:
     def _bill_running(self, plan: StepPlan, is_short: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]) -> None:
         """Note in the ledgers whom the budget begins, or ceases, to keep waiting."""
         table, rows = self.running, plan.rows
-        for index in np.flatnonzero(is_short != table.is_short[rows]).tolist():
+        for index in (is_short != table.is_short[rows]).nonzero()[0].tolist():
             request = table.requests[rows[index]]
             if request is not None:
                 request.ledger.bill(WaitCause.TOKEN_BUDGET if is_short[index] else None, plan.now)
@@ -301,27 +301,28 @@ class Scheduler:
             new_rows=plan.new_rows,
             block_updates=plan.block_updates,
             released_rows=self._released_rows,
-            grammar=gather_masks(requests, np.flatnonzero(samples & table.is_constrained[rows])),
+            grammar=gather_masks(requests, (samples & table.is_constrained[rows]).nonzero()[0]),
             last_token_ids=self._share.last_token_ids(table, rows, samples),
             drafts=drafts,
         )
+        num_tokens = output.total_num_scheduled_tokens
         self._counts.num_steps += 1
         self._released_rows = []
-        self._share.given_out(output.total_num_scheduled_tokens)
-        self.waiting.drain_rate.record(output.total_num_scheduled_tokens, plan.now)
-        return ScheduledStep(output, plan.now, requests, table.epoch[rows], samples)
+        self._share.given_out(num_tokens)
+        self.waiting.drain_rate.record(num_tokens, plan.now)
+        return ScheduledStep(output, num_tokens, plan.now, requests, table.epoch[rows], samples)
 
     # ---- taking in the results of a step --------------------------------------------------------------------------
 
     def update(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> list[EngineOutput]:
         """Book the tokens that a step sampled, and end the requests that they end. In batch order."""
-        self._share.taken_in(step.output.total_num_scheduled_tokens)
-        self._speculation.learn_step(step.output, now - step.planned_at)
+        self._share.taken_in(step.num_tokens)
+        self._speculation.learn_step(step, now - step.planned_at)
         table, rows = self.running, step.output.rows
         taken = step.samples & (table.epoch[rows] == step.epochs)  # a row released meanwhile belongs to somebody else
         table.num_pending[rows[taken]] -= 1
         tokens = result.sampled_token_ids[:, 0].tolist()
-        held = hold_to_grammars(step.requests, np.flatnonzero(taken & table.is_constrained[rows]), tokens)
+        held = hold_to_grammars(step.requests, (taken & table.is_constrained[rows]).nonzero()[0], tokens)
         if held.objections:
             taken[held.objections] = False
         table.num_tokens[rows[taken]] += 1
@@ -331,7 +332,7 @@ class Scheduler:
         step.book_prompt_logprobs(result, table.epoch)
         outputs = []
         requests = step.requests
-        for index in np.flatnonzero(taken).tolist():
+        for index in taken.nonzero()[0].tolist():
             request = requests[index]
             assert request is not None
             request.num_failures = 0

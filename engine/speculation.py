@@ -20,10 +20,10 @@ import numpy as np
 from .config import EngineConfig
 from .draft_gain import MAX_TRUST, DraftPolicy, EveryDraft
 from .errors import ConfigError
-from .outputs import DraftTokens, IntArray, SchedulerOutput
+from .outputs import DraftTokens, IntArray
 from .request import Request
 from .running_table import RunningTable
-from .step_plan import StepPlan
+from .step_plan import ScheduledStep, StepPlan
 
 DEFAULT_NUM_TOKENS = 4  # drafts of a request in one step, where nobody says otherwise
 _LARGEST_MATCH, _SMALLEST_MATCH = 3, 2  # tokens that have to stand before
@@ -148,9 +148,11 @@ class Speculation:
         Nobody has to wait, or to give way, for a draft: it takes what is left of the budget when the step is planned
         otherwise, and of the blocks that its request has.
         """
+        if not self._num_tokens:
+            return
         num_tokens = int(plan.grants.sum()) + sum(plan.new_grants)
         room = min(plan.budget, _NUM_CHEAP - num_tokens)
-        if not self._num_tokens or room <= 0:
+        if room <= 0:
             return
         rows = plan.rows
         ready = (plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])
@@ -176,14 +178,14 @@ class Speculation:
         plan.budget -= given
         self.num_drafts += given
 
-    def learn_step(self, step: SchedulerOutput, seconds: float) -> None:
+    def learn_step(self, step: ScheduledStep, seconds: float) -> None:
         """What a step took, from its plan to its results. Prompts are computed in other ways than as many decodes."""
-        num_tokens = step.total_num_scheduled_tokens
-        if num_tokens > _NUM_CHEAP:
+        if step.num_tokens > _NUM_CHEAP:
             return
-        num_drafts = 0 if step.drafts is None else int(step.drafts.counts.sum())
-        if num_tokens - num_drafts == len(step.rows):
-            self._policy.learn_step(num_tokens, seconds)
+        drafts = step.output.drafts
+        num_drafts = 0 if drafts is None else int(drafts.counts.sum())
+        if step.num_tokens - num_drafts == len(step.requests):
+            self._policy.learn_step(step.num_tokens, seconds)
 
     def book(self, request: Request, sampled: list[int], table: RunningTable) -> None:
         """What a step sampled after a request's last token and the drafts that were right is appended to it, up to the

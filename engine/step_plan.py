@@ -58,6 +58,7 @@ class ScheduledStep:
     """A step as it was given to the workers, with what is needed to recognise whose its results are."""
 
     output: SchedulerOutput
+    num_tokens: int  # of all requests
     planned_at: float
     requests: list[Request | None]  # in batch order
     epochs: IntArray  # [num_reqs] of the rows, when the step was planned

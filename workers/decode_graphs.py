@@ -104,7 +104,7 @@ class DecodeGraphs:
     def __init__(self, backend: GraphBackend, sizes: list[int]) -> None:
         self._backend = backend
         self._sizes = sizes
-        self._replays: dict[tuple[int, End], Replay] = {}
+        self._replays: dict[tuple[int, End], tuple[Replay, Decoded]] = {}  # and what it leaves there
         # One output for all of an end: what a graph leaves in the pool, the next one overwrites.
         self._outputs: dict[End, Decoded] = {}
 
@@ -132,19 +132,21 @@ class DecodeGraphs:
 
     def replay(self, forward: Forward, size: int, end: End) -> Decoded:
         """Of `size` tokens, valid until the next replay. What was not captured yet is, by this step."""
-        replay = self._replays.get((size, end))
-        if replay is None:
-            self._capture(forward, size, end)
-        else:
-            replay()
-        return self._outputs[end].map(lambda each: each[:size])
+        captured = self._replays.get((size, end))
+        if captured is None:
+            return self._capture(forward, size, end)
+        replay, decoded = captured
+        replay()
+        return decoded
 
-    def _capture(self, forward: Forward, size: int, end: End) -> None:
+    def _capture(self, forward: Forward, size: int, end: End) -> Decoded:
         replay = self._backend.capture(partial(self._run, forward, size, end))
+        decoded = self._outputs[end].map(lambda each: each[:size])
         if replay is None:
             self._sizes = []
         else:
-            self._replays[size, end] = replay
+            self._replays[size, end] = replay, decoded
+        return decoded
 
     def _run(self, forward: Forward, size: int, end: End) -> None:
         computed = forward(size, end)

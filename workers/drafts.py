@@ -29,16 +29,17 @@ class Entries:
     indices: IntArray  # [num_entries] in the batch of the step, ascending
     depths: IntArray  # [num_entries] of how many drafts it is behind; 0 for those that need none
     num_reqs: int  # of the step
+    num_tokens: int
     drafts: DraftTokens | None
 
     @classmethod
     def of(cls, step: SchedulerOutput) -> Entries:
         """Raises `ValueError` where a row computes something else than its last known token and drafts behind it."""
-        num_reqs, drafts = len(step.rows), step.drafts
+        num_reqs, num_tokens, drafts = len(step.rows), step.total_num_scheduled_tokens, step.drafts
         indices = np.arange(num_reqs, dtype=np.int32)
         if drafts is None:
-            depths = np.zeros_like(indices)
-            return cls(step.rows, step.num_scheduled_tokens, step.num_computed_tokens, indices, depths, num_reqs, None)
+            starts, depths = step.num_computed_tokens, np.zeros(num_reqs, np.int32)
+            return cls(step.rows, step.num_scheduled_tokens, starts, indices, depths, num_reqs, num_tokens, None)
         if (step.num_scheduled_tokens[drafts.indices] != 1 + drafts.counts).any():
             raise ValueError(f"step {step.step_id}: {drafts} are not all that their rows compute behind a known token")
         counts = np.ones_like(indices)
@@ -49,7 +50,7 @@ class Entries:
         )
         num_scheduled = np.where(counts > 1, 1, step.num_scheduled_tokens).astype(np.int32)[indices]
         start = step.num_computed_tokens[indices] + depths
-        return cls(step.rows[indices], num_scheduled, start, indices, depths, num_reqs, drafts)
+        return cls(step.rows[indices], num_scheduled, start, indices, depths, num_reqs, num_tokens, drafts)
 
     def accept(self, sampling: IntArray, token_ids: IntArray) -> IntArray:
         """What entries have sampled, as the step's result: by request, up to the first that a draft was not.

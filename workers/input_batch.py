@@ -47,7 +47,7 @@ def gather_inputs(
     Raises `ValueError` when the step computes tokens that the table does not know.
     """
     rows, num_scheduled, start = entries.rows, entries.num_scheduled, entries.start
-    num_reqs, num_tokens = len(rows), step.total_num_scheduled_tokens
+    num_reqs, num_tokens = len(rows), entries.num_tokens
     seq_lens = start + num_scheduled
     known = table.num_tokens[rows] + entries.depths
     if (seq_lens > known).any():
@@ -55,23 +55,24 @@ def gather_inputs(
 
     query_start_loc = target.query_start_loc
     query_start_loc[0] = 0
-    np.cumsum(num_scheduled, out=query_start_loc[1 : num_reqs + 1])
+    num_scheduled.cumsum(out=query_start_loc[1 : num_reqs + 1])
     query_start_loc[num_reqs + 1 :] = num_tokens
     _write_padded(target.seq_lens, seq_lens, 0)
     _write_padded(target.rows, rows, 0)
-    # Position of token t of request r: t - query_start_loc[r] + start[r].
-    token_rows = np.repeat(rows, num_scheduled)
-    positions = np.arange(num_tokens) + np.repeat(start - query_start_loc[:num_reqs], num_scheduled)
+    token_rows, positions = rows, start
+    if num_tokens > num_reqs:  # position of token t of request r: t - query_start_loc[r] + start[r]
+        token_rows = rows.repeat(num_scheduled)
+        positions = np.arange(num_tokens) + (start - query_start_loc[:num_reqs]).repeat(num_scheduled)
     token_ids = table.token_ids[token_rows, positions]
     _write_padded(target.token_ids, token_ids, 0)
     _write_padded(target.positions, positions, 0)
     block_index, offset = np.divmod(positions, table.block_size)
-    target.slot_mapping[:, :num_tokens] = table.block_tables[:, token_rows, block_index]
-    target.slot_mapping[:, :num_tokens] *= table.block_size
-    target.slot_mapping[:, :num_tokens] += offset
+    slots = target.slot_mapping[:, :num_tokens]
+    np.multiply(table.block_tables[:, token_rows, block_index], table.block_size, out=slots)
+    slots += offset
     target.slot_mapping[:, num_tokens:] = -1
 
-    sampling = np.flatnonzero((seq_lens == known) & ~table.pooling.is_pooled(rows)).astype(np.int32)
+    sampling = ((seq_lens == known) & ~table.pooling.is_pooled(rows)).nonzero()[0].astype(np.int32)
     sampling_rows, sampling_positions = rows[sampling], known[sampling]
     _write_padded(target.sampling_rows, sampling_rows, 0)
     _write_padded(target.logits_indices, query_start_loc[1:][sampling] - 1, 0)
@@ -103,8 +104,10 @@ def write_idle(target: HostInputs) -> None:
 
 
 def _write_padded(target: np.ndarray, values: np.ndarray, padding: int) -> None:
-    target[: len(values)] = values
-    target[len(values) :] = padding
+    count = len(values)
+    target[:count] = values
+    if count < len(target):
+        target[count:] = padding
 
 
 def _masks(grammar: GrammarMasks, sampling_indices: IntArray) -> TokenMasks:

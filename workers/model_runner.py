@@ -126,9 +126,12 @@ class ModelRunner:
     def _most_decodes(self) -> int:
         return min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
 
-    @torch.inference_mode()
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step. Every rank of the last stage has the same result; the others sample nothing."""
+        with torch.inference_mode():
+            return self._launch(step)
+
+    def _launch(self, step: SchedulerOutput) -> LaunchedStep:
         # How many tokens a row with drafts has got: the engine knows it before the row is in a step again, though
         # perhaps from another rank.
         is_open = any(each.has_drafts for each in self._unsettled)
@@ -136,9 +139,8 @@ class ModelRunner:
             self._settle()
         table, entries = self._table, Entries.of(step)
         table.update(step)
-        size = self._graph_size(step, len(entries.rows))
-        num_tokens = step.total_num_scheduled_tokens
-        shape = BatchShape(len(entries.rows), num_tokens) if size is None else BatchShape(size, size)
+        size = self._graph_size(step, entries)
+        shape = BatchShape(len(entries.rows), entries.num_tokens) if size is None else BatchShape(size, size)
         target = self._buffers.begin(shape)
         batch = gather_inputs(step, entries, table, target, samples=self._model.gives_logits)
         changes = BlockChanges(table, target)
@@ -155,10 +157,10 @@ class ModelRunner:
             return LaunchedStep(HostCopies(self._device), lambda: nothing)
         return self._finish(step, batch, inputs, decoded)
 
-    def _graph_size(self, step: SchedulerOutput, num_entries: int) -> int | None:
+    def _graph_size(self, step: SchedulerOutput, entries: Entries) -> int | None:
         if self._graphs is None or self._keeps_hidden(step):
             return None
-        return self._graphs.size_for(num_entries, step.total_num_scheduled_tokens)
+        return self._graphs.size_for(len(entries.rows), entries.num_tokens)
 
     def _graph_end(self, batch: InputBatch) -> End:
         if not self._graphs_give_logits:
@@ -245,7 +247,7 @@ class ModelRunner:
         num_sampling, entries = len(batch.sampling), batch.entries
         if num_sampling == 0:
             return lambda: (entries.accept(*_NO_TOKENS), None)
-        if num_sampling < len(decoded.hidden):
+        if num_sampling < decoded.hidden.shape[0]:
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
         sampled = self._choose(batch, inputs, decoded)
         self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)

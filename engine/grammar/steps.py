@@ -35,6 +35,8 @@ _NONE = Verdicts()
 
 def gather_masks(requests: Sequence[Request | None], indices: npt.NDArray[np.intp]) -> GrammarMasks | None:
     """The masks of the constrained requests at these indices of the batch, which sample in the step."""
+    if not indices.size:
+        return None
     constraints = [request.constraint for i in indices.tolist() if (request := requests[i]) is not None]
     allowed = [constraint.allowed for constraint in constraints if constraint is not None]
     if not allowed:

@@ -45,7 +45,7 @@ FAULTS = [
     ("acquired block stays free", "block_pool.py", "if self.ref_count[block_id] == 0:", "if False:"),
     ("hash forgets what came before", "block_hash.py", "sha256(parent + array", "sha256(array"),
     ("one block too few", "scheduler.py", "-(-(computed + grants) // self.kv_cache.block_size)", "(computed + grants) // self.kv_cache.block_size"),
-    ("budget is not kept", "scheduler.py", "np.clip(budget - served_before, 0, limited)", "np.clip(limited, 0, limited)"),
+    ("budget is not kept", "scheduler.py", "np.maximum(budget - served_before, 0)", "limited"),
     ("token after the last is computed", "scheduler.py", "table.max_total[rows] - 1)", "table.max_total[rows])"),
     ("result goes to the row's next owner", "scheduler.py", "step.samples & (table.epoch[rows] == step.epochs)", "step.samples & (table.epoch[rows] >= 0)"),
     ("cache survives the workers", "scheduler.py", "        self.kv_cache.reset_prefix_cache()\n        self._released_rows = []", "        self._released_rows = []"),
@@ -89,7 +89,7 @@ FAULTS = [
     ("drafts take more than the budget", "speculation.py", "min(plan.budget, _NUM_CHEAP - num_tokens)", "_NUM_CHEAP - num_tokens"),
     ("drafts cost nothing", "draft_gain.py", "self.costs.seconds(num_tokens + count)", "self.costs.seconds(num_tokens)"),
     ("a guess behind a wrong one counts", "draft_gain.py", "chance *= self", "chance = self"),
-    ("steps are not timed", "scheduler.py", "        self._speculation.learn_step(step.output, now - step.planned_at)\n", ""),
+    ("steps are not timed", "scheduler.py", "        self._speculation.learn_step(step, now - step.planned_at)\n", ""),
     ("the last token of an embedded prompt is not computed", "request.py", "self.max_total_tokens = len(self.prompt_token_ids) + 1", "self.max_total_tokens = len(self.prompt_token_ids)"),
 ]  # fmt: skip
 
