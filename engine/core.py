@@ -103,7 +103,8 @@ class EngineCore:
         running request starts again from its known tokens, so a failure costs time and no token. Raises
         `ExecutorError` if the ranks cannot be rebuilt.
         """
-        self._woken.clear()
+        if self._woken.is_set():
+            self._woken.clear()
         while len(self._inflight) < self._max_inflight_steps:
             step = self.scheduler.schedule(self._clock())
             if step is None:

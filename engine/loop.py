@@ -169,14 +169,12 @@ class EngineLoop:
 
     def _take_in(self) -> bool:
         """Handle what has arrived; wait for it when there is nothing else to do. False when the loop should end."""
-        while True:
-            try:
-                message = self._inbox.get(block=not self._core.has_work)
-            except queue.Empty:
-                return True
+        while not (self._core.has_work and self._inbox.empty()):
+            message = self._inbox.get()
             if message is None:
                 return False
             self._publish(message.run())
+        return True
 
     def _publish(self, outputs: list[EngineOutput]) -> None:
         self._stats = self._core.stats()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from .kv_cache_manager import KVCacheManager
 from .outputs import SchedulerStats
 from .running_table import RunningTable
@@ -34,7 +36,7 @@ def stats_of(
         num_waiting=len(waiting),
         num_waiting_by_cause=waiting.num_by_cause(),
         num_waiting_tokens=waiting.num_tokens,
-        num_uncomputed_tokens=int((running.num_tokens[rows] - running.num_computed[rows]).clip(min=0).sum()),
+        num_uncomputed_tokens=int(np.maximum(running.num_tokens[rows] - running.num_computed[rows], 0).sum()),
         num_blocks=pool.num_usable,
         num_used_blocks=pool.num_used,
         num_steps=counts.num_steps,
