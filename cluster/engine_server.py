@@ -1,7 +1,7 @@
 """The engine's side of its gateways: takes requests in, sends the outputs of every step back. Knows no Ray.
 
-The step loop lives in a thread of its own. Before it plans the next step it sends one message to each gateway that has
-a stream among the outputs of the last one, or several where one frame cannot hold them: where the CPU computes the
+The step loop lives in a thread of its own. Before it goes on it sends one message to each gateway that has a stream
+among the outputs of a step, or several where one frame cannot hold them: where the CPU computes the
 steps, a gateway does its work meanwhile, and not when all cores compute. So who owns a request is known to two threads,
 under a lock.
 """
@@ -101,10 +101,10 @@ class EngineServer:
         for gateway in self._gateways:
             self._send(gateway, Leaving())
         deadline = self._event_loop.time() + grace_s
-        while self._owners and self._event_loop.time() < deadline:
+        while (num_left := self._num_owned()) and self._event_loop.time() < deadline:
             await asyncio.sleep(LEAVE_POLL_S)
-        if self._owners:
-            logger.warning("%d requests are left behind after %g s.", len(self._owners), grace_s)
+        if num_left:
+            logger.warning("%d requests are left behind after %g s.", num_left, grace_s)
 
     async def close(self) -> None:
         """Leave all gateways and shut the engine down."""
@@ -119,6 +119,11 @@ class EngineServer:
     def load(self) -> LoadReport:
         """The engine's numbers as of its last step, and why it makes no progress if that is so."""
         return LoadReport(self._engine.stats(), self.problem(), len(self._gateways))
+
+    def _num_owned(self) -> int:
+        """Requests whose last output has not been sent."""
+        with self._lock:
+            return len(self._owners)
 
     def problem(self) -> str | None:
         """Forward progress is health: None as long as the step under way is younger than the step timeout.
@@ -149,22 +154,21 @@ class EngineServer:
             message = gateway_message_decoder.decode(payload)
         except msgspec.MsgspecError as error:
             raise transport.TransportError(f"not a message of a gateway: {error}") from error
-        if isinstance(message, Add | Abort | Recall):
-            with self._lock:
-                self._on_request(gateway, message)
+        if isinstance(message, Add):
+            self._add(gateway, message)
+        elif isinstance(message, Abort):
+            self._on_abort(gateway, message)
         elif isinstance(message, FollowCache):
             self._cache.follow(gateway)
+        elif isinstance(message, Recall):
+            self._recall(gateway, message.key)
         elif self._on_fault is None:
             logger.error("Gateway %s asks for a fault, which the configuration does not allow.", gateway.peer)
         else:
             self._event_loop.run_in_executor(None, self._try_fault, self._on_fault, message)
 
-    def _on_request(self, gateway: transport.Connection, message: Add | Abort | Recall) -> None:
-        if isinstance(message, Add):
-            self._add(gateway, message)
-        elif isinstance(message, Recall):
-            self._recall(gateway, message.key)
-        else:
+    def _on_abort(self, gateway: transport.Connection, message: Abort) -> None:
+        with self._lock:
             its_own = [i for i in message.request_ids if self._owners.get(i) is gateway]
             if message.report:
                 self._engine.abort(its_own)  # they keep their owner until it has the last output
@@ -183,16 +187,17 @@ class EngineServer:
         self._cache.unfollow(gateway)
         with self._lock:
             lost = [request_id for request_id, owner in self._owners.items() if owner is gateway]
-            logger.info("Gateway %s left (%s); %d requests are aborted.", gateway.peer, reason, len(lost))
             self._abort(lost)
+        logger.info("Gateway %s left (%s); %d requests are aborted.", gateway.peer, reason, len(lost))
 
     def _add(self, gateway: transport.Connection, message: Add) -> None:
         request = message.request
-        if request.request_id in self._owners:
-            # Its gateway came back before we noticed that it had gone.
-            self._abort([request.request_id])
-        self._owners[request.request_id] = gateway
-        self._journal.begin(request)
+        with self._lock:
+            if request.request_id in self._owners:
+                # Its gateway came back before we noticed that it had gone.
+                self._abort([request.request_id])
+            self._owners[request.request_id] = gateway
+            self._journal.begin(request)
         accepted = self._engine.call(lambda core: core.add_request(request))
         accepted.add_done_callback(
             lambda future: self._event_loop.call_soon_threadsafe(self._on_accepted, gateway, request.request_id, future)
@@ -211,15 +216,17 @@ class EngineServer:
 
     def _recall(self, gateway: transport.Connection, key: bytes) -> None:
         """Give a request's answers to a gateway. Whoever has them still is told that they end: its client has gone."""
-        points = self._journal.recall(key)
-        running = [request_id for request_id in points if request_id in self._owners]
-        for request_id in running:
-            last = EngineOutput(request_id, len(points[request_id].token_ids), [], "abort")
-            self._send(self._owners[request_id], StepOutputs([last]))
-        self._abort(running)
+        with self._lock:
+            points = self._journal.recall(key)
+            running = [request_id for request_id in points if request_id in self._owners]
+            for request_id in running:
+                last = EngineOutput(request_id, len(points[request_id].token_ids), [], "abort")
+                self._send(self._owners[request_id], StepOutputs([last]))
+            self._abort(running)
         self._send(gateway, Recalled(key, list(points.values())))
 
     def _abort(self, request_ids: list[str]) -> None:
+        """To be called under the lock."""
         self._journal.end(request_ids)
         for request_id in request_ids:
             del self._owners[request_id]
@@ -229,7 +236,8 @@ class EngineServer:
     # To gateways
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
-        """In the step loop's thread: what each gateway that has a stream among the outputs of a step gets of them."""
+        """In the step loop's thread, which ends when this raises: what each gateway that has a stream among the outputs
+        of a step gets of them."""
         with self._lock:
             by_gateway: dict[transport.Connection, list[EngineOutput]] = {}
             for output in outputs:
@@ -244,7 +252,7 @@ class EngineServer:
                 payloads, too_large = pack_outputs(its_outputs)
                 for payload in payloads:
                     gateway.send(payload)
-                self._abort([request_id for request_id in too_large if request_id in self._owners])
+                self._abort([request_id for request_id in dict.fromkeys(too_large) if request_id in self._owners])
 
     def _on_kv_events(self, events: list[KVEvent]) -> None:
         self._event_loop.call_soon_threadsafe(self._cache.on_events, events)

@@ -163,11 +163,13 @@ class Connection(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._sending = threading.Lock()
-        self._socket: socket.socket | None = None  # the transport's, to send from any thread while frames are wanted
+        # While frames are wanted. With a descriptor of its own: the transport closes its one whenever it likes, and the
+        # number may be another file's when a thread sends.
+        self._socket: socket.socket | None = None
         self._all_taken = True  # by the system, of what was sent; else it is sent by the loop
         self._outbox: list[bytes] = []  # what the loop has not given to the transport yet
-        self._is_read = asyncio.Event()  # little of what was sent waits here
-        self._is_read.set()
+        self._is_drained = asyncio.Event()
+        self._is_drained.set()
         self._num_written = 0  # bytes
         self._num_taken = 0  # of them, those that the system had taken at the last beat
         self._beats_unheard = 0
@@ -206,8 +208,8 @@ class Connection(asyncio.Protocol):
     async def drain(self) -> None:
         """Wait until little of what was sent is still queued here, or the connection is lost."""
         if self._socket is not None and self.is_congested:
-            self._is_read.clear()
-        await self._is_read.wait()
+            self._is_drained.clear()
+        await self._is_drained.wait()
 
     def close(self) -> None:
         """Flush what is queued and close."""
@@ -245,27 +247,28 @@ class Connection(asyncio.Protocol):
             self._timer.cancel()
         self._stop_sending()
         self._outbox.clear()
-        self._is_read.set()
+        self._is_drained.set()
         if self.is_open:
             self.is_open = False
             self._on_close(self, str(exc) if exc else self._reason)
 
     def pause_writing(self) -> None:
+        # Only amid a write of the transport: `_sending` is held, or nobody sends yet.
         self._all_taken = False
 
     def resume_writing(self) -> None:
         self._empty_outbox()
-        if not self.is_congested:
-            self._is_read.set()
 
     def _empty_outbox(self) -> None:
-        """Give the transport what waits for it. It had nothing left to write."""
+        """Give the transport what waits for it. It has nothing left to write, or nobody sends any more."""
         assert self._transport is not None
         with self._sending:
             self._all_taken = True  # as long as it does not ask for a pause
             for data in self._outbox:
                 self._transport.write(data)
             self._outbox.clear()
+        if not self.is_congested:
+            self._is_drained.set()
 
     def _stop_sending(self) -> None:
         with self._sending:
@@ -275,9 +278,12 @@ class Connection(asyncio.Protocol):
 
     def _num_waiting(self) -> int:
         """Bytes that were sent and that the system has not taken."""
-        assert self._transport is not None
         with self._sending:
-            return self._transport.get_write_buffer_size() + sum(map(len, self._outbox))
+            return self._num_unwritten()
+
+    def _num_unwritten(self) -> int:
+        assert self._transport is not None
+        return self._transport.get_write_buffer_size() + sum(map(len, self._outbox))
 
     def _shake_hands(self, payload: bytes) -> None:
         assert self._transport is not None
@@ -296,8 +302,9 @@ class Connection(asyncio.Protocol):
 
     def _beat(self) -> None:
         assert self._transport is not None
-        num_waiting = self._num_waiting()
-        num_taken = self._num_written - num_waiting
+        with self._sending:
+            num_waiting = self._num_unwritten()
+            num_taken = self._num_written - num_waiting
         self._beats_unheard += 1
         self._beats_unread = self._beats_unread + 1 if num_waiting and num_taken == self._num_taken else 0
         self._num_taken = num_taken

@@ -46,8 +46,8 @@ class EngineLoop:
     requests. A request that the core refuses ends with one output of finish reason "error", whose `error` says why, so
     every request that was added ends with exactly one finish reason. `on_failure` is called once if the core itself
     fails: the loop has ended then, and its requests are lost here. `on_kv_events` is called in the same way as
-    `on_outputs`, with all that happened to cached blocks in a step, from the first one on. All of it before the next
-    step is planned.
+    `on_outputs`, with all that happened to cached blocks in a step, from the first one on. When both have returned, the
+    core is stepped again.
     """
 
     def __init__(

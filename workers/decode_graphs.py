@@ -104,7 +104,7 @@ class DecodeGraphs:
     def __init__(self, backend: GraphBackend, sizes: list[int]) -> None:
         self._backend = backend
         self._sizes = sizes
-        self._replays: dict[tuple[int, End], tuple[Replay, Decoded]] = {}  # and what it leaves there
+        self._replays: dict[tuple[int, End], tuple[Replay, Decoded]] = {}  # with views of `_outputs`, of its size
         # One output for all of an end: what a graph leaves in the pool, the next one overwrites.
         self._outputs: dict[End, Decoded] = {}
 

@@ -29,7 +29,7 @@ class Entries:
     indices: IntArray  # [num_entries] in the batch of the step, ascending
     depths: IntArray  # [num_entries] of how many drafts it is behind; 0 for those that need none
     num_reqs: int  # of the step
-    num_tokens: int
+    num_tokens: int  # of all entries
     drafts: DraftTokens | None
 
     @classmethod

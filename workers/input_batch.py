@@ -59,7 +59,7 @@ def gather_inputs(
     query_start_loc[num_reqs + 1 :] = num_tokens
     _write_padded(target.seq_lens, seq_lens, 0)
     _write_padded(target.rows, rows, 0)
-    token_rows, positions = rows, start
+    token_rows, positions = rows, start  # where each has one token, as none has none
     if num_tokens > num_reqs:  # position of token t of request r: t - query_start_loc[r] + start[r]
         token_rows = rows.repeat(num_scheduled)
         positions = np.arange(num_tokens) + (start - query_start_loc[:num_reqs]).repeat(num_scheduled)
@@ -68,7 +68,7 @@ def gather_inputs(
     _write_padded(target.positions, positions, 0)
     block_index, offset = np.divmod(positions, table.block_size)
     slots = target.slot_mapping[:, :num_tokens]
-    np.multiply(table.block_tables[:, token_rows, block_index], table.block_size, out=slots)
+    np.multiply(table.block_tables[:, token_rows, block_index], table.block_size, out=slots, dtype=np.int64)
     slots += offset
     target.slot_mapping[:, num_tokens:] = -1
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
+import os
 import socket
 import struct
 import threading
@@ -127,7 +129,9 @@ async def test_any_thread_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
     connection.close()
 
 
-async def test_what_was_sent_before_a_close_arrives() -> None:
+async def test_what_was_sent_before_a_close_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport, "HEARTBEAT_S", 60.0)  # one that came in the end would be unread
+    monkeypatch.setattr(transport, "DEAD_AFTER_S", 600.0)
     here, there = Peer(), Peer()
     port = await listen(there)
     connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
@@ -145,44 +149,79 @@ async def test_what_was_sent_before_a_close_arrives() -> None:
 
 
 async def test_whoever_sends_on_a_connection_that_breaks_is_not_to_blame() -> None:
-    """However much waits for a peer that does not read, and whether the loop has heard of its end or not."""
+    """Not even before the loop has heard of it."""
+    there = Peer()
+    port = await listen(there)
+    link = await asyncio.to_thread(connect_rank, HOST, port, SECRET, 0)
+    accepted = await there.opened.get()
+    link._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    link.close()  # with a reset
+    with ThreadPoolExecutor() as pool:  # the loop waits for it, and hears nothing
+        for _ in range(3):
+            pool.submit(accepted.send, b"to nobody").result(10)
+    assert accepted.is_open
+    await asyncio.wait_for(there.closed.get(), 10)
+    accepted.send(b"dropped")
+    await asyncio.sleep(0)
+    assert there.closed.empty()
+
+
+async def test_what_waited_only_for_the_loop_is_drained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The transport takes all of it at once, and so never asks for a pause."""
     here, there = Peer(), Peer()
     port = await listen(there)
     connection = await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close)
-    assert connection._transport is not None
-    connection._transport.pause_reading()
     accepted = await there.opened.get()
+    connection.send(b"and no heartbeat is under way")
+    await there.frames.get()
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "_send_now", lambda _target, _data: 0)
+        monkeypatch.setattr(transport, "HIGH_WATER_BYTES", 1000)
+        accepted.send(bytes(2000))
+    await asyncio.wait_for(accepted.drain(), 5)
+    accepted.send(b"next")
+    assert [len(await asyncio.wait_for(here.frames.get(), 5)) for _ in range(2)] == [2000, 4]
+    await asyncio.wait_for(accepted.drain(), 5)
 
-    def send_until_closed() -> None:
-        while accepted.is_open:
-            accepted.send(bytes(1000))
 
-    sender = asyncio.create_task(asyncio.to_thread(send_until_closed))
-    while not accepted.is_congested:
-        await asyncio.sleep(0)
-    connection._transport.abort()
-    await asyncio.wait_for(there.closed.get(), 10)
-    await sender
-    accepted.send(b"dropped")
-    assert there.closed.empty()
+async def test_no_descriptor_is_left_of_a_connection() -> None:
+    here, there = Peer(), Peer()
+    port = await listen(there)
+    before = len(os.listdir("/proc/self/fd"))
+    closing, breaking = [
+        await transport.connect(HOST, port, SECRET, "client", here.on_frame, here.on_close) for _ in range(2)
+    ]
+    closing.close()
+    assert breaking._transport is not None
+    breaking._transport.abort()
+    for _ in range(2):
+        await asyncio.wait_for(there.closed.get(), 5)
+        await asyncio.wait_for(here.closed.get(), 5)
+    with pytest.raises(TransportError):
+        await transport.connect(HOST, port, b"w" * 32, "client", here.on_frame, here.on_close)
+    async with asyncio.timeout(5):
+        while len(os.listdir("/proc/self/fd")) > before:
+            await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize(
     "test",
     [
-        lambda _: test_frames_travel_both_ways_in_order(),
+        test_frames_travel_both_ways_in_order,
         test_any_thread_may_send,
-        lambda _: test_what_was_sent_before_a_close_arrives(),
-        lambda _: test_whoever_sends_on_a_connection_that_breaks_is_not_to_blame(),
+        test_what_was_sent_before_a_close_arrives,
+        test_whoever_sends_on_a_connection_that_breaks_is_not_to_blame,
+        test_what_waited_only_for_the_loop_is_drained,
+        test_no_descriptor_is_left_of_a_connection,
     ],
 )
 def test_the_loop_may_be_uvloop(
-    test: Callable[[pytest.MonkeyPatch], Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
+    test: Callable[..., Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve runs replicas on it, and its transports are not those of asyncio."""
     uvloop = pytest.importorskip("uvloop")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(test(monkeypatch))
+        runner.run(test(*(monkeypatch for name in inspect.signature(test).parameters if name == "monkeypatch")))
 
 
 async def test_a_wrong_secret_is_turned_away() -> None:
