@@ -21,6 +21,7 @@ from quire.cluster.directory import LEASE_S, Directory, EngineRecord, Lease, Reg
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
 from quire.cluster.gateway import EngineBackend
+from quire.cluster.messages import Abort, encoder
 from quire.cluster.router import LeastLoaded, PrefixAffinity
 from quire.cluster.served_models import ServedModels
 from quire.cluster.stream_metrics import StreamBook
@@ -886,3 +887,35 @@ async def test_an_engine_that_does_not_answer_is_not_waited_for(
     assert await EngineClient(directory, "alone", LeastLoaded()).recall(b"k") == []
     await engine.close()
     await silent.close()
+
+
+async def test_what_a_gateway_asks_for_waits_until_outputs_are_sent(
+    directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads know who owns a request: neither may see what the other has begun."""
+    amid, go_on, log = threading.Event(), threading.Event(), []
+    send_now = transport._send_now
+
+    def slow(target: socket.socket, data: bytes) -> int:
+        if threading.current_thread().name == "engine-loop" and not amid.is_set():
+            amid.set()
+            go_on.wait(10)
+            log.append("sent")
+        return send_now(target, data)
+
+    monkeypatch.setattr(transport, "_send_now", slow)
+    engine = await start_engine(directory, "e1")
+    stream = client.generate(MODEL, [request("r", 500)])
+    first = asyncio.create_task(anext(stream))
+    await until(amid.is_set)
+    (gateway,) = engine._gateways
+    timer = threading.Timer(0.2, go_on.set)  # by then the loop waits, or has not waited
+    timer.start()
+    engine._on_frame(gateway, encoder.encode(Abort(list(engine._owners))))
+    log.append("aborted")
+    timer.join()
+    assert log == ["sent", "aborted"]
+    await first
+    await stream.aclose()
+    await until(lambda: is_idle(engine))
+    await engine.close()

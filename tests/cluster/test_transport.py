@@ -178,7 +178,8 @@ async def test_what_waited_only_for_the_loop_is_drained(monkeypatch: pytest.Monk
         patch.setattr(transport, "_send_now", lambda _target, _data: 0)
         monkeypatch.setattr(transport, "HIGH_WATER_BYTES", 1000)
         accepted.send(bytes(2000))
-    await asyncio.wait_for(accepted.drain(), 5)
+    async with asyncio.timeout(5):
+        await accepted.drain()  # which looks before the loop has its turn
     accepted.send(b"next")
     assert [len(await asyncio.wait_for(here.frames.get(), 5)) for _ in range(2)] == [2000, 4]
     await asyncio.wait_for(accepted.drain(), 5)
