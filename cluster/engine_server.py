@@ -1,9 +1,8 @@
 """The engine's side of its gateways: takes requests in, sends the outputs of every step back. Knows no Ray.
 
 The step loop lives in a thread of its own. Before it goes on it sends one message to each gateway that has a stream
-among the outputs of a step, or several where one frame cannot hold them: where the CPU computes the
-steps, a gateway does its work meanwhile, and not when all cores compute. So who owns a request is known to two threads,
-under a lock.
+among the outputs of a step, or several where one frame cannot hold them: where the CPU computes the steps, a gateway
+does its work meanwhile, and not when all cores compute. So who owns a request is known to two threads, under a lock.
 """
 
 from __future__ import annotations
