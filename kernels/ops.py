@@ -208,7 +208,8 @@ def linear_packed(
 
     What `linear` computes with these numbers, which are never all in memory. Sums and what is summed are rounded to
     float32: of the size of each number, or of the largest that its block could have; x to about 2^-23 of the largest of
-    the numbers that meet a block, at most. In bfloat16, numbers may be rounded to that before.
+    the numbers that meet a block, at most, and where it is bfloat16 to 2^-15. In bfloat16, numbers of the weight may be
+    rounded to that before.
 
     Args:
         x: [num_rows, in_features], float32 or bfloat16.

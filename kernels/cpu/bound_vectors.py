@@ -2,20 +2,20 @@
 # mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
 """Words to bound the products of rows with packed weights (see `likeliest`), as LLVM vectors:
 
-    four numbers of a row of x in 8 bits, in all lanes    dot    four codes of each row of a panel    ->    sums, int32
+    some numbers of a row of x, in all lanes    dot    as many codes of each row of a panel    ->    sums, int32
 
-A block of a row of x is X_BLOCK_BYTES: 32 numbers, whole ones of -127 to 127, [quad][number] int8, in the order in
-which codes come; then words, float32: what one is worth, what is added to its sums (int32), as codes are unpacked
-without a sign, and the sums of the squares of what rounding took from x, and of x, in units of that worth. Behind the
-last block is how far a product may be from what it is computed as, float32, for each unit of the length of a row of
-the weight, and then of what was taken from that row.
+A block of a row of x is `x_block_bytes`: words, float32: what a whole number is worth, what is added to its sums
+(int32), where codes are unpacked without a sign, and the sums of the squares of what rounding took from x, and of x, in
+units of that worth; then 32 numbers, whole ones of -127 to 127, in the order of codes (see `byte_products`). Behind
+the last block is how far a product may be from what it is computed as, float32, for each unit of the length of a row
+of the weight, and then of what was taken from that row.
 
 Everything works on addresses. Packings have no least numbers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -23,13 +23,15 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
+from .byte_products import ONE_DIGIT, Way
 from .code_words import WIDTH, WORDS, blocks_of, codes_of, fetch, scales_of
-from .digits import dot_int8, rounding, unsigned
+from .digits import rounding, unsigned
 from .tile_product import STEP_BYTES, TILE
 from .vectors import (
     FLOAT,
     FLOATS,
     INT8S,
+    INT16,
     INT32,
     INT64,
     INTS,
@@ -51,13 +53,18 @@ from .vectors import (
 )
 
 ROWS = 4  # of x at a time: what their products come to stays in registers
-X_BLOCK_BYTES = STEP_BYTES
-FACTOR, _OFFSET, LOST, SIZE = range(BLOCK // 4, BLOCK // 4 + 4)  # words of a block
+FACTOR, _OFFSET, LOST, SIZE, _NUM_WORDS = range(5)  # words of a block
 
 _AT_ONCE = 4  # blocks of x that are rounded together
 _COUNTS = (1, 2, ROWS)  # of rows, that something is generated for
 _LEAST = 2.0**-60  # what a block's largest number is taken for where it is less: others take numbers near 2^-126 for 0
 _INFINITY = float("inf")
+_NO_SUMS = splat(INTS, 0)
+
+
+def x_block_bytes(kind: Packing) -> int:
+    """Whole lines of the cache."""
+    return -(-4 * (_NUM_WORDS + Way(kind, ONE_DIGIT).num_lines) // STEP_BYTES) * STEP_BYTES
 
 
 @intrinsic(prefer_literal=True)
@@ -67,8 +74,9 @@ def round_row(
     """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks, for codes of a packing, a constant, that lie in pairs
     (as `codes` has them) or in fours (`byte_dots`). Where a number is not finite, so are words of its block."""
     kind, size = PACKINGS[packing.literal_value], x_bytes.literal_value
-    places = [number for quad in _numbers(kind, has_pairs.literal_value) for number in quad]
-    middle = 1 << (kind.bits - 1)
+    way, places = Way(kind, ONE_DIGIT), _order(kind, has_pairs.literal_value)
+    middle = 0 if way.has_signs else 1 << (kind.bits - 1)
+    lanes = ir.VectorType(INT16, LANES) if way.product.number_bytes == 2 else INT8S
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, _, x, num_blocks, out = arguments
@@ -99,9 +107,9 @@ def round_row(
                 SIZE: sum_lanes(b, sizes),
             }
             for i, number in enumerate(numbers):
-                target = b.add(out, b.mul(number, INT64(X_BLOCK_BYTES)))
-                halves = [b.trunc(half, INT8S) for half in rounded[i]]
-                store(b, take(b, halves[0], places, halves[1]), target)
+                target = b.add(out, b.mul(number, INT64(x_block_bytes(kind))))
+                halves = [b.trunc(half, lanes) for half in rounded[i]]
+                store(b, take(b, halves[0], places, halves[1]), b.add(target, INT64(4 * _NUM_WORDS)))
                 for word, values in words.items():
                     store(b, b.extract_element(values, INT32(i)), b.add(target, INT64(4 * word)))
             return []
@@ -145,7 +153,7 @@ def bound(
 
             def step(k: Any, totals: list[Any]) -> list[Any]:
                 blocks = blocks_of(b, kind, panel, panel_step, k)
-                x_blocks = [b.add(start, b.mul(k, INT64(X_BLOCK_BYTES))) for start in starts]
+                x_blocks = [b.add(start, b.mul(k, INT64(x_block_bytes(kind)))) for start in starts]
                 with b.if_then(b.icmp_signed("!=", fetches, INT64(0))):
                     for block in blocks:
                         fetch(b, kind, block)
@@ -166,7 +174,7 @@ def bound(
             ]
             uppers, lowers = [], []
             for i, start in enumerate(starts):
-                x_end = b.add(start, b.mul(num_blocks, INT64(X_BLOCK_BYTES)))
+                x_end = b.add(start, b.mul(num_blocks, INT64(x_block_bytes(kind))))
                 reach, size = (_word(b, x_end, word, FLOAT) for word in range(2))
                 distances = [fma(b, length, reach, b.fmul(less, size)) for length, less in own]
                 both = list(zip(totals[i * WIDTH : (i + 1) * WIDTH], distances, strict=True))
@@ -182,48 +190,57 @@ def bound(
     return types.void(packing, has_pairs, *[types.int64] * 9), generate
 
 
-def _numbers(kind: Packing, in_pairs: bool) -> list[list[int]]:
-    """Of a block, that are the four of each quad of codes."""
+def _order(kind: Packing, in_pairs: bool) -> list[int]:
+    """The numbers of a block as its lines have them."""
     if kind.bits == 8 or not in_pairs:
-        return [[4 * quad + i for i in range(4)] for quad in range(BLOCK // 4)]
+        return Way(kind, ONE_DIGIT).order
     pairs = [(4 * half + line, 4 * half + 8 + line) for line in range(4) for half in range(2)]
-    return [[2 * pair + number for number in range(2) for pair in both] for both in pairs]
+    return [2 * pair + number for both in pairs for number in range(2) for pair in both]
 
 
-def _quads(b: ir.IRBuilder, kind: Packing, in_pairs: bool, address: Any, line: Any) -> Iterator[tuple[Any, Any]]:
-    """Of a panel, [row][number], without a sign, and which of the block they are: one or two that lie in a line."""
-    words = load(b, b.add(address, b.mul(line, INT64(STEP_BYTES))), INTS)
-    if kind.bits == 8:
-        if in_pairs:  # words of one pair of each row, then of the next
-            both = b.bitcast(words, WORDS)
-            words = b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]), INTS)
-        yield line, unsigned(b, words)
-        return
-    for half in range(2):
-        quad = b.add(b.mul(line, INT64(2)), INT64(half)) if in_pairs else b.add(line, INT64(4 * half))
-        yield quad, b.and_(b.lshr(words, splat(INTS, 4)) if half else words, splat(INTS, 0x0F0F0F0F))
+def _lines(b: ir.IRBuilder, kind: Packing, in_pairs: bool, packed: Any) -> list[Any]:
+    """What a packed line becomes: see `Way.lines`."""
+    if kind.bits == 8 and in_pairs:  # words of one pair of each row, then of the next
+        both = b.bitcast(packed, WORDS)
+        return [unsigned(b, b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]), INTS))]
+    return Way(kind, ONE_DIGIT).lines(b, packed)
 
 
 def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any], x_blocks: Sequence[Any]) -> list[Any]:
     """Of the products of a block's codes, signed, and whole numbers of x: int32, [row of x][panel]."""
-    addresses = [codes_of(b, kind, block) for block in blocks]
+    way, starts = Way(kind, ONE_DIGIT), [codes_of(b, kind, block) for block in blocks]
+    own, num_lines = way.product, way.num_lines // way.num_packed_lines
+    sums: list[Any] = [None] * (len(x_blocks) * WIDTH)
 
-    def step(line: Any, sums: list[Any]) -> list[Any]:
-        found = list(sums)
-        for both in zip(*(_quads(b, kind, in_pairs, address, line) for address in addresses), strict=True):
-            quad = both[0][0]
-            for i, x_block in enumerate(x_blocks):
-                four = broadcast(b, load(b, b.add(x_block, b.mul(quad, INT64(4))), INT32), LANES)
-                for j, (_, codes) in enumerate(both):
-                    found[i * WIDTH + j] = dot_int8(b, four, codes, found[i * WIDTH + j])
-        return found
+    def of_panels(panels: range) -> None:
+        def step(packed: Any, state: list[Any]) -> list[Any]:
+            found, place = list(state), b.mul(packed, INT64(STEP_BYTES))
+            codes = [_lines(b, kind, in_pairs, load(b, b.add(starts[j], place), INTS)) for j in panels]
+            for line in range(num_lines):
+                word = b.add(b.mul(packed, INT64(4 * num_lines)), INT64(4 * (_NUM_WORDS + line)))
+                for i, x_block in enumerate(x_blocks):
+                    some = broadcast(b, load(b, b.add(x_block, word), INT32), LANES)
+                    for number, lines in enumerate(codes, i * len(panels)):
+                        found[number] = own.dot(b, some, lines[line], found[number])
+            return found
 
-    start = [_word(b, x_block, _OFFSET, INT32) for x_block in x_blocks for _ in range(WIDTH)]
-    num_lines = BLOCK * kind.bits // 8 // 4
-    at_once = ROWS // len(x_blocks)  # products that do not wait for each other
-    return loop_over(
-        b, INT64(num_lines), at_once, start, lambda k, sums: _steps(b, step, k, at_once, sums), may_unroll=False
-    )
+        offsets = [_NO_SUMS if way.has_signs else _word(b, x_block, _OFFSET, INT32) for x_block in x_blocks]
+        begun = [offset for offset in offsets for _ in panels]
+        at_once = max(1, ROWS * own.panels // WIDTH // len(x_blocks))  # products that do not wait for each other
+        found = loop_over(
+            b,
+            INT64(way.num_packed_lines),
+            at_once,
+            [own.start(each) for each in begun],
+            lambda packed, state: _steps(b, step, packed, at_once, state),
+            may_unroll=False,
+        )
+        for number, each in enumerate(found):
+            sums[number // len(panels) * WIDTH + panels[number % len(panels)]] = own.end(b, each, begun[number])
+
+    for panel in range(0, WIDTH, own.panels):
+        of_panels(range(panel, panel + own.panels))
+    return sums
 
 
 def _steps(b: ir.IRBuilder, step: Any, k: Any, count: int, state: list[Any]) -> list[Any]:

@@ -1,22 +1,27 @@
 # mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
 # (compiled functions and their views into memory are not Python to a type checker)
-"""The product of rows with a packed weight (`kernels.packed`) by dot products of bytes. For CPUs that have them in
-vectors of 64 bytes and no matrix tiles.
+"""The product of rows with a packed weight (`kernels.packed`) by products of bytes. For CPUs that have dot products of
+them in vectors of 64 bytes and no matrix tiles, and for those with AVX2 and no wider vectors (`byte_products`).
 
-A code is a byte, and a block of 32 numbers of x becomes whole numbers of 24 bits, three digits to the base 256:
+A code is a byte, and a block of 32 numbers of x becomes whole numbers, digits to the base 256:
 
     x  --split-->  digits  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
+    float32     three digits
+    bfloat16    two: what x was rounded to before is off by 2^-9 of its largest numbers
+
 Sums of whole numbers are exact. What is rounded is x, to about 2^-23 of the largest number of its block or less (to
-2^-127 where that is below 2^-104), and totals, to float32: where blocks are some, errors are no larger than those of
-products of float32. Sums of codes, which are not scaled yet, are finite while no number of x is above 2^115.
+2^-127 where that is below 2^-104; with two digits 2^-15, 2^-127 and 2^-112), and totals, to float32: in float32, where
+blocks are some, errors are no larger than those of products of float32. Sums of codes, which are not scaled yet, are
+finite while no number of x is above 2^115.
 
-An instruction multiplies four digits in each lane, so that three digits take three quarters of the products of float32;
+A dot product multiplies four digits in each lane, so that three digits take three quarters of the products of float32;
 to scale the sums takes the rest. What is won is that codes stay codes: 64 are unpacked by a mask, where 16 numbers take
-four instructions.
+four instructions. (With AVX2, x in float32 and codes of 8 bits are multiplied as float32, as they would take longer.)
 
-On two cores of a Zen 4 it is no slower than `panels` for any number of rows (tests/benchmarks/HISTORY.md); on others
-it was not measured.
+On two cores of a Zen 4 with AVX-512 it is no slower than `panels` for any number of rows. With AVX2 alone, eight rows
+and fewer take less time; many take an eighth more in float32, and a quarter less in bfloat16
+(tests/benchmarks/HISTORY.md). On others it was not measured.
 
 x and results are float32 or bfloat16. A row's result does not depend on the rows beside it.
 Panels lie as `codes` has them, but for their codes: four numbers of a row lie together.
@@ -33,15 +38,14 @@ from numba import carray, cfunc, types
 from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
+from .byte_products import ONE_DIGIT, THREE_DIGITS, TWO_DIGITS, Way
+from .byte_rows import split_row, words_at, x_block_bytes
 from .byte_vectors import (
     ROWS,
-    THREE_DIGITS,
-    UNPACKED_BYTES,
     multiply_packed,
     multiply_unpacked,
-    split_row,
     unpack,
-    x_block_bytes,
+    unpacked_bytes,
 )
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
@@ -66,11 +70,19 @@ from .packed_call import (
 from .sources import digest_of, filed_as
 from .tile_product import STEP_BYTES, TILE
 
-__all__ = ["DTYPES", "fits", "lay_out", "linear", "linear_gated", "multiply"]
+__all__ = ["DTYPES", "LOST", "bounds_pay", "fits", "lay_out", "linear", "linear_gated", "multiply"]
 
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
+_DIGITS = {torch.float32: THREE_DIGITS, torch.bfloat16: TWO_DIGITS}
+# What rounding takes from x, by the length of it, at most: of each of a block's 32 numbers half a unit. (What it takes
+# from float32 is less than what products of float32 may be off by. Of blocks below 2^-112 it may take more, but what
+# `likeliest` rounds x to is nothing from 2^-68 downwards, so that it tells no tokens apart, and 2^-127 is nothing
+# beside what this is of larger ones.)
+LOST = {torch.float32: 0.0, torch.bfloat16: 1.01 * 2.0**-15 * 32**0.5}
 
 _SOURCES = (
+    "byte_products",
+    "byte_rows",
     "byte_vectors",
     "call",
     "claims",
@@ -128,40 +140,52 @@ def multiply(
     out: Tensor,
     activation: str = "",
     *,
-    num_digits: int = THREE_DIGITS,
+    num_digits: int | None = None,
     chosen: Tensor | None = None,
 ) -> None:
-    """`linear` or `linear_gated` into `out`. `num_digits`: of x, as `byte_vectors` has them; `chosen`: see
+    """`linear` or `linear_gated` into `out`. `num_digits`: of x, if not those of its dtype; `chosen`: see
     `run_product`."""
     x, (num_rows, in_features), has_short_x = x.contiguous(), x.shape, x.dtype == torch.bfloat16
+    num_digits = num_digits or _DIGITS[x.dtype]
     entry = _entry(packing.name, num_digits, has_short_x, out.dtype == torch.bfloat16, activation)
     if num_rows <= ROWS:
         run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=None, chosen=chosen)
         return
-    digits = torch.empty(num_rows * in_features // BLOCK * x_block_bytes(num_digits) + STEP_BYTES, dtype=torch.int8)
+    row_bytes = in_features // BLOCK * x_block_bytes(Way(packing, num_digits))
+    digits = torch.empty(num_rows * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then whole lines of the cache
-    _splitter(packing.bits, num_digits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
+    _splitter(packing.name, num_digits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
     run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1, chosen=chosen)
 
 
+def bounds_pay(packing: Packing, dtype: torch.dtype) -> bool:
+    """Whether to bound products (`likeliest`), which takes one digit of x, takes less than to compute them: where it
+    has fewer bytes so. (Two digits are one word.)"""
+    return words_at(Way(packing, ONE_DIGIT)) < words_at(Way(packing, _DIGITS[dtype]))
+
+
 @cache
-def _splitter(bits: int, num_digits: int, has_short_x: bool) -> RowFunction:
-    compiled = partial(_split_worker, bits, num_digits, 2 if has_short_x else 4, digest_of(*_SOURCES))
+def _splitter(packing: str, num_digits: int, has_short_x: bool) -> RowFunction:
+    compiled = partial(_split_worker, packing, num_digits, 2 if has_short_x else 4, _sources(packing))
     return RowFunction(compiled, _SPLIT, _SPLIT_NS, is_idempotent=True)
 
 
 @cache
 def _entry(packing: str, num_digits: int, has_short_x: bool, is_short: bool, activation: str) -> Any:
     """`is_short`: results are bfloat16."""
-    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}"
+    sources = f"{_sources(packing)} {CHUNK_BYTES}"
     return _worker(packing, num_digits, has_short_x, is_short, activation, sources).ctypes
 
 
-def _split_worker(bits: int, num_digits: int, x_bytes: int, sources: str) -> Any:
-    block_bytes = x_block_bytes(num_digits)
+def _sources(packing: str) -> str:
+    return f"{digest_of(*_SOURCES)} {PACKINGS[packing]}"
+
+
+def _split_worker(packing: str, num_digits: int, x_bytes: int, sources: str) -> Any:
+    block_bytes = x_block_bytes(Way(PACKINGS[packing], num_digits))
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    @filed_as(bits, num_digits, x_bytes)
+    @filed_as(packing, num_digits, x_bytes)
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _SPLIT_TYPE)[0]
@@ -172,15 +196,15 @@ def _split_worker(bits: int, num_digits: int, x_bytes: int, sources: str) -> Any
                 return
             for row in range(first, stop):
                 target = a.digits + row * num_blocks * block_bytes
-                split_row(bits, num_digits, x_bytes, a.x + row * a.in_features * x_bytes, num_blocks, target)
+                split_row(packing, num_digits, x_bytes, a.x + row * a.in_features * x_bytes, num_blocks, target)
 
     return worker
 
 
 def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, activation: str, sources: str) -> Any:
-    panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
-    bits, x_bytes, is_gated = PACKINGS[packing].bits, 2 if has_short_x else 4, activation != ""
-    bias_bytes, block_bytes = TILE * x_bytes, x_block_bytes(num_digits)
+    way, is_gated, x_bytes = Way(PACKINGS[packing], num_digits), activation != "", 2 if has_short_x else 4
+    panel_block, size, bias_bytes = TILE * way.kind.block_bytes, 2 if is_short else 4, TILE * x_bytes
+    block_bytes, block_unpacked = x_block_bytes(way), unpacked_bytes(way)
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(packing, num_digits, has_short_x, is_short, activation)
@@ -200,14 +224,15 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
         step = num_panels if is_gated else 1  # to the panel that is multiplied with one: the next, or that of the ups
         next_pair = panel_bytes if is_gated else WIDTH * panel_bytes
         panel_step, bias_step, are_few = step * panel_bytes, step * bias_bytes, num_rows <= ROWS
-        own_bytes = UNPACKED_BYTES + num_rows * x_row if are_few else num_blocks * UNPACKED_BYTES
+        own_bytes = block_unpacked + num_rows * x_row if are_few else num_blocks * block_unpacked
         own = np.empty(TOTALS_BYTES + own_bytes + STEP_BYTES, np.uint8)
         totals = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         unpacked, digits = totals + TOTALS_BYTES, a[X]
         if are_few:  # each thread for itself: nobody waits
-            digits = unpacked + UNPACKED_BYTES
+            digits = unpacked + block_unpacked
             for i in range(num_rows):
-                split_row(bits, num_digits, x_bytes, a[X] + i * in_features * x_bytes, num_blocks, digits + i * x_row)
+                row = a[X] + i * in_features * x_bytes
+                split_row(packing, num_digits, x_bytes, row, num_blocks, digits + i * x_row)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
         chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
@@ -225,7 +250,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
             results[BIASES] = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0
             row, end = chunk * chunk_rows, min((chunk + 1) * chunk_rows, num_rows)
             if not are_few:
-                unpack(packing, panel, panel_step, num_blocks, unpacked)
+                unpack(packing, num_digits, panel, panel_step, num_blocks, unpacked)
             while row < end:
                 x, count = digits + row * x_row, min(ROWS, end - row)
                 if are_few:

@@ -1,14 +1,12 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
-"""Words to multiply rows with packed weights by dot products of bytes (see `byte_dots`), as LLVM vectors:
+"""Words to multiply rows with packed weights by products of bytes (see `byte_dots`), as LLVM vectors:
 
-    four digits of a row of x, in all lanes    dot    four codes of each row of a panel    ->    sums, int32
+    some numbers of a row of x, in all lanes    dot    as many codes of each row of a panel    ->    sums
 
-A block of a row of x is `x_block_bytes`: its digits, [digit, the highest first][number] int8, three to a number or one,
-then words: what a whole number is worth and the sum of the block, float32, and for each of GROUPS what is added to its
-sums, int32, as codes are unpacked without a sign. A block of WIDTH panels is unpacked as UNPACKED_BYTES: codes [four
-numbers][panel][row of the panel][number] uint8, then scales [panel][row] and what belongs to sums of x, likewise,
-float32.
+x comes as `byte_rows` writes it. A block of WIDTH panels is unpacked as `unpacked_bytes`: codes [line][panel][row of
+the panel][number], as `byte_products` multiplies them, then scales [panel][row] and what belongs to sums of x,
+likewise, float32.
 
 Everything works on addresses. Totals are [panel][row of x][row of the panel], panels PANEL_TOTALS apart; behind as many
 rows of x as there are, they are of no meaning.
@@ -17,133 +15,66 @@ rows of x as there are, they are of no meaning.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from ..packed import BLOCK, PACKINGS, Packing
+from ..packed import PACKINGS
+from .byte_products import Way
+from .byte_rows import FACTOR, OFFSETS, SUM, groups_of, part_bytes, parts_of, words_at, x_block_bytes
 from .code_words import WIDTH, blocks_of, codes_of, fetch, scale_and_middle, total_at
-from .digits import dot_int8, largest_bits, rounding, unsigned
 from .tile_product import STEP_BYTES
 from .vectors import (
-    BYTES,
     FLOAT,
     FLOATS,
-    INT8S,
     INT32,
     INT64,
     INTS,
     LANES,
-    at_most,
     broadcast,
     by_least,
-    call,
     fma,
     load,
-    load_numbers,
     loop_over,
-    rows_at,
+    rows_from,
     splat,
     store,
-    sum_lanes,
-    take,
 )
 
-ROWS = 8  # of x at a time: their sums for WIDTH panels leave registers for what is multiplied
-THREE_DIGITS, ONE_DIGIT = 3, 1  # digits of a number of x
-QUADS = BLOCK // 4  # of numbers, that a lane multiplies at once
-UNPACKED_BYTES = (QUADS + 2) * WIDTH * STEP_BYTES
-# Digits of x whose sums are one whole number, by the bits of a code and how many digits there are: sums of codes of 8
-# bits and three digits have 36.
-GROUPS = {(4, 3): ((0, 1, 2),), (8, 3): ((0, 1), (2,)), (4, 1): ((0,),), (8, 1): ((0,),)}
+ROWS = 8  # of x at a time
 
-_AT_ONCE = 4  # blocks of x that are split together
 _COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
-_LEAST = 2.0**-100  # with one digit, what a block's largest number is taken for where it is less
-_TOP = 22  # the binary exponent of the largest whole number of a block; digits reach 2^23 less half a percent
-_FACTOR, _SUM, _OFFSETS = 0, 1, 2
 _ZEROS, _NO_SUMS = splat(FLOATS, 0.0), splat(INTS, 0)
 
 
-def x_block_bytes(num_digits: int) -> int:
-    """Whole lines of the cache."""
-    most_words = _OFFSETS + max(len(groups) for (_, count), groups in GROUPS.items() if count == num_digits)
-    return -(-(num_digits * BLOCK + 4 * most_words) // STEP_BYTES) * STEP_BYTES
+def unpacked_bytes(way: Way) -> int:
+    """Of a block of WIDTH panels."""
+    return (way.num_lines + 2) * WIDTH * STEP_BYTES
 
 
 @intrinsic(prefer_literal=True)
-def split_row(typing_context: Any, bits: Any, num_digits: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any) -> Any:
-    """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks of so many digits, for codes of so many bits; all
-    three are constants.
-
-    A block's numbers become whole multiples of a power of two, which is 2^-22 of its largest or less (of those right
-    below a power, 1.008 times that), and no less than 2^-126; with one digit, of 1/127 of its largest, or of 2^-100. If
-    one of them is not finite, all their products become NaN: what is converted then does not matter.
-    """
-    count, size, code_bits = num_digits.literal_value, x_bytes.literal_value, bits.literal_value
+def unpack(
+    typing_context: Any, packing: Any, num_digits: Any, panel: Any, panel_step: Any, num_blocks: Any, out: Any
+) -> Any:
+    """Write WIDTH panels, `panel_step` bytes from one to the next, block by block. `packing` and `num_digits` are
+    constants."""
+    way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, _, x, num_blocks, out = arguments
-        last = b.sub(num_blocks, INT64(1))
+        _, _, panel, panel_step, num_blocks, out = arguments
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            numbers = [at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
-            sources, targets = (
-                [b.add(start, b.mul(number, INT64(step))) for number in numbers]
-                for start, step in ((x, BLOCK * size), (out, x_block_bytes(count)))
-            )
-            halves = [
-                [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]
-                for source in sources
-            ]
-            factors, inverses = rounding(b, halves, _LEAST) if count == ONE_DIGIT else _splitting(b, halves)
-            whole = []
-            for i, each in enumerate(halves):
-                inverse = broadcast(b, b.extract_element(inverses, INT32(i)), LANES)
-                whole.append(
-                    [b.fptosi(call(b, "llvm.rint.v16f32", FLOATS, [b.fmul(half, inverse)]), INTS) for half in each]
-                )
-            for each, target in zip(whole, targets, strict=True):
-                _store_digits(b, each, count, target)
-            totals = sum_lanes(b, [b.add(*each) for each in whole])
-            by_group = [totals]
-            if len(GROUPS[code_bits, count]) > 1:
-                lowest = sum_lanes(b, [b.add(*(_lowest(b, half) for half in each)) for each in whole])
-                by_group = [b.ashr(b.sub(totals, lowest), splat(totals.type, 8)), lowest]
-            offsets = [b.mul(each, splat(totals.type, -1 << (code_bits - 1))) for each in by_group]
-            if count == ONE_DIGIT:
-                sums = b.fmul(b.sitofp(totals, factors.type), factors)
-            else:
-                sums = sum_lanes(b, [b.fadd(*each) for each in halves])
-            for number, words in enumerate((factors, sums, *offsets)):
-                for i, target in enumerate(targets):
-                    store(b, b.extract_element(words, INT32(i)), b.add(target, INT64(count * BLOCK + 4 * number)))
-            return []
-
-        loop_over(b, num_blocks, _AT_ONCE, [], step)
-        return context.get_dummy_value()
-
-    return types.void(bits, num_digits, x_bytes, *[types.int64] * 3), generate
-
-
-@intrinsic(prefer_literal=True)
-def unpack(typing_context: Any, packing: Any, panel: Any, panel_step: Any, num_blocks: Any, out: Any) -> Any:
-    """Write WIDTH panels, `panel_step` bytes from one to the next, block by block. `packing` is a constant."""
-    kind = PACKINGS[packing.literal_value]
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, panel, panel_step, num_blocks, out = arguments
-
-        def step(k: Any, _state: list[Any]) -> list[Any]:
-            _unpack_block(b, kind, blocks_of(b, kind, panel, panel_step, k), _unpacked_at(b, out, k))
+            place = b.add(out, b.mul(k, INT64(unpacked_bytes(way))))
+            _unpack_block(b, way, blocks_of(b, way.kind, panel, panel_step, k), place)
             return []
 
         loop_over(b, num_blocks, 1, [], step)
         return context.get_dummy_value()
 
-    return types.void(packing, *[types.int64] * 4), generate
+    return types.void(packing, num_digits, *[types.int64] * 4), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -162,20 +93,22 @@ def multiply_packed(
 ) -> Any:
     """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
     `panel_step` bytes from one to the next, unpacked on the way. `packing` and `num_digits` are constants; scratch:
-    UNPACKED_BYTES."""
-    kind = PACKINGS[packing.literal_value]
+    `unpacked_bytes`."""
+    way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, panel_step, num_blocks, scratch, x, x_row, num_rows, totals = arguments
 
-        def block_of(k: Any) -> Any:
-            blocks = blocks_of(b, kind, panel, panel_step, k)
+        def block_of(k: Any, count: int) -> _Block:
+            blocks = blocks_of(b, way.kind, panel, panel_step, k)
             for block in blocks:
-                fetch(b, kind, block)
-            _unpack_block(b, kind, blocks, scratch)
-            return scratch
+                fetch(b, way.kind, block)
+            if _is_direct(way, count):
+                return _Packed(b, way, blocks)
+            _unpack_block(b, way, blocks, scratch)
+            return _Unpacked(b, way, scratch)
 
-        _multiply(b, kind, num_digits.literal_value, num_blocks, block_of, (x, x_row, num_rows), totals)
+        _multiply(b, way, num_blocks, block_of, (x, x_row, num_rows), totals)
         return context.get_dummy_value()
 
     return types.void(packing, num_digits, *[types.int64] * 8), generate
@@ -196,154 +129,211 @@ def multiply_unpacked(
     panel_step: Any,
 ) -> Any:
     """Likewise, with what `unpack` wrote. `following`: the address of the panels that come next, which are fetched."""
-    kind = PACKINGS[packing.literal_value]
+    way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step = arguments
 
-        def block_of(k: Any) -> Any:
-            for block in blocks_of(b, kind, following, panel_step, k):
-                fetch(b, kind, block, ahead=0)
-            return _unpacked_at(b, unpacked, k)
+        def block_of(k: Any, _count: int) -> _Block:
+            for block in blocks_of(b, way.kind, following, panel_step, k):
+                fetch(b, way.kind, block, ahead=0)
+            return _Unpacked(b, way, b.add(unpacked, b.mul(k, INT64(unpacked_bytes(way)))))
 
-        _multiply(b, kind, num_digits.literal_value, num_blocks, block_of, (x, x_row, num_rows), totals)
+        _multiply(b, way, num_blocks, block_of, (x, x_row, num_rows), totals)
         return context.get_dummy_value()
 
     return types.void(packing, num_digits, *[types.int64] * 8), generate
-
-
-def _splitting(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> tuple[Any, Any]:
-    """By block, for whole numbers of 24 bits: what one is worth, a power of two or NaN, and the inverse of it."""
-    tops = largest_bits(b, blocks)
-    kind, floats = tops.type, ir.VectorType(FLOAT, tops.type.count)
-    # The exponent of a number a little larger: digits of -128 to 127 do not reach 2^23.
-    exponents = b.lshr(b.add(tops, splat(kind, 1 << 17)), splat(kind, 23))
-    least = splat(kind, _TOP + 1)
-    exponents = b.select(b.icmp_signed("<", exponents, least), least, exponents)
-    factors = b.shl(b.sub(exponents, splat(kind, _TOP)), splat(kind, 23))
-    are_finite = b.icmp_signed("<", tops, splat(kind, 0x7F800000))
-    factors = b.select(are_finite, factors, splat(kind, 0x7FC00000))
-    inverses = b.shl(b.sub(splat(kind, 2 * 127 + _TOP), exponents), splat(kind, 23))
-    return b.bitcast(factors, floats), b.bitcast(inverses, floats)
-
-
-def _lowest(b: ir.IRBuilder, whole: Any) -> Any:
-    """The lowest digits of whole numbers."""
-    return b.ashr(b.shl(whole, splat(INTS, 24)), splat(INTS, 24))
-
-
-def _store_digits(b: ir.IRBuilder, whole: Sequence[Any], num_digits: int, target: Any) -> None:
-    """Of two vectors of whole numbers. Where 128 is added to every digit, digits are the bytes of the sum."""
-    if num_digits == 1:
-        first, second = (b.trunc(each, INT8S) for each in whole)
-        store(b, take(b, first, range(BLOCK), second), target)
-        return
-    middle = splat(INTS, 0x808080)
-    first, second = (b.bitcast(b.xor(b.add(each, middle), middle), BYTES) for each in whole)
-    for digits in ((0, 1), (2,)):
-        places = [4 * number + num_digits - 1 - digit for digit in digits for number in range(BLOCK)]
-        store(b, take(b, first, places, second), b.add(target, INT64(BLOCK * digits[0])))
-
-
-def _unpacked_at(b: ir.IRBuilder, unpacked: Any, k: Any) -> Any:
-    return b.add(unpacked, b.mul(k, INT64(UNPACKED_BYTES)))
 
 
 def _line(b: ir.IRBuilder, start: Any, number: int, panel: int) -> Any:
     return b.add(start, INT64((number * WIDTH + panel) * STEP_BYTES))
 
 
-def _unpack_block(b: ir.IRBuilder, kind: Packing, blocks: Sequence[Any], out: Any) -> None:
-    low = splat(INTS, 0x0F0F0F0F)
+def _unpack_block(b: ir.IRBuilder, way: Way, blocks: Sequence[Any], out: Any) -> None:
     for j, block in enumerate(blocks):
-        codes = codes_of(b, kind, block)
-        for i in range(BLOCK * kind.bits // 8 // 4):
-            words = load(b, b.add(codes, INT64(STEP_BYTES * i)), INTS)
-            if kind.bits == 8:
-                store(b, unsigned(b, words), _line(b, out, i, j))
-            else:
-                store(b, b.and_(words, low), _line(b, out, i, j))
-                store(b, b.and_(b.lshr(words, splat(INTS, 4)), low), _line(b, out, QUADS // 2 + i, j))
-        scale, middle = scale_and_middle(b, kind, block)
-        store(b, scale, _line(b, out, QUADS, j))
+        codes, line = codes_of(b, way.kind, block), 0
+        for i in range(way.num_packed_lines):
+            for vector in way.lines(b, load(b, b.add(codes, INT64(STEP_BYTES * i)), INTS)):
+                store(b, vector, _line(b, out, line, j))
+                line += 1
+        scale, middle = scale_and_middle(b, way.kind, block)
+        store(b, scale, _line(b, out, line, j))
         if middle is not None:
-            store(b, middle, _line(b, out, QUADS + 1, j))
+            store(b, middle, _line(b, out, line + 1, j))
+
+
+class _Unpacked:
+    """A block of WIDTH panels, as `unpack` writes it. `unit` of its lines are given together."""
+
+    unit = 1
+
+    def __init__(self, b: ir.IRBuilder, way: Way, address: Any) -> None:
+        self._b, self._way, self._address = b, way, address
+
+    def codes(self, line: Any, panel: int) -> list[Any]:
+        b = self._b
+        start = b.add(self._address, b.mul(line, INT64(WIDTH * STEP_BYTES)))
+        return [load(b, _line(b, start, 0, panel), INTS)]
+
+    def scale_and_middle(self, panel: int) -> tuple[Any, Any]:
+        places = [_line(self._b, self._address, self._way.num_lines + i, panel) for i in range(2)]
+        return load(self._b, places[0], FLOATS), load(self._b, places[1], FLOATS) if self._way.kind.has_least else None
+
+
+class _Packed:
+    """Likewise, as it is packed: the addresses of a block of each panel. What a packed line becomes is given."""
+
+    def __init__(self, b: ir.IRBuilder, way: Way, blocks: Sequence[Any]) -> None:
+        self._b, self._way, self._blocks = b, way, blocks
+        self.unit = way.num_lines // way.num_packed_lines
+
+    def codes(self, line: Any, panel: int) -> list[Any]:
+        b = self._b
+        start = codes_of(b, self._way.kind, self._blocks[panel])
+        place = b.add(start, b.mul(line, INT64(STEP_BYTES // self.unit)))
+        return self._way.lines(b, load(b, place, INTS))
+
+    def scale_and_middle(self, panel: int) -> tuple[Any, Any]:
+        return scale_and_middle(self._b, self._way.kind, self._blocks[panel])
+
+
+_Block = _Unpacked | _Packed
 
 
 def _multiply(
     b: ir.IRBuilder,
-    kind: Packing,
-    num_digits: int,
+    way: Way,
     num_blocks: Any,
-    block_of: Callable[[Any], Any],
+    block_of: Callable[[Any, int], _Block],
     rows: tuple[Any, Any, Any],
     totals: Any,
 ) -> None:
-    """`block_of` gives the address of a block that is unpacked, by its number; `rows`: the address of the first, the
-    bytes from one to the next, and how many there are."""
+    """`block_of` gives a block by its number, for so many rows; `rows`: the address of the first, the bytes from one to
+    the next, and how many there are."""
+    own, words_start = way.product, words_at(way)
 
     def of_rows(count: int) -> None:
-        starts, places = rows_at(b, *rows, count), [(i, j) for i in range(count) for j in range(WIDTH)]
-        for place in places:
-            store(b, _ZEROS, total_at(b, totals, *place))
+        size = _tile_of(way, count)
+        num_tiles = INT64(1) if size == count else b.sdiv(b.add(rows[2], INT64(size - 1)), INT64(size))
 
-        def step(k: Any, _state: list[Any]) -> list[Any]:
-            place_in_row = b.mul(k, INT64(x_block_bytes(num_digits)))
-            block, x_blocks = block_of(k), [b.add(start, place_in_row) for start in starts]
-            words = [b.add(x_block, INT64(num_digits * BLOCK)) for x_block in x_blocks]
-            sums = _sums(b, block, x_blocks, words, GROUPS[kind.bits, num_digits])
-            scales, middles = ([load(b, _line(b, block, QUADS + i, j), FLOATS) for j in range(WIDTH)] for i in range(2))
-            for number, (i, j) in zip(sums, places, strict=True):
-                place = total_at(b, totals, i, j)
-                total = load(b, place, FLOATS)
-                if kind.has_least:
-                    total = fma(b, _word(b, words[i], _SUM, FLOAT), middles[j], total)
-                product = b.fmul(number, _word(b, words[i], _FACTOR, FLOAT))
-                store(b, fma(b, product, scales[j], total), place)
+        def clear(i: Any, _state: list[Any]) -> list[Any]:
+            for j in range(WIDTH):
+                store(b, _ZEROS, b.add(total_at(b, totals, 0, j), b.mul(i, INT64(STEP_BYTES))))
             return []
 
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            block, place_in_row = block_of(k, count), b.mul(k, INT64(x_block_bytes(way)))
+            for panel in range(0, WIDTH, own.panels):
+                loop_over(b, num_tiles, 1, [], partial(tile, block, place_in_row, range(panel, panel + own.panels)))
+            return []
+
+        def tile(block: _Block, place_in_row: Any, panels: range, number: Any, _state: list[Any]) -> list[Any]:
+            first = b.mul(number, INT64(size))
+            x_blocks = [b.add(start, place_in_row) for start in rows_from(b, *rows, first, size)]
+            sums = iter(_sums(b, way, block, x_blocks, panels))
+            scales = {j: block.scale_and_middle(j) for j in panels}
+            for i, x_block in enumerate(x_blocks):
+                words = b.add(x_block, INT64(words_start))
+                for j, (scale, middle) in scales.items():
+                    place = b.add(total_at(b, totals, i, j), b.mul(first, INT64(STEP_BYTES)))
+                    total = load(b, place, FLOATS)
+                    if middle is not None:
+                        total = fma(b, _word(b, words, SUM, FLOAT), middle, total)
+                    product = next(sums)
+                    if own.number_bytes < 4:
+                        product = b.fmul(product, _word(b, words, FACTOR, FLOAT))
+                    store(b, fma(b, product, scale, total), place)
+            return []
+
+        loop_over(b, b.mul(num_tiles, INT64(size)), 1, [], clear)
         loop_over(b, num_blocks, 1, [], step)
 
-    by_least(b, rows[2], _COUNTS, of_rows)
+    # Those that are one tile, and what goes by tiles for all others.
+    by_least(b, rows[2], [count for count in _COUNTS if count in (ROWS, _tile_of(way, count))], of_rows)
 
 
-def _sums(
-    b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], words: Sequence[Any], groups: Sequence[Sequence[int]]
-) -> list[Any]:
-    """Of the products of a block's codes, signed, and whole numbers of x: float32, [row of x][panel]."""
-    found: list[Any] = []
-    for number, digits in enumerate(groups):
-        offsets = [_word(b, each, _OFFSETS + number, INT32) for each in words for _ in range(WIDTH)]
-        parts = [b.sitofp(each, FLOATS) for each in _whole_sums(b, block, x_blocks, digits, offsets)]
-        scale = splat(FLOATS, 256.0 ** len(digits))
-        found = [fma(b, high, scale, low) for high, low in zip(found, parts, strict=True)] if found else parts
+def _passes(way: Way) -> list[list[tuple[int, int]]]:
+    """Parts of x, each with its group, that a block is multiplied with at once."""
+    parts = [(group, part) for group, some in enumerate(parts_of(way)) for part in some]
+    return [parts] if way.product.is_narrow else [[each] for each in parts]
+
+
+def _tile_of(way: Way, count: int) -> int:
+    """Rows of x that are multiplied together, of so many: as many of them as leave none for a smaller tile."""
+    most = way.product.most_sums // (way.product.panels * len(_passes(way)[0]))
+    return max(size for size in range(1, most + 1) if count % size == 0)
+
+
+def _is_direct(way: Way, count: int) -> bool:
+    """Whether codes are multiplied with so many rows as they are unpacked, in registers: where sums take half of those
+    that they may."""
+    return way.product.is_narrow and 2 * count * way.product.panels * len(_passes(way)[0]) <= way.product.most_sums
+
+
+def _sums(b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range) -> list[Any]:
+    """Of the products of a block's codes, signed, and x, in whole numbers or as it is: float32, [row of x][panel]."""
+    own, groups = way.product, groups_of(way)
+    count, offsets_at = len(x_blocks) * len(panels), words_at(way) + 4 * OFFSETS
+    whole: dict[int, list[Any]] = {}
+
+    def offsets(group: int) -> list[Any]:
+        words = [b.add(x_block, INT64(offsets_at + 4 * group)) for x_block in x_blocks]
+        return [broadcast(b, load(b, word, INT32), LANES) for word in words for _ in panels]
+
+    for parts in _passes(way):
+        begun = []
+        for group, part in parts:
+            sums = [b.shl(each, splat(INTS, 8)) for each in whole[group]] if group in whole else [_NO_SUMS] * count
+            if part == parts_of(way)[group][-1] and not way.has_signs:
+                sums = [b.add(*each) for each in zip(sums, offsets(group), strict=True)]
+            begun.append(sums)
+        states = _dots(b, way, block, x_blocks, panels, [part for _, part in parts], begun)
+        for number, ((group, _), sums) in enumerate(zip(parts, begun, strict=True)):
+            # (One part of a group has found the one before it above, or finds it here, if both are of this pass.)
+            if number > 0 and parts[number - 1][0] == group:
+                sums = [b.add(b.shl(high, splat(INTS, 8)), low) for high, low in zip(whole[group], sums, strict=True)]
+            whole[group] = [own.end(b, *each) for each in zip(states[number], sums, strict=True)]
+    if own.number_bytes == 4:
+        return whole[0]
+    found = [b.sitofp(each, FLOATS) for each in whole[0]]
+    for group in range(1, len(whole)):
+        scale = splat(FLOATS, 256.0 ** len(groups[group]))
+        found = [fma(b, high, scale, b.sitofp(low, FLOATS)) for high, low in zip(found, whole[group], strict=True)]
     return found
 
 
-def _whole_sums(
-    b: ir.IRBuilder, block: Any, x_blocks: Sequence[Any], digits: Sequence[int], offsets: Sequence[Any]
-) -> list[Any]:
-    """Likewise, of codes as they are unpacked and some digits as one number, and `offsets`: int32."""
-    is_one = len(digits) == 1
-    sums, at_once = list(offsets) if is_one else [_NO_SUMS] * len(offsets), max(1, ROWS // len(x_blocks))
-    for digit in digits:
-        if digit != digits[0]:
-            sums = [b.shl(each, splat(INTS, 8)) for each in sums]
+def _dots(
+    b: ir.IRBuilder,
+    way: Way,
+    block: _Block,
+    x_blocks: Sequence[Any],
+    panels: range,
+    parts: Sequence[int],
+    begun: Sequence[Sequence[Any]],
+) -> list[list[Any]]:
+    """By part of x, what its products with a block's codes leave: [row of x][panel]. `begun`: likewise."""
+    own, count, part_size = way.product, len(begun[0]), part_bytes(way)
+    at_once = 1 if own.is_narrow else max(1, ROWS // len(x_blocks))  # units
 
-        def step(first: Any, sums: list[Any], digit: int = digit) -> list[Any]:
-            found = list(sums)
-            for quad in (b.add(first, INT64(i)) for i in range(at_once)):
-                start = b.add(block, b.mul(quad, INT64(WIDTH * STEP_BYTES)))
-                codes = [load(b, _line(b, start, 0, j), INTS) for j in range(WIDTH)]
-                for i, x_block in enumerate(x_blocks):
-                    place = b.add(b.add(x_block, INT64(BLOCK * digit)), b.mul(quad, INT64(4)))
-                    four = broadcast(b, load(b, place, INT32), LANES)
-                    for j, each in enumerate(codes):
-                        found[i * WIDTH + j] = dot_int8(b, four, each, found[i * WIDTH + j])
-            return found
+    def step(first: Any, state: list[Any]) -> list[Any]:
+        found = list(state)
+        for i in range(at_once):
+            unit = b.add(first, INT64(i * block.unit))
+            codes = [block.codes(unit, j) for j in panels]
+            for number in range(block.unit):
+                place = b.mul(b.add(unit, INT64(number)), INT64(4))
+                for p, part in enumerate(parts):
+                    for row, x_block in enumerate(x_blocks):
+                        word = load(b, b.add(b.add(x_block, INT64(part_size * part)), place), INT32)
+                        some = broadcast(b, word, LANES)
+                        for j, lines in enumerate(codes):
+                            at = p * count + row * len(panels) + j
+                            found[at] = own.dot(b, some, lines[number], found[at])
+        return found
 
-        sums = loop_over(b, INT64(QUADS), at_once, sums, step, may_unroll=False)
-    return sums if is_one else [b.add(*each) for each in zip(sums, offsets, strict=True)]
+    start = [own.start(each) for sums in begun for each in sums]
+    state = loop_over(b, INT64(way.num_lines), at_once * block.unit, start, step, may_unroll=False)
+    return [state[p * count : (p + 1) * count] for p in range(len(parts))]
 
 
 def _word(b: ir.IRBuilder, words: Any, number: int, word: ir.Type) -> Any:

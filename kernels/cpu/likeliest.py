@@ -2,8 +2,9 @@
 # (compiled functions and their views into memory are not Python to a type checker)
 """The likeliest token of each row by a packed head, most of whose logits are never computed.
 
-With x in 8 bits of the largest of each block, a product takes a third of its time, and what it is off by is no more
-than the length of the weight's row times that of what rounding took from x (Cauchy and Schwarz). So:
+With x in 8 bits of the largest of each block, a product takes a third of its time, or half of it where x has two digits
+otherwise, and what it is off by is no more than the length of the weight's row times that of what rounding took from x
+(Cauchy and Schwarz). So:
 
     1  for each pair of panels, 32 tokens, and each row of x: what no logit is above, and what the highest is not below
     2  a pair may have the likeliest token where, for some row, the first is no less than the highest of the second
@@ -28,7 +29,7 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing
-from .bound_vectors import FACTOR, LOST, ROWS, SIZE, X_BLOCK_BYTES, bound, round_row
+from .bound_vectors import FACTOR, LOST, ROWS, SIZE, bound, round_row, x_block_bytes
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .code_words import WIDTH
 from .intrinsics import pointer
@@ -60,14 +61,15 @@ def likeliest(
     *,
     has_pairs: bool,
     rounds: bool = False,
+    lost: float = 0.0,
 ) -> Tensor:
     """`sampling.likeliest_tokens` of the logits that `multiply(logits, chosen)` computes. Returns [num_rows] int64.
 
     x [num_rows, in_features] float32 or bfloat16; weight [out_features, row_bytes], whose codes lie in pairs or in
     fours (see `bound_vectors`), without least numbers; lengths [2, out_features] float32. `rounds`: whether
-    `multiply` rounds numbers of the weight to bfloat16.
+    `multiply` rounds numbers of the weight to bfloat16; `lost`: by the length of a row of x, what it takes from it.
     """
-    upper, lower = bounds(x, weight, packing, lengths, has_pairs=has_pairs, rounds=rounds)
+    upper, lower = bounds(x, weight, packing, lengths, has_pairs=has_pairs, rounds=rounds, lost=lost)
     (num_rows, num_pairs), out_features = upper.shape, len(weight)
     chosen = torch.empty(num_pairs, dtype=torch.uint8)
     _run(_choose, num_pairs, num_rows, num_rows, upper.data_ptr(), lower.data_ptr(), chosen.data_ptr())
@@ -77,15 +79,22 @@ def likeliest(
 
 
 def bounds(
-    x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor, *, has_pairs: bool, rounds: bool = False
+    x: Tensor,
+    weight: Tensor,
+    packing: Packing,
+    lengths: Tensor,
+    *,
+    has_pairs: bool,
+    rounds: bool = False,
+    lost: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """For each row of x and pair of panels of the weight, what no product is above, and what the largest is not below:
     [num_rows, num_pairs] float32 each. Where the number of panels is odd, the last pair is the last two."""
     x, (num_rows, in_features), out_features = x.contiguous(), x.shape, len(weight)
     num_pairs = -(-out_features // PAIR)
     upper, lower = (torch.empty(num_rows, num_pairs, dtype=torch.float32) for _ in range(2))
-    # What sums of float32 are off by, there and here, by the sum of the sizes of all products.
-    slack = 2.0**-23 * (in_features + 64)
+    # What sums of float32 are off by, there and here, by the sum of the sizes of all products; and what x loses there.
+    slack = 2.0**-23 * (in_features + 64) + lost
     _run(
         _bound(packing.name, has_pairs, x.dtype == torch.bfloat16), num_pairs, num_rows * in_features,
         weight.data_ptr(), lengths.data_ptr(), out_features // TILE, x.data_ptr(), num_rows, in_features,
@@ -118,6 +127,7 @@ def _reach(blocks: Any) -> Any:
 
 def _bound_worker(packing: str, has_pairs: bool, has_short_x: bool, sources: str) -> Any:
     panel_block, x_bytes = TILE * PACKINGS[packing].block_bytes, 2 if has_short_x else 4
+    block_bytes = x_block_bytes(PACKINGS[packing])
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(packing, has_pairs, has_short_x)
@@ -126,15 +136,15 @@ def _bound_worker(packing: str, has_pairs: bool, has_short_x: bool, sources: str
         a = carray(pointer(address), (1,), _BOUND_TYPE)[0]
         num_pairs, count, num_blocks = a.num_rows, a.count, a.in_features // BLOCK
         num_panels, panel_bytes = a.num_panels, num_blocks * panel_block
-        x_row = (num_blocks + 1) * X_BLOCK_BYTES
+        x_row = (num_blocks + 1) * block_bytes
         own = np.empty(count * x_row + 2 * STEP_BYTES, np.uint8)
         both = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         blocks = both + STEP_BYTES
         for i in range(count):  # each thread for itself: nobody waits
             row = blocks + i * x_row
             round_row(packing, has_pairs, x_bytes, a.x + i * a.in_features * x_bytes, num_blocks, row)
-            lost, size = _reach(carray(pointer(row), (num_blocks, X_BLOCK_BYTES // 4), np.float32))
-            reach = carray(pointer(row + num_blocks * X_BLOCK_BYTES), (2,), np.float32)
+            lost, size = _reach(carray(pointer(row), (num_blocks, block_bytes // 4), np.float32))
+            reach = carray(pointer(row + num_blocks * block_bytes), (2,), np.float32)
             if size < _LARGEST:
                 reach[0] = np.float32((lost + a.slack * size) * _MARGIN)
                 reach[1] = np.float32(size * _MARGIN if a.rounds else 0.0)
@@ -191,6 +201,7 @@ def _choose_worker(sources: str) -> Any:
 
 _SOURCES = (
     "bound_vectors",
+    "byte_products",
     "call",
     "claims",
     "code_words",

@@ -14,10 +14,11 @@ Weights come in three precisions:
     int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
 
 Those that are packed (`kernels.packed`) are multiplied with x in float32 or bfloat16: in matrix tiles (`codes`); else,
-in vectors, in bfloat16 by its dot products where they are fast (`dots`), otherwise by those of bytes (`byte_dots`); and
-without these in float32 (`panels`: the same sums of the same numbers; x in bfloat16 is widened). They are unpacked part
-by part, in registers or into a core's caches. Where x may be rounded to 8 bits, one dot product of bytes takes the
-place of three (`rounded_dots`).
+in vectors, in bfloat16 by its dot products where they are fast (`dots`), otherwise by those of bytes, or by what AVX2
+has for bytes and words (`byte_dots`: x in bfloat16 is rounded to 16 bits of the largest of each 32 numbers); and
+without these in float32 (`panels`: the same sums of the same numbers; x in bfloat16 is widened). They are unpacked
+part by part, in registers or into a core's caches. Where x may be rounded to 8 bits, one product of bytes takes the
+place of two or three (`rounded_dots`).
 
 A CPU on which no instruction for bfloat16 or int8 is faster than that multiplies them as float32. The library's product
 of a prompt takes as long in float32, and two to six times as long in bfloat16 on x86; elsewhere that was not measured,
@@ -42,8 +43,9 @@ from torch import Tensor
 
 from ..packed import Packing
 from . import byte_dots, codes, dots, few_rows, many_rows, matrix_tiles, panels, rounded_dots
+from .byte_products import has_products
 from .elementwise import activate_and_mul
-from .features import cpu_features, dots_are_fast
+from .features import dots_are_fast
 from .intrinsics import IS_X86
 from .likeliest import likeliest
 from .recording import as_one_action
@@ -88,11 +90,13 @@ class _Chooses(NamedTuple):
     multiply: Callable[..., None]
     has_pairs: bool  # its codes lie in pairs
     most_exact: int  # rows of x with which numbers of the weight are not rounded
+    lost: dict[torch.dtype, float]  # see `likeliest`
+    pays: Callable[[Packing, torch.dtype], bool]  # whether a bound takes less than what it stands for
 
 
 _CHOOSING: dict[_PackedKernel, _Chooses] = {
-    dots: _Chooses(dots.multiply, has_pairs=True, most_exact=dots.FEW_ROWS),
-    byte_dots: _Chooses(byte_dots.multiply, has_pairs=False, most_exact=sys.maxsize),
+    dots: _Chooses(dots.multiply, True, dots.FEW_ROWS, {torch.bfloat16: 0.0}, lambda _packing, _dtype: True),
+    byte_dots: _Chooses(byte_dots.multiply, False, sys.maxsize, byte_dots.LOST, byte_dots.bounds_pay),
 }
 
 
@@ -157,7 +161,8 @@ def linear_gated_packed(
 
 def bounds_packed(packing: Packing, dtype: torch.dtype) -> bool:
     """See `ops.bounds_packed`."""
-    return _packed_kernel(dtype, in_int8=False) in _CHOOSING and not packing.has_least
+    way = _CHOOSING.get(_packed_kernel(dtype, in_int8=False))
+    return way is not None and not packing.has_least and way.pays(packing, dtype)
 
 
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
@@ -175,7 +180,8 @@ def choose_likeliest(kernel: _PackedKernel, x: Tensor, weight: Tensor, packing: 
         way.multiply(x, weight, None, packing, logits, chosen=chosen)
 
     rounds = len(x) > way.most_exact
-    return likeliest(x, weight, packing, lengths, multiply, has_pairs=way.has_pairs, rounds=rounds)
+    lost = way.lost[x.dtype]
+    return likeliest(x, weight, packing, lengths, multiply, has_pairs=way.has_pairs, rounds=rounds, lost=lost)
 
 
 def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype, in_int8: bool) -> Tensor:
@@ -194,11 +200,11 @@ def _packed_kernel(dtype: torch.dtype, in_int8: bool) -> _PackedKernel:
     """The fastest on this CPU for x of a dtype, which may be rounded to 8 bits (`in_int8`), or not."""
     if matrix_tiles.are_available():
         return codes
-    if in_int8 and "avx512vnni" in cpu_features():
+    if in_int8 and has_products():
         return rounded_dots
     if dtype == torch.bfloat16 and dots_are_fast():
         return dots
-    return byte_dots if "avx512vnni" in cpu_features() else panels
+    return byte_dots if has_products() else panels
 
 
 def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -45,6 +45,7 @@ from .vectors import (
 )
 
 PANEL = LANES  # rows of the weight
+# Narrow registers are those of other CPUs than x86, and of x86 without AVX2.
 WIDTH = 2 if IS_WIDE else 1  # panels that `multiply` takes
 SIZES = (12, 8, 4) if IS_WIDE else (6, 4, 2)  # rows of x that it may take
 SUMS = 16 if IS_WIDE else 4  # vectors that leave registers for what `multiply_few` multiplies

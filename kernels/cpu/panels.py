@@ -61,7 +61,8 @@ from .sources import digest_of, filed_as
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES, TILE
 from .vectors import LANES
 
-# Of x, where that pays: to unpack numbers for 4 rows in bfloat16 takes AVX2 longer than to read them unpacked.
+# Of x, where that pays: to unpack numbers for 4 rows in bfloat16 takes narrow vectors longer (it was measured with
+# AVX2, whose products are others now) than to read them unpacked.
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16) if IS_WIDE else (torch.float32,)
 SPAN = CLASSES * IN_A_ROW  # numbers of a row, whose sums are added to the totals together
 

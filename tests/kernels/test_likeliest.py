@@ -10,6 +10,7 @@ import torch
 
 from quire.kernels import ops
 from quire.kernels.cpu import byte_dots, dots, likeliest
+from quire.kernels.cpu.byte_products import has_products
 from quire.kernels.cpu.features import cpu_features
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.likeliest import PAIR
@@ -19,10 +20,10 @@ from quire.kernels.packed import BLOCK, PACKINGS, Packing, lengths, unpack
 from quire.kernels.sampling import likeliest_tokens
 
 KERNELS: list[tuple[ModuleType, torch.dtype]] = []
-if "avx512vnni" in cpu_features():
+if has_products():
     KERNELS += [(byte_dots, torch.float32), (byte_dots, torch.bfloat16)]
-    if "avx512bf16" in cpu_features():
-        KERNELS += [(dots, torch.bfloat16)]
+if {"avx512vnni", "avx512bf16"} <= cpu_features():
+    KERNELS += [(dots, torch.bfloat16)]
 NAMES = [f"{kernel.__name__.rpartition('.')[2]}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
 kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=NAMES)
 packings = pytest.mark.parametrize("packing", [PACKINGS["q4_0"], PACKINGS["q8_0"]], ids=lambda each: each.name)
@@ -51,7 +52,8 @@ def both(kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing) -> 
 def bounds(kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
     weight, has_pairs = kernel.lay_out(rows, packing), kernel is dots
     rounds = has_pairs and len(x) > dots.FEW_ROWS
-    return likeliest.bounds(x, weight, packing, lengths(rows, packing), has_pairs=has_pairs, rounds=rounds)
+    lost = byte_dots.LOST[x.dtype] if kernel is byte_dots else 0.0
+    return likeliest.bounds(x, weight, packing, lengths(rows, packing), has_pairs=has_pairs, rounds=rounds, lost=lost)
 
 
 def pairs_of(logits: torch.Tensor) -> list[torch.Tensor]:
@@ -188,7 +190,8 @@ def test_what_the_kernel_rounds_is_bounded_too(
     num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype
 ) -> None:
     """Rounding takes nothing from x, whose numbers are whole with 127 in each block, and next to nothing from tenths
-    of these. With 24 rows, `dots` rounds numbers of the weight."""
+    of these. With 24 rows, `dots` rounds numbers of the weight; what `byte_dots` may take from bfloat16 is allowed
+    for."""
     x = torch.randint(-3, 4, (num_rows, SIZE), generator=torch.Generator().manual_seed(6)).float()
     x[:, ::BLOCK] = 127.0
     x[1::2] *= 0.1
@@ -198,8 +201,25 @@ def test_what_the_kernel_rounds_is_bounded_too(
     tops = torch.stack([part.amax(dim=1) for part in pairs_of(logits)], dim=1)
     assert (tops <= upper).all()
     assert (lower <= tops).all()
-    rounds = kernel is dots and num_rows > dots.FEW_ROWS
+    rounds = num_rows > dots.FEW_ROWS if kernel is dots else byte_dots.LOST[dtype] > 0
     assert ((upper - lower)[::2] / logits.abs().max()).max() < (0.02 if rounds else 1e-3)
+
+
+@packings
+@pytest.mark.skipif(not has_products(), reason="this CPU does not multiply bytes")
+def test_what_two_digits_lose_is_bounded(packing: Packing) -> None:
+    """Numbers that lie in the middle between two that two digits have, all to one side, and that 8 bits have not at
+    all: what is bounded is not what x gives, but what the kernel does."""
+    rows, x = torch.zeros(TOKENS, packing.row_bytes(SIZE), dtype=torch.uint8), torch.full((2, SIZE), 1.5 * 2.0**-14)
+    halves, codes = packing.parts(rows)
+    halves.copy_(torch.full((TOKENS, SIZE // BLOCK), 0.5).half().view(torch.uint8))
+    codes.fill_(0x7F if packing.bits == 8 else 0xFF)
+    x[:, ::BLOCK] = 1.0
+    x = x.bfloat16()
+    logits = byte_dots.linear(x, byte_dots.lay_out(rows, packing), None, packing, torch.float32)
+    assert (logits > 1.0005 * x.float() @ unpack(rows, packing).T).all()
+    upper, _ = bounds(byte_dots, x, rows, packing)
+    assert (logits.amax(dim=1, keepdim=True) <= upper).all()
 
 
 @kernels

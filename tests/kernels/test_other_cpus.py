@@ -105,6 +105,13 @@ def test_a_cpu_with_half_the_registers(caches: Path) -> None:
         f"{here / 'test_paged_attention.py'}::test_a_request_gets_the_same_bits_alone_and_in_a_batch",
         f"{here / 'test_paged_attention.py'}::test_prompts_match_the_reference_and_are_the_same_alone",
     ]
+    if IS_WIDE:  # packed weights have other products there
+        tests += [
+            f"{here / 'test_packed.py'}::test_what_is_rounded",
+            f"{here / 'test_packed.py'}::test_rows_do_not_depend_on_their_batch",
+            f"{here / 'test_packed.py'}::test_the_largest_sums_of_bytes",
+            f"{here / 'test_likeliest.py'}::test_it_is_the_token_of_all_logits",
+        ]
     end_well(play(HASWELL, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches))
 
 
@@ -132,6 +139,9 @@ def test_a_cpu_with_wider_registers_and_dot_products(tmp_path: Path) -> None:
     tests = [
         f"{here / 'test_linear.py'}::test_rows_do_not_depend_on_their_batch",
         f"{here / 'test_packed.py'}::test_bits_are_those_of_the_numbers",
+        f"{here / 'test_packed.py'}::test_the_largest_sums_of_bytes",
+        f"{here / 'test_packed.py'}::test_the_reference_agrees",
+        f"{here / 'test_likeliest.py'}::test_it_is_the_token_of_all_logits",
         f"{here / 'test_paged_attention.py'}::test_prompts_in_bfloat16",
         f"{here / 'test_paged_attention.py'}::test_a_chunk_that_some_lanes_do_not_see",
         f"{here / 'test_paged_attention.py'}::test_bits_of_bfloat16_however_its_prompt_is_cut",

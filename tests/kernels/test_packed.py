@@ -17,6 +17,7 @@ from numba.extending import intrinsic
 from quire.kernels import ops
 from quire.kernels.cpu import (
     byte_dots,
+    byte_products,
     byte_vectors,
     codes,
     dots,
@@ -28,6 +29,7 @@ from quire.kernels.cpu import (
     vectors,
 )
 from quire.kernels.cpu.any_rows import capture
+from quire.kernels.cpu.byte_products import has_products
 from quire.kernels.cpu.features import IS_WIDE, cpu_features, dots_are_fast
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.graph import capture as capture_graph
@@ -41,7 +43,7 @@ from quire.kernels.packed import BLOCK, IN_8_BITS, PACKINGS, Packing, pack, unpa
 # (out_features, in_features): an odd number of panels, sums of one span and of more, and parts of a span.
 SHAPES = [(32, 32), (48, 96), (80, 576), (48, 1536), (256, 512)]
 KERNELS: list[tuple[ModuleType, torch.dtype]] = [(panels, torch.float32), (panels, torch.bfloat16)]
-HAS_BYTES = "avx512vnni" in cpu_features()
+HAS_BYTES = has_products()
 if HAS_BYTES:
     KERNELS += [(kernel, dtype) for kernel in (byte_dots, rounded_dots) for dtype in (torch.float32, torch.bfloat16)]
 if matrix_tiles.are_available():
@@ -54,7 +56,9 @@ IN_BFLOAT16 = dots if dots_are_fast() and IN_FLOAT32 is not codes else IN_FLOAT3
 # That are recorded for others, where not 1.
 LEAST_ROWS = {panels: FEW[-1] + 1, byte_dots: byte_vectors.ROWS + 1, rounded_dots: byte_vectors.ROWS + 1}
 WORKERS = {rounded_dots: byte_dots}  # the module that has a kernel's workers, where that is another
-DTYPES = [torch.bfloat16, torch.float32] if IS_WIDE else [torch.float32]  # of x, with which weights stay packed
+DTYPES = (
+    [torch.bfloat16, torch.float32] if IS_WIDE or HAS_BYTES else [torch.float32]
+)  # of x, with which weights stay packed
 
 
 def ids(cases: list[tuple[ModuleType, torch.dtype]]) -> list[str]:
@@ -216,11 +220,15 @@ def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
 def met(kernel: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The numbers that a kernel multiplies, float64, and by how much more than by roundings of float32 each may be off:
     by a whole unit, where it lies in the middle between two."""
-    x = x.double()
+    in_two_digits, x = kernel is byte_dots and x.dtype == torch.bfloat16, x.double()
+    blocks = x.unflatten(1, (-1, BLOCK))
+    largest = blocks.abs().amax(dim=-1, keepdim=True)
+    if in_two_digits:  # of them, 32,639 is the most
+        units = torch.ldexp(torch.ones_like(largest), torch.frexp(largest * 2 / 1.984375)[1] - 15)
+        return ((blocks / units).round() * units).flatten(1), torch.zeros_like(x)
     if kernel is not rounded_dots:
         return x, torch.zeros_like(x)
-    blocks = x.unflatten(1, (-1, BLOCK))
-    units = blocks.abs().amax(dim=-1, keepdim=True) / 127
+    units = largest / 127
     whole = blocks / units
     in_the_middle = (whole - whole.floor() - 0.5).abs() < 1e-4
     return (whole.round() * units).flatten(1), (in_the_middle * units).flatten(1)
@@ -256,21 +264,25 @@ def test_what_is_rounded(shape: tuple[int, int], packing: Packing, kernel: Any, 
         check(biased, exact + bias.double(), of_all + bias.double().abs(), most)
 
 
-@pytest.mark.parametrize("top", [1.0, 1.98437488, 1.9843751, 1.9999999])
+@pytest.mark.parametrize("top", [1.0, 1.9765625, 8290432 / 2**22, 1.98437488, 1.9843751, 1.9921875, 1.9999999])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
 @pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.skipif(not HAS_BYTES, reason="this CPU does not multiply bytes")
-def test_the_largest_sums_of_bytes(name: str, sign: float, top: float) -> None:
-    """All numbers of x are the largest of their block, and all codes are -8, or -128: whole numbers of 32 bits hold
-    little more than their sum. `top` lies on both sides of where the next power of two takes over."""
-    packing, x = PACKINGS[name], torch.full((2, 64), sign * top)
+def test_the_largest_sums_of_bytes(dtype: torch.dtype, name: str, sign: float, top: float) -> None:
+    """All numbers of x are the largest of their block, and all codes the least or the largest: whole numbers of 32 bits
+    hold little more than their sum, and those of 16 than that of half of them. `top` lies on both sides of where the
+    next power of two takes over; all digits of the third are -126 and -128 where it is negative."""
+    packing, x = PACKINGS[name], torch.full((2, 64), sign * top).to(dtype)
     rows = torch.zeros(32, packing.row_bytes(64), dtype=torch.uint8)
     halves, codes_ = packing.parts(rows)
     halves.copy_(torch.full((32, 2), 0.5).half().view(torch.uint8))
-    codes_.fill_(0x80 if packing.bits == 8 else 0)
-    exact = x.double() @ unpack(rows, packing).double().T
-    assert exact[0, 0] == -sign * x.abs().double()[0, 0] * 64 * (64 if packing.bits == 8 else 4)
-    torch.testing.assert_close(product(byte_dots, x, rows, packing).double(), exact, rtol=2**-22, atol=0)
+    for byte, code in ((0x80, -128), (0x7F, 127)) if packing.bits == 8 else ((0, -8), (0xFF, 7)):
+        codes_.fill_(byte)
+        exact = x.double() @ unpack(rows, packing).double().T
+        assert exact[0, 0] == x.double()[0, 0] * 64 * code / 2
+        found = byte_dots.linear(x, byte_dots.lay_out(rows, packing), None, packing, torch.float32)
+        torch.testing.assert_close(found.double(), exact, rtol=2**-22, atol=0)
 
 
 @of_codes
@@ -295,12 +307,14 @@ def test_a_code_that_cancels_what_is_least(kernel: Any, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("kernel", [kernel for kernel, dtype in OF_CODES if dtype == torch.float32])
 def test_ends_of_float32(kernel: Any) -> None:
     """What becomes infinite in bfloat16 has no rest; what is below the smallest normal number is nothing there. Bytes
-    have powers of two above it."""
+    have powers of two above it. (AVX2 multiplies x as it is.)"""
     packing = PACKINGS["q8_0"]
+    is_exact = kernel is byte_dots and byte_products.Way(packing, byte_products.THREE_DIGITS).product.number_bytes == 4
+    tiny = 6e-39 if is_exact else 0.0
     rows = torch.cat(
         [torch.full((32, 1), 2.0).half().view(torch.uint8), torch.full((32, 32), 3, dtype=torch.uint8)], dim=1
     )
-    for value, expected in ((3.4e38, torch.inf), (torch.inf, torch.inf), (1e33, 6e33), (1e-30, 6e-30), (1e-39, 0.0)):
+    for value, expected in ((3.4e38, torch.inf), (torch.inf, torch.inf), (1e33, 6e33), (1e-30, 6e-30), (1e-39, tiny)):
         x = torch.zeros(1, 32)
         x[0, 5] = value
         got = product(kernel, x, rows, packing)
@@ -514,6 +528,8 @@ def test_gates_of_any_kind_and_size(packing: Packing, out_features: int, activat
         x.double().abs() @ sizes(rows, packing).T,
     )
     off = 2 * 2**-22 * (of_all + bias.double().abs()) + (unit * both.abs() if dtype == torch.bfloat16 else 0)
+    multiplied, _ = met(_packed_kernel(dtype, in_int8=False), x)
+    off += (multiplied - x.double()).abs() @ unpack(rows, packing).double().abs().T
     (gates, ups), (off_gates, off_ups) = both.chunk(2, dim=1), off.chunk(2, dim=1)
     activate = F.silu if activation == "silu" else F.relu
     steps = [(activate(gates + sign * off_gates) - activate(gates)).abs() for sign in (-1, 1)]
@@ -616,7 +632,7 @@ def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel:
 @pytest.mark.parametrize("shape", [(40, 96), (16, 96), (48, 80), (48, 16)])
 def test_what_does_not_fit(shape: tuple[int, int]) -> None:
     device = torch.device("cpu")
-    fits = shape == (16, 96) and WIDTH == 1  # CPUs with matrix tiles have more
+    fits = shape == (16, 96) and WIDTH == 1 and not HAS_BYTES  # others take two panels at once
     assert ops.fits_packed(shape, torch.float32, device) is fits
     for dtype in {torch.float16, torch.bfloat16} - set(DTYPES):
         assert not ops.fits_packed((48, 96), dtype, device)

@@ -1,4 +1,4 @@
-"""A pytest plugin: this x86 CPU plays one whose registers are twice as wide, and which multiplies bfloat16.
+"""A pytest plugin: this x86 CPU plays one whose registers are twice as wide, and which multiplies bfloat16 and bytes.
 
 LLVM makes two vectors of each that is too wide, and the instructions that are missing are written out. So the tiles are
 those of the other CPU, where each number comes from and goes to, and only their speed is not. Compiled code must not
@@ -30,7 +30,7 @@ def _without_its_package(name: str) -> Any:
 
 _without_its_package("features").IS_WIDE = True
 
-from quire.kernels.cpu import digits, heads, prompt_tiles, tiles  # noqa: E402
+from quire.kernels.cpu import byte_products, digits, heads, linear, prompt_tiles, tiles  # noqa: E402
 from quire.kernels.cpu.vectors import INTS, splat  # noqa: E402
 
 
@@ -50,3 +50,5 @@ def _dot_int8(b: Any, x: Any, weights: Any, sums: Any) -> Any:
 for _name, _multiply in (("bfloat16 dot", _dot_bfloat16), ("int8 dot", _dot_int8)):
     tiles.FORMATS[_name] = replace(tiles.FORMATS[_name], multiply=_multiply, needs=None)
 digits.dot_int8, heads.dot_bfloat16, prompt_tiles.PRODUCT = _dot_int8, _dot_bfloat16, "bfloat16 dot"
+byte_products.PRODUCTS.update(dict.fromkeys(byte_products.PRODUCTS, byte_products.DOT._replace(dot=_dot_int8)))
+byte_products.has_products = linear.has_products = lambda: True

@@ -24,7 +24,6 @@ from quire.engine.errors import ConfigError
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
 from quire.engine.tokenizer import load_tokenizer
 from quire.kernels import ops
-from quire.kernels.cpu.features import IS_WIDE
 from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
 from quire.workers.layers.linear import shard_heads
@@ -241,7 +240,9 @@ def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
         assert num_bytes(ours.parameters()) - twice < num_bytes(theirs.parameters())
 
 
-@pytest.mark.skipif(not IS_WIDE, reason="bfloat16 does not stay packed on this CPU")
+@pytest.mark.skipif(
+    not ops.fits_packed((64, 64), torch.bfloat16, torch.device("cpu")), reason="bfloat16 does not stay packed here"
+)
 def test_ranks_gather_logits_of_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of two has a row less, so that its share of the head is no whole panels and is unpacked."""
     path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, vocab_size=223, tie_word_embeddings=False)

@@ -1,0 +1,182 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
+"""Words to write rows of x as `byte_vectors` multiplies them, as LLVM vectors.
+
+A block of a row is `x_block_bytes`: its parts, [part][number in the order of lines], then words: what a whole number is
+worth and the sum of the block, float32, and for each group what is added to its sums, int32, where codes have no
+sign. A part is a digit, int8, the highest first, or there is one: all digits as a word, or x in float32 as it is, with
+no words behind it (see `byte_products`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from ..packed import BLOCK, PACKINGS
+from .byte_products import ONE_DIGIT, THREE_DIGITS, TWO_DIGITS, Way
+from .digits import largest_bits, rounding
+from .tile_product import STEP_BYTES
+from .vectors import (
+    BYTES,
+    FLOAT,
+    FLOATS,
+    INT8S,
+    INT16,
+    INT32,
+    INT64,
+    INTS,
+    LANES,
+    at_most,
+    broadcast,
+    call,
+    load_numbers,
+    loop_over,
+    splat,
+    store,
+    sum_lanes,
+    take,
+)
+
+FACTOR, SUM, OFFSETS = range(3)  # words of a block
+
+_AT_ONCE = 4  # blocks that are split together
+_LEAST = 2.0**-100  # with one digit, what a block's largest number is taken for where it is less
+# The binary exponent of a block's largest whole number; digits reach twice that power, less half a percent.
+_TOP = {THREE_DIGITS: 22, TWO_DIGITS: 14}
+
+
+def groups_of(way: Way) -> list[tuple[int, ...]]:
+    """Digits of x whose sums are one whole number: of codes of 8 bits and three digits, sums have 36 bits."""
+    if (way.kind.bits, way.num_digits) == (8, THREE_DIGITS):
+        return [(0, 1), (2,)]
+    return [tuple(range(way.num_digits))]
+
+
+def parts_of(way: Way) -> list[tuple[int, ...]]:
+    """Of each group, those that make its sums."""
+    return groups_of(way) if way.product.number_bytes == 1 else [(0,)]
+
+
+def part_bytes(way: Way) -> int:
+    return BLOCK * way.product.number_bytes
+
+
+def words_at(way: Way) -> int:
+    """Where in a block of x its words are: behind all parts."""
+    return sum(len(parts) for parts in parts_of(way)) * part_bytes(way)
+
+
+def x_block_bytes(way: Way) -> int:
+    """Whole lines of the cache."""
+    in_floats = way.product.number_bytes == 4
+    assert not (in_floats and way.kind.has_least), "their sums are not there"
+    num_words = 0 if in_floats else OFFSETS + len(groups_of(way))
+    return -(-(words_at(way) + 4 * num_words) // STEP_BYTES) * STEP_BYTES
+
+
+@intrinsic(prefer_literal=True)
+def split_row(
+    typing_context: Any, packing: Any, num_digits: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any
+) -> Any:
+    """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks of so many digits, for codes of a packing; all three
+    are constants.
+
+    A block's numbers become whole multiples of a power of two, which is 2^-22 of its largest or less (of those right
+    below a power, 1.008 times that), with two digits 2^-14, and no less than 2^-126; with one digit, of 1/127 of its
+    largest, or of 2^-100. If one of them is not finite, all their products become NaN: what is converted then does not
+    matter. Where x is multiplied as float32, numbers are all there is.
+    """
+    way, size = Way(PACKINGS[packing.literal_value], num_digits.literal_value), x_bytes.literal_value
+    middle, in_floats = 1 << (way.kind.bits - 1), way.product.number_bytes == 4
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        _, _, _, x, num_blocks, out = arguments
+        last, words_start = b.sub(num_blocks, INT64(1)), words_at(way)
+
+        def step(k: Any, _state: list[Any]) -> list[Any]:
+            numbers = [at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
+            sources, targets = (
+                [b.add(start, b.mul(number, INT64(step))) for number in numbers]
+                for start, step in ((x, BLOCK * size), (out, x_block_bytes(way)))
+            )
+            halves = [
+                [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]
+                for source in sources
+            ]
+            if in_floats:
+                for each, target in zip(halves, targets, strict=True):
+                    for i, half in enumerate(each):
+                        store(b, half, b.add(target, INT64(STEP_BYTES * i)))
+                return []
+            factors, inverses = (
+                rounding(b, halves, _LEAST)
+                if way.num_digits == ONE_DIGIT
+                else _splitting(b, halves, _TOP[way.num_digits])
+            )
+            whole = []
+            for i, each in enumerate(halves):
+                inverse = broadcast(b, b.extract_element(inverses, INT32(i)), LANES)
+                whole.append(
+                    [b.fptosi(call(b, "llvm.rint.v16f32", FLOATS, [b.fmul(half, inverse)]), INTS) for half in each]
+                )
+            for each, target in zip(whole, targets, strict=True):
+                _store_parts(b, way, each, target)
+            totals = sum_lanes(b, [b.add(*each) for each in whole])
+            by_group = [totals]
+            if len(groups_of(way)) > 1:
+                lowest = sum_lanes(b, [b.add(*(_lowest(b, half) for half in each)) for each in whole])
+                by_group = [b.ashr(b.sub(totals, lowest), splat(totals.type, 8)), lowest]
+            offsets = [] if way.has_signs else [b.mul(each, splat(totals.type, -middle)) for each in by_group]
+            if way.num_digits == THREE_DIGITS:
+                sums = sum_lanes(b, [b.fadd(*each) for each in halves])
+            else:
+                sums = b.fmul(b.sitofp(totals, factors.type), factors)
+            for number, words in enumerate((factors, sums, *offsets)):
+                for i, target in enumerate(targets):
+                    store(b, b.extract_element(words, INT32(i)), b.add(target, INT64(words_start + 4 * number)))
+            return []
+
+        loop_over(b, num_blocks, _AT_ONCE, [], step)
+        return context.get_dummy_value()
+
+    return types.void(packing, num_digits, x_bytes, *[types.int64] * 3), generate
+
+
+def _splitting(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]], top: int) -> tuple[Any, Any]:
+    """By block, for whole numbers up to two to the power `top` + 1: what one is worth, a power of two or NaN, and the
+    inverse of it."""
+    tops = largest_bits(b, blocks)
+    kind, floats = tops.type, ir.VectorType(FLOAT, tops.type.count)
+    # The exponent of a number a little larger: what digits of -128 to 127 hold is not quite that much.
+    exponents = b.lshr(b.add(tops, splat(kind, 1 << 17)), splat(kind, 23))
+    least = splat(kind, top + 1)
+    exponents = b.select(b.icmp_signed("<", exponents, least), least, exponents)
+    factors = b.shl(b.sub(exponents, splat(kind, top)), splat(kind, 23))
+    are_finite = b.icmp_signed("<", tops, splat(kind, 0x7F800000))
+    factors = b.select(are_finite, factors, splat(kind, 0x7FC00000))
+    inverses = b.shl(b.sub(splat(kind, 2 * 127 + top), exponents), splat(kind, 23))
+    return b.bitcast(factors, floats), b.bitcast(inverses, floats)
+
+
+def _lowest(b: ir.IRBuilder, whole: Any) -> Any:
+    """The lowest digits of whole numbers."""
+    return b.ashr(b.shl(whole, splat(INTS, 24)), splat(INTS, 24))
+
+
+def _store_parts(b: ir.IRBuilder, way: Way, whole: Sequence[Any], target: Any) -> None:
+    """Of two vectors of whole numbers. Where 128 is added to every digit, digits are the bytes of the sum."""
+    is_word = way.product.number_bytes == 2
+    if is_word or way.num_digits == ONE_DIGIT:
+        first, second = (b.trunc(each, ir.VectorType(INT16, LANES) if is_word else INT8S) for each in whole)
+        store(b, take(b, first, way.order, second), target)
+        return
+    middle = splat(INTS, sum(128 << 8 * digit for digit in range(way.num_digits)))
+    first, second = (b.bitcast(b.xor(b.add(each, middle), middle), BYTES) for each in whole)
+    for digits in ((0, 1), (2,))[: way.num_digits - 1]:
+        places = [4 * number + way.num_digits - 1 - digit for digit in digits for number in way.order]
+        store(b, take(b, first, places, second), b.add(target, INT64(BLOCK * digits[0])))
