@@ -95,8 +95,20 @@ class _Chooses(NamedTuple):
 
 
 _CHOOSING: dict[_PackedKernel, _Chooses] = {
-    dots: _Chooses(dots.multiply, True, dots.FEW_ROWS, {torch.bfloat16: 0.0}, lambda _packing, _dtype: True),
-    byte_dots: _Chooses(byte_dots.multiply, False, sys.maxsize, byte_dots.LOST, byte_dots.bounds_pay),
+    dots: _Chooses(
+        dots.multiply,
+        has_pairs=True,
+        most_exact=dots.FEW_ROWS,
+        lost={torch.bfloat16: 0.0},
+        pays=lambda _packing, _dtype: True,
+    ),
+    byte_dots: _Chooses(
+        byte_dots.multiply,
+        has_pairs=False,
+        most_exact=sys.maxsize,
+        lost=byte_dots.LOST,
+        pays=byte_dots.bounds_pay,
+    ),
 }
 
 
