@@ -236,7 +236,7 @@ def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any],
             may_unroll=False,
         )
         for number, each in enumerate(found):
-            sums[number // len(panels) * WIDTH + panels[number % len(panels)]] = own.end(b, each, begun[number])
+            sums[number // len(panels) * WIDTH + panels[number % len(panels)]] = own.end(b, [each], begun[number])
 
     for panel in range(0, WIDTH, own.panels):
         of_panels(range(panel, panel + own.panels))

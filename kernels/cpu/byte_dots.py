@@ -152,7 +152,8 @@ def multiply(
         run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=None, chosen=chosen)
         return
     row_bytes = in_features // BLOCK * x_block_bytes(Way(packing, num_digits))
-    digits = torch.empty(num_rows * row_bytes + STEP_BYTES, dtype=torch.int8)
+    # (Tiles may read rows behind the last one, whatever is there.)
+    digits = torch.empty((num_rows + ROWS - 1) * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then whole lines of the cache
     _splitter(packing.name, num_digits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
     run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1, chosen=chosen)
@@ -224,7 +225,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
         step = num_panels if is_gated else 1  # to the panel that is multiplied with one: the next, or that of the ups
         next_pair = panel_bytes if is_gated else WIDTH * panel_bytes
         panel_step, bias_step, are_few = step * panel_bytes, step * bias_bytes, num_rows <= ROWS
-        own_bytes = block_unpacked + num_rows * x_row if are_few else num_blocks * block_unpacked
+        own_bytes = block_unpacked + ROWS * x_row if are_few else num_blocks * block_unpacked
         own = np.empty(TOTALS_BYTES + own_bytes + STEP_BYTES, np.uint8)
         totals = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         unpacked, digits = totals + TOTALS_BYTES, a[X]

@@ -17,7 +17,7 @@ x has its numbers in the order of these (`Way.order`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -42,8 +42,10 @@ class Product(NamedTuple):
     number_bytes: int  # of a number of x and of a code as they are multiplied
     start: Callable[[Any], Any]  # from sums, to which a block's are to be added
     dot: Callable[[ir.IRBuilder, Any, Any, Any], Any]  # (b, a word of x in all lanes, codes, sums) -> sums
-    end: Callable[[ir.IRBuilder, Any, Any], Any]  # (b, what `dot` gave in the end, what `start` was given) -> sums
+    # (b, what `dot` gave in the end for each part of x, what `start` was given) -> sums
+    end: Callable[[ir.IRBuilder, Sequence[Any], Any], Any]
     is_narrow: bool  # a panel's sums are two registers, of 16, and not one of 32
+    is_joint: bool = False  # all parts of x are multiplied at once, and not one after the other
 
     @property
     def panels(self) -> int:
@@ -127,7 +129,7 @@ def _by_halves(b: ir.IRBuilder, name: str, kinds: tuple[ir.Type, ir.Type], x: An
 
 
 def _add_pairs(b: ir.IRBuilder, words: Any, others: Any) -> Any:
-    """The products of two words of either, in each lane of INTS."""
+    """The sums of the products of two words of either, in each lane of INTS."""
     return _by_halves(b, "llvm.x86.avx2.pmadd.wd", (_WORDS_OF_HALF, _INTS_OF_HALF), words, others)
 
 
@@ -136,8 +138,13 @@ def _dot_bytes(b: ir.IRBuilder, x: Any, codes: Any, sums: Any) -> Any:
     return b.add(sums, _by_halves(b, "llvm.x86.avx2.pmadd.ub.sw", (_BYTES_OF_HALF, _WORDS_OF_HALF), codes, x))
 
 
-def _end_bytes(b: ir.IRBuilder, sums: Any, begun: Any) -> Any:
-    return b.add(begun, _add_pairs(b, b.bitcast(sums, INTS), splat(INTS, 0x00010001)))
+def _end_bytes(b: ir.IRBuilder, sums: Sequence[Any], begun: Any) -> Any:
+    """Digits are worth 256 times the one behind them: once, adding up two words does that, too."""
+    for place, digit in enumerate(reversed(sums)):
+        worth = splat(INTS, 0x01000100 if place else 0x00010001)
+        pairs = _add_pairs(b, b.bitcast(digit, INTS), worth)
+        begun = b.add(begun, pairs if place < 2 else b.shl(pairs, splat(INTS, 8 * (place - 1))))
+    return begun
 
 
 def _dot_words(b: ir.IRBuilder, x: Any, codes: Any, sums: Any) -> Any:
@@ -152,12 +159,12 @@ def _as_begun(begun: Any) -> Any:
     return begun
 
 
-def _as_added(_b: ir.IRBuilder, sums: Any, _begun: Any) -> Any:
-    return sums
+def _as_added(_b: ir.IRBuilder, sums: Sequence[Any], _begun: Any) -> Any:
+    return sums[0]
 
 
 DOT = Product(1, _as_begun, dot_int8, _as_added, is_narrow=False)
-IN_BYTES = Product(1, lambda _begun: splat(_WORDS, 0), _dot_bytes, _end_bytes, is_narrow=True)
+IN_BYTES = Product(1, lambda _begun: splat(_WORDS, 0), _dot_bytes, _end_bytes, is_narrow=True, is_joint=True)
 IN_WORDS = Product(2, _as_begun, _dot_words, _as_added, is_narrow=True)
 IN_FLOATS = Product(4, lambda _begun: splat(FLOATS, 0.0), _dot_floats, _as_added, is_narrow=True)
 _ON_AVX2 = {

@@ -8,8 +8,9 @@ x comes as `byte_rows` writes it. A block of WIDTH panels is unpacked as `unpack
 the panel][number], as `byte_products` multiplies them, then scales [panel][row] and what belongs to sums of x,
 likewise, float32.
 
-Everything works on addresses. Totals are [panel][row of x][row of the panel], panels PANEL_TOTALS apart; behind as many
-rows of x as there are, they are of no meaning.
+Everything works on addresses. Totals are [panel][row of x][row of the panel], panels PANEL_TOTALS apart. There is
+memory for ROWS rows of x: those behind as many as there are may be read, whatever is there, and totals of theirs have
+no meaning.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from .vectors import (
     fma,
     load,
     loop_over,
-    rows_from,
     splat,
     store,
 )
@@ -210,11 +210,11 @@ def _multiply(
 ) -> None:
     """`block_of` gives a block by its number, for so many rows; `rows`: the address of the first, the bytes from one to
     the next, and how many there are."""
-    own, words_start = way.product, words_at(way)
+    own, words_start, (first_row, x_row, num_rows) = way.product, words_at(way), rows
 
     def of_rows(count: int) -> None:
         size = _tile_of(way, count)
-        num_tiles = INT64(1) if size == count else b.sdiv(b.add(rows[2], INT64(size - 1)), INT64(size))
+        num_tiles = INT64(1) if size == count else b.sdiv(b.add(num_rows, INT64(size - 1)), INT64(size))
 
         def clear(i: Any, _state: list[Any]) -> list[Any]:
             for j in range(WIDTH):
@@ -229,19 +229,20 @@ def _multiply(
 
         def tile(block: _Block, place_in_row: Any, panels: range, number: Any, _state: list[Any]) -> list[Any]:
             first = b.mul(number, INT64(size))
-            x_blocks = [b.add(start, place_in_row) for start in rows_from(b, *rows, first, size)]
+            x_blocks = [b.add(b.add(first_row, place_in_row), b.mul(first, x_row))]
+            for _ in range(size - 1):
+                x_blocks.append(b.add(x_blocks[-1], x_row))
             sums = iter(_sums(b, way, block, x_blocks, panels))
             scales = {j: block.scale_and_middle(j) for j in panels}
             for i, x_block in enumerate(x_blocks):
-                words = b.add(x_block, INT64(words_start))
                 for j, (scale, middle) in scales.items():
                     place = b.add(total_at(b, totals, i, j), b.mul(first, INT64(STEP_BYTES)))
                     total = load(b, place, FLOATS)
                     if middle is not None:
-                        total = fma(b, _word(b, words, SUM, FLOAT), middle, total)
+                        total = fma(b, _word(b, x_block, words_start + 4 * SUM, FLOAT), middle, total)
                     product = next(sums)
                     if own.number_bytes < 4:
-                        product = b.fmul(product, _word(b, words, FACTOR, FLOAT))
+                        product = b.fmul(product, _word(b, x_block, words_start + 4 * FACTOR, FLOAT))
                     store(b, fma(b, product, scale, total), place)
             return []
 
@@ -249,57 +250,60 @@ def _multiply(
         loop_over(b, num_blocks, 1, [], step)
 
     # Those that are one tile, and what goes by tiles for all others.
-    by_least(b, rows[2], [count for count in _COUNTS if count in (ROWS, _tile_of(way, count))], of_rows)
+    by_least(b, num_rows, [count for count in _COUNTS if count in (ROWS, _tile_of(way, count))], of_rows)
 
 
-def _passes(way: Way) -> list[list[tuple[int, int]]]:
-    """Parts of x, each with its group, that a block is multiplied with at once."""
-    parts = [(group, part) for group, some in enumerate(parts_of(way)) for part in some]
-    return [parts] if way.product.is_narrow else [[each] for each in parts]
+def _parts_at_once(way: Way) -> int:
+    return len(parts_of(way)[0]) if way.product.is_joint else 1
 
 
 def _tile_of(way: Way, count: int) -> int:
     """Rows of x that are multiplied together, of so many: as many of them as leave none for a smaller tile."""
-    most = way.product.most_sums // (way.product.panels * len(_passes(way)[0]))
+    most = way.product.most_sums // (way.product.panels * _parts_at_once(way))
     return max(size for size in range(1, most + 1) if count % size == 0)
 
 
 def _is_direct(way: Way, count: int) -> bool:
     """Whether codes are multiplied with so many rows as they are unpacked, in registers: where sums take half of those
     that they may."""
-    return way.product.is_narrow and 2 * count * way.product.panels * len(_passes(way)[0]) <= way.product.most_sums
+    return way.product.is_narrow and 2 * count * way.product.panels * _parts_at_once(way) <= way.product.most_sums
 
 
 def _sums(b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range) -> list[Any]:
     """Of the products of a block's codes, signed, and x, in whole numbers or as it is: float32, [row of x][panel]."""
     own, groups = way.product, groups_of(way)
-    count, offsets_at = len(x_blocks) * len(panels), words_at(way) + 4 * OFFSETS
-    whole: dict[int, list[Any]] = {}
-
-    def offsets(group: int) -> list[Any]:
-        words = [b.add(x_block, INT64(offsets_at + 4 * group)) for x_block in x_blocks]
-        return [broadcast(b, load(b, word, INT32), LANES) for word in words for _ in panels]
-
-    for parts in _passes(way):
-        begun = []
-        for group, part in parts:
-            sums = [b.shl(each, splat(INTS, 8)) for each in whole[group]] if group in whole else [_NO_SUMS] * count
-            if part == parts_of(way)[group][-1] and not way.has_signs:
-                sums = [b.add(*each) for each in zip(sums, offsets(group), strict=True)]
-            begun.append(sums)
-        states = _dots(b, way, block, x_blocks, panels, [part for _, part in parts], begun)
-        for number, ((group, _), sums) in enumerate(zip(parts, begun, strict=True)):
-            # (One part of a group has found the one before it above, or finds it here, if both are of this pass.)
-            if number > 0 and parts[number - 1][0] == group:
-                sums = [b.add(b.shl(high, splat(INTS, 8)), low) for high, low in zip(whole[group], sums, strict=True)]
-            whole[group] = [own.end(b, *each) for each in zip(states[number], sums, strict=True)]
+    whole = [_whole_sums(b, way, block, x_blocks, panels, group) for group in range(len(parts_of(way)))]
     if own.number_bytes == 4:
         return whole[0]
     found = [b.sitofp(each, FLOATS) for each in whole[0]]
-    for group in range(1, len(whole)):
-        scale = splat(FLOATS, 256.0 ** len(groups[group]))
-        found = [fma(b, high, scale, b.sitofp(low, FLOATS)) for high, low in zip(found, whole[group], strict=True)]
+    for digits, sums in zip(groups[1:], whole[1:], strict=True):
+        scale = splat(FLOATS, 256.0 ** len(digits))
+        found = [fma(b, high, scale, b.sitofp(low, FLOATS)) for high, low in zip(found, sums, strict=True)]
     return found
+
+
+def _whole_sums(
+    b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range, group: int
+) -> list[Any]:
+    """Likewise, of one group of digits."""
+    own, parts, at_once = way.product, parts_of(way)[group], _parts_at_once(way)
+    offset_at, sums = words_at(way) + 4 * (OFFSETS + group), [_NO_SUMS] * (len(x_blocks) * len(panels))
+
+    def begun(is_last: bool) -> list[Any]:
+        """What the products are added to: those of digits before them, and with the last ones offsets."""
+        found = [b.shl(each, splat(INTS, 8)) for each in sums]
+        if not is_last or way.has_signs:
+            return found
+        offsets = [_word(b, x_block, offset_at, INT32) for x_block in x_blocks for _ in panels]
+        return [b.add(*each) for each in zip(found, offsets, strict=True)]
+
+    for first in range(0, len(parts), at_once):
+        some, is_last = parts[first : first + at_once], first + at_once == len(parts)
+        start = [own.start(each) for each in begun(is_last)]
+        states = _dots(b, way, block, x_blocks, panels, some, start)
+        # (Loaded again, where it is wanted only now: it has no register meanwhile. LLVM drops what nobody asks for.)
+        sums = [own.end(b, *each) for each in zip(zip(*states, strict=True), begun(is_last), strict=True)]
+    return sums
 
 
 def _dots(
@@ -309,32 +313,40 @@ def _dots(
     x_blocks: Sequence[Any],
     panels: range,
     parts: Sequence[int],
-    begun: Sequence[Sequence[Any]],
+    start: Sequence[Any],
 ) -> list[list[Any]]:
-    """By part of x, what its products with a block's codes leave: [row of x][panel]. `begun`: likewise."""
-    own, count, part_size = way.product, len(begun[0]), part_bytes(way)
-    at_once = 1 if own.is_narrow else max(1, ROWS // len(x_blocks))  # units
+    """By part of x, what its products with a block's codes leave: [row of x][panel]. `start`: likewise, of any part."""
+    own, count, part_size = way.product, len(start), part_bytes(way)
 
-    def step(first: Any, state: list[Any]) -> list[Any]:
+    def add(first: Any, num_units: int, state: list[Any]) -> list[Any]:
         found = list(state)
-        for i in range(at_once):
+        for i in range(num_units):
             unit = b.add(first, INT64(i * block.unit))
             codes = [block.codes(unit, j) for j in panels]
             for number in range(block.unit):
                 place = b.mul(b.add(unit, INT64(number)), INT64(4))
                 for p, part in enumerate(parts):
                     for row, x_block in enumerate(x_blocks):
-                        word = load(b, b.add(b.add(x_block, INT64(part_size * part)), place), INT32)
-                        some = broadcast(b, word, LANES)
+                        some = _word(b, b.add(x_block, place), part_size * part, INT32)
                         for j, lines in enumerate(codes):
                             at = p * count + row * len(panels) + j
                             found[at] = own.dot(b, some, lines[number], found[at])
         return found
 
-    start = [own.start(each) for sums in begun for each in sums]
-    state = loop_over(b, INT64(way.num_lines), at_once * block.unit, start, step, may_unroll=False)
+    state = [each for _ in parts for each in start]
+    # Bytes have nothing to be added to at first: a unit by itself, ahead of the loop, spares the sums of it.
+    ahead = block.unit if own.is_joint else 0
+    if ahead:
+        state = add(INT64(0), 1, state)
+    at_once = 1 if own.is_narrow else max(1, ROWS // len(x_blocks))  # units
+
+    def step(first: Any, state: list[Any]) -> list[Any]:
+        return add(b.add(first, INT64(ahead)), at_once, state)
+
+    state = loop_over(b, INT64(way.num_lines - ahead), at_once * block.unit, state, step, may_unroll=False)
     return [state[p * count : (p + 1) * count] for p in range(len(parts))]
 
 
-def _word(b: ir.IRBuilder, words: Any, number: int, word: ir.Type) -> Any:
-    return broadcast(b, load(b, b.add(words, INT64(4 * number)), word), LANES)
+def _word(b: ir.IRBuilder, place: Any, offset: int, word: ir.Type) -> Any:
+    """Some bytes behind a place, in all lanes."""
+    return broadcast(b, load(b, b.add(place, INT64(offset)), word), LANES)

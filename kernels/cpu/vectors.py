@@ -258,13 +258,8 @@ def by_least(b: ir.IRBuilder, value: Any, options: Sequence[int], generate: Call
 
 def rows_at(b: ir.IRBuilder, start: Any, step: Any, num_rows: Any, count: int) -> list[Any]:
     """The addresses of `count` rows, `step` bytes from one to the next; behind the last of `num_rows`, its own."""
-    return rows_from(b, start, step, num_rows, INT64(0), count)
-
-
-def rows_from(b: ir.IRBuilder, start: Any, step: Any, num_rows: Any, first: Any, count: int) -> list[Any]:
-    """Likewise, from the row `first` on."""
     last = b.sub(num_rows, INT64(1))
-    numbers = [at_most(b, b.add(first, INT64(i)), last) for i in range(count)]
+    numbers = [at_most(b, INT64(i), last) for i in range(count)]
     return [b.add(start, b.mul(step, number)) for number in numbers]
 
 
