@@ -42,10 +42,10 @@ class Product(NamedTuple):
     number_bytes: int  # of a number of x and of a code as they are multiplied
     start: Callable[[Any], Any]  # from sums, to which a block's are to be added
     dot: Callable[[ir.IRBuilder, Any, Any, Any], Any]  # (b, a word of x in all lanes, codes, sums) -> sums
-    # (b, what `dot` gave in the end for each part of x, what `start` was given) -> sums
+    # (b, what `dot` gave in the end for each part of x, the highest digit first, what `start` was given) -> sums
     end: Callable[[ir.IRBuilder, Sequence[Any], Any], Any]
     is_narrow: bool  # a panel's sums are two registers, of 16, and not one of 32
-    is_joint: bool = False  # all parts of x are multiplied at once, and not one after the other
+    is_joint: bool = False  # all parts of x are multiplied at once, from nothing, and not one after the other
 
     @property
     def panels(self) -> int:
@@ -139,7 +139,8 @@ def _dot_bytes(b: ir.IRBuilder, x: Any, codes: Any, sums: Any) -> Any:
 
 
 def _end_bytes(b: ir.IRBuilder, sums: Sequence[Any], begun: Any) -> Any:
-    """Digits are worth 256 times the one behind them: once, adding up two words does that, too."""
+    """A digit is worth 256 times the one behind it: the instruction that adds up two words multiplies by that as well,
+    and shifts do the rest. Sums may leave 32 bits on the way, but not in the end (`byte_rows`)."""
     for place, digit in enumerate(reversed(sums)):
         worth = splat(INTS, 0x01000100 if place else 0x00010001)
         pairs = _add_pairs(b, b.bitcast(digit, INTS), worth)

@@ -298,10 +298,10 @@ def _whole_sums(
         return [b.add(*each) for each in zip(found, offsets, strict=True)]
 
     for first in range(0, len(parts), at_once):
-        some, is_last = parts[first : first + at_once], first + at_once == len(parts)
+        some, is_last = parts[first : first + at_once], first + at_once >= len(parts)
         start = [own.start(each) for each in begun(is_last)]
         states = _dots(b, way, block, x_blocks, panels, some, start)
-        # (Loaded again, where it is wanted only now: it has no register meanwhile. LLVM drops what nobody asks for.)
+        # (Products add it at the start or at the end, where it has no register until then. LLVM drops the other.)
         sums = [own.end(b, *each) for each in zip(zip(*states, strict=True), begun(is_last), strict=True)]
     return sums
 
@@ -334,11 +334,12 @@ def _dots(
         return found
 
     state = [each for _ in parts for each in start]
-    # Bytes have nothing to be added to at first: a unit by itself, ahead of the loop, spares the sums of it.
+    # Where sums start from nothing, a unit by itself, ahead of the loop, spares the additions of it.
     ahead = block.unit if own.is_joint else 0
     if ahead:
         state = add(INT64(0), 1, state)
     at_once = 1 if own.is_narrow else max(1, ROWS // len(x_blocks))  # units
+    assert (way.num_lines - ahead) % (at_once * block.unit) == 0
 
     def step(first: Any, state: list[Any]) -> list[Any]:
         return add(b.add(first, INT64(ahead)), at_once, state)

@@ -259,17 +259,19 @@ def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) ->
     is_enough = threading.Event()  # however slow the machine, streams are there when the engine is told to end
     pool = ThreadPoolExecutor(NUM_LONG_STREAMS)
     long = [pool.submit(answer, url, 1, is_enough, max_tokens=LONGEST - 100) for _ in range(NUM_LONG_STREAMS)]
-    terminated = busiest(url)
-    terminated.terminate()
-    wait_for(lambda: not terminated.is_running(), 10)
-    assert handed_over(before)
-    count = load.num_answers
-    wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
-    is_enough.set()
+    try:
+        terminated = busiest(url)
+        terminated.terminate()
+        wait_for(lambda: not terminated.is_running(), 10)
+        assert handed_over(before)
+        count = load.num_answers
+        wait_for(lambda: load.num_answers > count + 1, 60)  # not for many: long streams fill the caches in the end
+    finally:
+        is_enough.set()
     load.stop()
     texts = sorted((each.result(90) for each in long), key=len)
-    assert all(texts[-1].startswith(text) for text in texts)  # some stayed where they were
-    assert texts[-1].startswith(expected[1])
+    assert all(texts[-1].startswith(text) for text in texts)  # those that stayed where they were, too
+    assert expected[1].startswith(texts[-1][: len(expected[1])])
     wait_for(lambda: num_running_engines() == 1, 60, lambda: num_running_engines())
     assert answer(url, 0) == expected[0]
     handed_over(before)  # nothing was lost; whether an engine that Serve stopped had a stream just then is chance

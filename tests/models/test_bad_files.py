@@ -16,6 +16,7 @@ from tiny_llama import make_tiny_llama
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.model_source import ModelInfo, load_model_info
+from quire.kernels import ops
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
 
@@ -25,8 +26,9 @@ def check(path: Path) -> None:
     check_model(config, load_model_info(config.model))
 
 
-def load(path: Path) -> None:
-    config = EngineConfig.model_validate({"model": {"model": str(path), "device": "cpu", "num_threads": 1}})
+def load(path: Path, **options: object) -> None:
+    model = {"model": str(path), "device": "cpu", "num_threads": 1, **options}
+    config = EngineConfig.model_validate({"model": model})
     LocalExecutor(config, load_model_info(config.model)).shutdown()
 
 
@@ -105,6 +107,20 @@ def test_quantized_checkpoints(llama: Path, method: str) -> None:
 def test_configurations_that_cannot_be(llama: Path, settings: dict[str, Any], message: str) -> None:
     configure(llama, **settings)
     refused(llama, message)
+
+
+@pytest.mark.skipif(
+    not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
+)
+def test_a_number_that_is_too_large_for_8_bits(tmp_path: Path) -> None:
+    """Scales are float16. Whoever has such a weight learns which it is, and what to leave out."""
+    make_tiny_llama(tmp_path, hidden_size=64, intermediate_size=96, num_attention_heads=4)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][5, 7] = 1e7
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    load(tmp_path)
+    with pytest.raises(ConfigError, match=r"^quantization: layers\.1\.mlp\.down\.weight in .* has a number of 1e\+07"):
+        load(tmp_path, quantization="int8")
 
 
 def test_only_pickles(llama: Path) -> None:

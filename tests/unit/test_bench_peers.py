@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -10,9 +11,15 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from quire.cluster.bench.latency import RequestTiming, summarize
+from quire.engine.config import ModelConfig
+from quire.engine.model_source import load_model_info
+from quire.workers.loader.checkpoint import open_checkpoint
 from tests.benchmarks.peers import servers
+from tests.benchmarks.peers.checkpoint import export
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits
 from tests.benchmarks.peers.measure import Served, Workload, workloads
@@ -82,6 +89,30 @@ def test_answers_that_must_not_be() -> None:
     wrong = comparison()
     wrong.answers["quire float32"] = [[[1, 2], [5]]] * 2
     assert faults(wrong) == ["quire float32 does not answer as transformers does"]
+
+
+def test_a_checkpoint_in_int8_is_the_model_rounded_by_rows(tmp_path: Path) -> None:
+    """What vLLM is given: linear layers with a scale for each row, all else in bfloat16, and a configuration that says
+    so."""
+    folder = export(tmp_path / "int8", "int8")
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (group,) = config["quantization_config"]["config_groups"].values()
+    assert (group["weights"]["strategy"], group["input_activations"]["strategy"]) == ("channel", "token")
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    in_int8 = {name for name, weight in weights.items() if weight.dtype == torch.int8}
+    assert len(in_int8) == 7 * config["num_hidden_layers"]
+    scales = {f"{name}_scale" for name in in_int8}
+    with open_checkpoint(load_model_info(ModelConfig())) as sources:
+        assert weights.keys() == sources.keys() | scales
+        for name, source in sources.items():
+            numbers = source.read(tuple(slice(0, size) for size in source.shape))
+            if name not in in_int8:
+                assert torch.equal(weights[name], numbers.bfloat16()), name
+                continue
+            assert name.endswith("_proj.weight")
+            scale, codes = weights[f"{name}_scale"], weights[name].float()
+            assert (scale.dtype, scale.shape) == (torch.bfloat16, (len(codes), 1))
+            assert ((codes * scale.float() - numbers).abs() <= 0.501 * scale.float()).all(), name
 
 
 def test_shared_prefix_is_put_on_the_second_level() -> None:

@@ -41,22 +41,26 @@ _DUMMY_STD = 0.02
 def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: bool) -> None:
     """Read this rank's share of a checkpoint into `model`, with a progress bar if standard error is a terminal.
 
-    Raises `ConfigError` naming every tensor that is missing, unexpected or wrongly shaped, before anything is read. The
-    checkpoint is held against the whole model, so that every rank finds the same faults.
+    Raises `ConfigError` naming every tensor that is missing, unexpected or wrongly shaped, before anything is read, or
+    one that cannot be quantized. The checkpoint is held against the whole model, so that every rank finds the same
+    faults.
     """
     with torch.device("meta"):
         whole = Decoder(model.spec, ParallelContext())
     with open_checkpoint(info) as sources:
         plan = _plan(whole, family, sources, info)
         own = [
-            (parameter, piece, plan[name, piece])
+            (name, parameter, piece, plan[name, piece])
             for name, parameter in _parameters(model).items()
             for piece in parameter.pieces
         ]
 
-        def load(item: tuple[ShardedParameter, str, TensorSource]) -> None:
-            parameter, piece, source = item
-            parameter.weight_loader(source, piece)
+        def load(item: tuple[str, ShardedParameter, str, TensorSource]) -> None:
+            name, parameter, piece, source = item
+            try:
+                parameter.weight_loader(source, piece)
+            except ValueError as error:  # of what it is packed as
+                raise ConfigError(f"quantization: {_title(name, piece)} in {info.path} has {error}.") from error
 
         run_all(load, own, info, progress=progress)
 
@@ -166,9 +170,13 @@ def _plan(
         if views is None:
             faults.misshapen.append(f"{name} {list(source.shape)} instead of {list(shape)}")
         plan.update(zip(filled, views or [source] * len(filled), strict=True))
-    faults.missing = [f"{name} ({piece})" if piece else name for name, piece in sorted(wanted - plan.keys())]
+    faults.missing = [_title(name, piece) for name, piece in sorted(wanted - plan.keys())]
     faults.raise_any(info)
     return plan
+
+
+def _title(name: str, piece: str) -> str:
+    return f"{name} ({piece})" if piece else name
 
 
 def _shape_in_file(place: Place, shapes: list[tuple[int, ...]], num_experts: int) -> tuple[int, ...]:
