@@ -20,7 +20,7 @@ to scale the sums takes the rest. What is won is that codes stay codes: 64 are u
 four instructions. (With AVX2, x in float32 and codes of 8 bits are multiplied as float32, as they would take longer.)
 
 On two cores of a Zen 4 with AVX-512 it is no slower than `panels` for any number of rows. With AVX2 alone, eight rows
-and fewer take less time; many take an eighth more in float32, and a quarter less in bfloat16
+and fewer take less time; many take a fourteenth more in float32, and three tenths less in bfloat16
 (tests/benchmarks/HISTORY.md). On others it was not measured.
 
 x and results are float32 or bfloat16. A row's result does not depend on the rows beside it.
