@@ -29,7 +29,7 @@ APPLICATION, MODEL = "scaling", "tiny"
 ENGINES, GATEWAYS = f"ray::ServeReplica:{APPLICATION}:Engine", f"ray::ServeReplica:{APPLICATION}:Gateway"
 LONGEST = 32_768  # tokens of a context
 NUM_STREAMS = 4
-NUM_LONG_STREAMS = 3 * NUM_STREAMS + 1  # on three engines: one has more of them than `Load` has streams
+NUM_LONG_STREAMS = 3 * NUM_STREAMS + 4  # on three engines: one has more of them than there are others
 PROMPT_TOKENS = 40
 START_S = 90.0  # in which an engine starts beside one that works, on a slow machine too; the old one waits as long
 NUM_LONG = 3000  # tokens of an answer that is still under way when something happens
@@ -97,8 +97,9 @@ def body(index: int, **fields: object) -> dict[str, object]:
     return {"model": MODEL, "prompt": prompt, "max_tokens": 300, "ignore_eos": True, **sampling, **fields}
 
 
-def answer(url: str, index: int, until: threading.Event | None = None, **fields: object) -> str:
-    """The text of one streamed answer, whole or as far as it has come when `until` is set. Whatever else fails."""
+def answer(url: str, index: int, until: threading.Event | None = None, at_least: int = 0, **fields: object) -> str:
+    """The text of one streamed answer, whole or as far as it has come when `until` is set, but with `at_least` as many
+    characters. Whatever else fails."""
     text, ended = "", False
     with httpx.stream(
         "POST", f"{url}/v1/completions", json=body(index, stream=True, **fields), timeout=httpx.Timeout(90)
@@ -111,7 +112,7 @@ def answer(url: str, index: int, until: threading.Event | None = None, **fields:
                 event = json.loads(line.removeprefix("data: "))
                 assert "error" not in event, event
                 text += event["choices"][0]["text"]
-            if until is not None and until.is_set():
+            if until is not None and until.is_set() and len(text) >= at_least:
                 return text
     assert ended
     return text
@@ -165,7 +166,7 @@ def handed_over(before: dict[Path, str]) -> bool:
 
 
 def busiest(url: str) -> psutil.Process:
-    """The engine with most streams: with more than `Load` has, so that one at least does not end just now.
+    """The engine with most streams: with more than those that may end just now, which are those of `Load` and one.
 
     How many each has is in the service's metrics, and where each listens in what the gateways say.
     """
@@ -177,7 +178,7 @@ def busiest(url: str) -> psutil.Process:
         streams.update(
             {dict(of)["engine"]: value for (name, of), value in samples if name == "quire:num_requests_running"}
         )
-        return max(streams.values(), default=0) > NUM_STREAMS
+        return max(streams.values(), default=0) > NUM_STREAMS + 1
 
     wait_for(find, 30, lambda: streams)
     engine_id = max(streams, key=lambda engine: streams[engine])
@@ -258,21 +259,26 @@ def test_one_to_three_engines_and_back_under_load(deploy: Callable[..., str]) ->
     wait_for(lambda: load.num_answers > count + NUM_STREAMS, 60)
     is_enough = threading.Event()  # however slow the machine, streams are there when the engine is told to end
     pool = ThreadPoolExecutor(NUM_LONG_STREAMS)
-    long = [pool.submit(answer, url, 1, is_enough, max_tokens=LONGEST - 100) for _ in range(NUM_LONG_STREAMS)]
+    endless = [
+        pool.submit(answer, url, 1, is_enough, len(expected[1]), max_tokens=LONGEST - 100)
+        for _ in range(NUM_LONG_STREAMS)
+    ]
+    long = ThreadPoolExecutor(1).submit(answer, url, 1, max_tokens=4000)
     try:
         terminated = busiest(url)
         terminated.terminate()
         wait_for(lambda: not terminated.is_running(), 10)
         assert handed_over(before)
         count = load.num_answers
-        wait_for(lambda: load.num_answers > count + 1, 60)  # not for many: long streams fill the caches in the end
+        wait_for(lambda: load.num_answers > count + 1, 60)  # not for many: streams without an end fill the caches
     finally:
         is_enough.set()
     load.stop()
-    texts = sorted((each.result(90) for each in long), key=len)
+    texts = sorted((each.result(90) for each in endless), key=len)
+    assert texts[0].startswith(expected[1])
     assert all(texts[-1].startswith(text) for text in texts)  # those that stayed where they were, too
-    assert expected[1].startswith(texts[-1][: len(expected[1])])
     wait_for(lambda: num_running_engines() == 1, 60, lambda: num_running_engines())
+    assert long.result(90).startswith(expected[1])
     assert answer(url, 0) == expected[0]
     handed_over(before)  # nothing was lost; whether an engine that Serve stopped had a stream just then is chance
 
