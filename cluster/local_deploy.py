@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ray.serve.schema import ApplicationStatusOverview
 
 POLL_S = 0.05
+LOOK_S = 0.25  # for Serve to say how an application is takes 12 ms of a core, which the engine that starts could use
 PROXIES_S = 15.0  # for Serve's start to end, when nobody wants it any more
 GRACE_S = 20.0  # for an engine that gives up in time to say why
 
@@ -109,7 +110,7 @@ def wait_until_running(
         if clock() > deadline:
             said = _said(status) if status else "Serve says nothing of it."
             raise EngineError(f"The service is not ready after {timeout_s + GRACE_S:g} s. {said}")
-        sleep(POLL_S)
+        sleep(LOOK_S)
 
 
 def _said(status: ApplicationStatusOverview) -> str:
