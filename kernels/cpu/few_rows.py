@@ -121,10 +121,13 @@ def _widen_rows(x: int, num_rows: int, in_features: int, out: int, out_row: int)
 
 @njit(error_model="numpy")
 def _rows_of_tile(left: int, most: int, eight: int) -> int:
-    """How many rows of x the next tile takes, of those that are left. `eight` may be `most`, or beyond it."""
-    if left >= most and left != eight:
+    """How many rows of x the next tile takes, of those that are left. `eight`: of eight, which it divides or is not
+    less than."""
+    if left == 8:
+        return eight
+    if left >= most:
         return most
-    if left == eight or (left > eight and eight < most):
+    if left > eight:
         return eight
     return 4 if left >= 4 else 2 if left >= 2 else 1
 

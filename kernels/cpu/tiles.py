@@ -96,7 +96,7 @@ def _same(_b: ir.IRBuilder, vector: Any) -> Any:
 # Sums leave registers for what is multiplied.
 _WIDE = ((6, 4), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))
 _LONG = ((8, 2), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))  # where a vector of weights becomes two
-_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((6, 4), (6, 4))
+_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((6, 4), (4, 4))
 _LONG_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((4, 4), (4, 4))
 _DIGITS = ((4, 2), (4, 2))
 
