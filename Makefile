@@ -14,7 +14,7 @@ ARGS ?=
 # that short files come last and both have something to do until the end. Each has as many threads as there are cores:
 # those of torch that wait must not spin (`workers`), which would keep the other process from its work. The rest, of what
 # pyproject.toml names, have services of their own, which take both: two processes of these took as long on two cores.
-IN_PARALLEL := tests/unit tests/kernels tests/models tests/api
+IN_PARALLEL := tests/unit tests/kernels tests/models tests/api tests/cluster
 TWO_AT_ONCE := GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 IN_TURN := $(filter-out $(IN_PARALLEL),$(shell sed -n 's/^testpaths = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))
 

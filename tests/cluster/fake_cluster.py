@@ -54,7 +54,7 @@ def fake_server() -> Iterator[FakeServer]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)  # s in which it notices its end
     thread.start()
     fake.url = f"http://127.0.0.1:{server.server_port}"
     try:

@@ -1,4 +1,4 @@
-"""`python -m tests.cluster.kill_table`: the kill test with several seeds, and what each fault costs."""
+"""`python -m tests.live.kill_table`: the kill test with several seeds, and what each fault costs."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from quire.cluster.ray_local import LocalRay, environment, free_ports, make_folder
 
@@ -17,9 +18,7 @@ FAULTS = [("kill-worker", 1), ("stop-worker", 0), ("drop-step", 1), ("kill-worke
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog="Example: python -m tests.cluster.kill_table --seeds 3"
-    )
+    parser = argparse.ArgumentParser(description=__doc__, epilog="Example: python -m tests.live.kill_table --seeds 3")
     parser.add_argument("--seeds", type=int, default=3, help="How often to repeat it (default: 3).")
     num_seeds = parser.parse_args().seeds
     folder = make_folder()

@@ -1,13 +1,14 @@
 """What tests may leave behind: processes, actors, placement groups, listening sockets, shared memory.
 
-Compared before and after each module of tests (`conftest.py`). What session fixtures start stays, and is told apart by
-`Session.adopt`.
+Compared before and after each module of tests of `cluster` and `live` (their `conftest.py`). What session fixtures
+start stays, and is told apart by `Session.adopt`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-from cluster_processes import command
+from cluster_processes import command, wait_for
 
 SHARED_MEMORY = Path("/dev/shm")
 _RANK, _REPLICA = "ray::WorkerActor", "ray::ServeReplica:"
@@ -81,6 +82,15 @@ def left_over(before: Holdings, session: Session) -> list[str]:
     found += [f"shared memory {name}" for name in sorted(new_files - _of_strangers(new_files))]
     found += [text for key, text in now.on_ray.items() if key not in before.on_ray]
     return found
+
+
+@contextlib.contextmanager
+def nothing_left_over(session: Session) -> Iterator[None]:
+    """What the block has started has ended soon behind it, or this fails."""
+    before = holdings(session)
+    yield
+    gc.collect()  # sockets of event loops that have ended: what nobody refers to is not left over
+    wait_for(lambda: not left_over(before, session), 30, lambda: left_over(before, session))
 
 
 def _processes(session: Session) -> Iterator[tuple[psutil.Process, str]]:

@@ -1,6 +1,6 @@
 """The kill test: whatever dies under streams of every kind, each answer is the one that it would have been.
 
-`python -m tests.cluster.kill_table` repeats it with other seeds, and prints what each fault costs.
+`python -m tests.live.kill_table` repeats it with other seeds, and prints what each fault costs.
 """
 
 from __future__ import annotations
