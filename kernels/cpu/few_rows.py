@@ -121,8 +121,7 @@ def _widen_rows(x: int, num_rows: int, in_features: int, out: int, out_row: int)
 
 @njit(error_model="numpy")
 def _rows_of_tile(left: int, most: int, eight: int) -> int:
-    """How many rows of x the next tile takes, of those that are left. `eight`: of eight, which it divides or is not
-    less than."""
+    """How many rows of x the next tile takes, of those that are left. `eight`: of eight, which it divides."""
     if left == 8:
         return eight
     if left >= most:

@@ -68,7 +68,7 @@ class Format:
     # (builder, x, prepared weights, sums) -> sums, where x is a vector, or a list of them for parts of one digit
     multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]
     largest: tuple[int, int]  # of its tiles: rows of x, rows of the weight
-    of_eight: tuple[int, int]  # for eight rows of x, a common batch: what divides them, or the largest
+    of_eight: tuple[int, int]  # for eight rows of x, a common batch: of x, what divides them
     needs: str | None = None  # a feature of the CPU
     parts: int = 1  # that a row of x has become, one behind the other
     digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
