@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-# Tests that take one core most of the time and share no state between files: two processes run them, in this order, so
+# Tests that take one core or wait most of the time and share no state between files: two processes run them in order, so
 # that short files come last and both have something to do until the end. Each has as many threads as there are cores:
 # those of torch that wait must not spin (`workers`), which would keep the other process from its work. The rest, of what
 # pyproject.toml names, have services of their own, which take both: two processes of these took as long on two cores.
