@@ -31,7 +31,7 @@ from torch import Tensor
 from .. import fp8
 from .attention_call import LAYER, NUMBERS, Layer, Shape, layer_call, new_plan, plan_type
 from .claims import RUN, enter, take_item
-from .heads import AHEAD, CHUNK, POSITIONS, divide, merge, score_group, to_weights, weigh_group
+from .heads import AHEAD, CHUNK, POSITIONS, VALUES, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
 from .sources import digest_of, filed_as
 from .threads import run_call
@@ -288,13 +288,15 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any, in_pairs: bo
         _place_tokens(blocks, block_size, begins[follower], count, token_bytes, keys_behind, offsets[length:])
         for i in range(count, AHEAD):
             offsets[length + i] = offsets[length]
-        for kv_head in range(num_kv_heads):
-            head = kv_head * group
-            weigh_group(
-                like, AHEAD, 1, group, head_dim, scores_start + head * CHUNK * 4, CHUNK * 4,
-                layer.value_cache + kv_head * head_bytes, offsets_start, length,
-                acc_start + head * head_dim * 4, head_dim * 4,
-            )  # fmt: skip
+        acc[:] = np.float32(0.0)
+        for i in range(0, length, VALUES):
+            for kv_head in range(num_kv_heads):
+                head = kv_head * group
+                weigh_group(
+                    like, AHEAD, 1, 1, group, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
+                    layer.value_cache + kv_head * head_bytes, offsets_start + i * 8, min(VALUES, length - i),
+                    acc_start + head * head_dim * 4, head_dim * 4,
+                )  # fmt: skip
         first, last = first_item[owner], first_item[owner + 1]
         is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
         _give(acc, totals, tops, is_all, value_scale, partial[item], result)

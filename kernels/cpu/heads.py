@@ -63,6 +63,9 @@ CHUNK = 256  # positions that are merged at once, at fixed places
 # Positions: keys and values of a token are too short for the CPU to see what will be read next. They come into the
 # second-level cache; into the first, they would push out what is in use.
 AHEAD = 32
+# Positions whose values are weighed for all heads before those behind them: where a pass over the positions takes only
+# some of a head's numbers, the others come with them and must still be near, and memory is read as it lies.
+VALUES = CHUNK if IS_WIDE else AHEAD
 _LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32
 _QUARTER = ir.VectorType(FLOAT, CLASSES)  # of a vector of LANES
@@ -189,6 +192,7 @@ def weigh(
     num_vectors: Any,
     ahead: Any,
     classes: Any,
+    onto: Any,
     weights: Any,
     weights_row: Any,
     values: Any,
@@ -200,13 +204,14 @@ def weigh(
     """Sums of weight x value over positions, `num_vectors` x LANES of head_dim for each of `num_heads`.
 
     weights and out are float32, with so many bytes between heads. Constants: these two numbers, up to _AT_ONCE; how
-    many offsets behind those of its values each step fetches, 0 for none; and the classes of positions that are summed
-    one after the other, whose number divides that of the positions. Values have the type of `like`.
+    many offsets behind those of its values each step fetches, 0 for none; the classes of positions that are summed
+    one after the other, whose number divides that of the positions; and whether sums go `onto` those that are there.
+    Values have the type of `like`.
     """
     heads, vectors, width = num_heads.literal_value, num_vectors.literal_value, like.dtype.bitwidth // 8
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        weights, weights_row, values, offsets, num_positions, out, out_row = arguments[5:]
+        weights, weights_row, values, offsets, num_positions, out, out_row = arguments[6:]
         weight_rows = [b.add(weights, b.mul(weights_row, INT64(head))) for head in range(heads)]
 
         def step(first: Any, sums: list[Any], place_in_class: int) -> list[Any]:
@@ -224,18 +229,22 @@ def weigh(
                 added += [fma(b, weight, value, sums[vectors * head + j]) for j, value in enumerate(loaded)]
             return added
 
+        places = [
+            b.add(b.add(out, b.mul(out_row, INT64(head))), INT64(LANES * _SIZE * j))
+            for head in range(heads)
+            for j in range(vectors)
+        ]
         zeros, number = [splat(FLOATS, 0.0)] * (heads * vectors), classes.literal_value
-        sums = loop_over(b, num_positions, number, zeros, partial(step, place_in_class=0))
+        start = [load(b, place, FLOATS) for place in places] if onto.literal_value else zeros
+        sums = loop_over(b, num_positions, number, start, partial(step, place_in_class=0))
         for each in range(1, number):
             added = loop_over(b, num_positions, number, zeros, partial(step, place_in_class=each))
             sums = [b.fadd(total, new) for total, new in zip(sums, added, strict=True)]
-        for head in range(heads):
-            for j in range(vectors):
-                place = b.add(b.add(out, b.mul(out_row, INT64(head))), INT64(LANES * _SIZE * j))
-                store(b, sums[vectors * head + j], place)
+        for place, total in zip(places, sums, strict=True):
+            store(b, total, place)
         return context.get_dummy_value()
 
-    return types.void(like, num_heads, num_vectors, ahead, classes, *[types.int64] * 7), generate
+    return types.void(like, num_heads, num_vectors, ahead, classes, onto, *[types.int64] * 7), generate
 
 
 def _quarters(b: ir.IRBuilder, places: list[Any], width: int) -> list[Any]:
@@ -326,6 +335,7 @@ def weigh_group(
     like: Any,
     ahead: int,
     classes: int,
+    onto: int,
     group: int,
     head_dim: int,
     weights: int,
@@ -337,28 +347,32 @@ def weigh_group(
     out_row: int,
 ) -> None:
     """See `weigh`, for any number of heads of any size that is a multiple of LANES."""
-    behind, number = literally(ahead), literally(classes)
+    behind, number, above = literally(ahead), literally(classes), literally(onto)
     while group > 0:
         d, vectors = 0, _OF_ONE if group == 1 else _OF_TWO if group == 2 else _OF_MORE
         while d < head_dim:
             v, o = values + d * like.itemsize, out + d * 4
             if head_dim - d < vectors * LANES:
                 if group >= 4:
-                    weigh(like, 4, 1, behind, number, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 4, 1, behind, number, above, weights, weights_row, v, offsets, length, o, out_row)
                 else:
                     for head in range(group):
                         row, of_head = weights + head * weights_row, o + head * out_row
-                        weigh(like, 1, 1, behind, number, row, weights_row, v, offsets, length, of_head, out_row)
+                        weigh(like, 1, 1, behind, number, above, row, weights_row, v, offsets, length, of_head, out_row)
                 d += LANES
             else:
                 if group >= 4:
-                    weigh(like, 4, _OF_MORE, behind, number, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(
+                        like, 4, _OF_MORE, behind, number, above, weights, weights_row, v, offsets, length, o, out_row
+                    )
                 elif group == 3:
-                    weigh(like, 3, _OF_MORE, behind, number, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(
+                        like, 3, _OF_MORE, behind, number, above, weights, weights_row, v, offsets, length, o, out_row
+                    )
                 elif group == 2:
-                    weigh(like, 2, _OF_TWO, behind, number, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 2, _OF_TWO, behind, number, above, weights, weights_row, v, offsets, length, o, out_row)
                 else:
-                    weigh(like, 1, _OF_ONE, behind, number, weights, weights_row, v, offsets, length, o, out_row)
+                    weigh(like, 1, _OF_ONE, behind, number, above, weights, weights_row, v, offsets, length, o, out_row)
                 d += vectors * LANES
         weights, out, group = weights + _AT_ONCE * weights_row, out + _AT_ONCE * out_row, group - _AT_ONCE
 

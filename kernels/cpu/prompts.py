@@ -123,7 +123,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     continue
                 padded = (tile_end + LANES - 1) // LANES * LANES
                 weigh_group(
-                    single, 0, CLASSES, num_tile, padded, q[row:].ctypes.data, head_dim * 4, turned.ctypes.data,
+                    single, 0, CLASSES, 0, num_tile, padded, q[row:].ctypes.data, head_dim * 4, turned.ctypes.data,
                     columns.ctypes.data, head_dim, scores[row:].ctypes.data, CHUNK * 4,
                 )  # fmt: skip
                 for r in range(row, row + num_tile):
@@ -132,7 +132,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
                     low = min(high, max(begin, own - window + 1 - chunk)) if window else begin
                     new_totals[r - row], new_tops[r - row] = _see(scores[r, :tile_end], low, high, softcap)
                 weigh_group(
-                    like, 0, 1, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
+                    like, 0, 1, 0, num_tile, head_dim, scores[row, begin:].ctypes.data, CHUNK * 4,
                     values, offsets[begin:].ctypes.data, tile_end - begin, added.ctypes.data, head_dim * 4,
                 )  # fmt: skip
                 for i in range(num_tile):
