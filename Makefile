@@ -10,14 +10,6 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 ARGS ?=
 
-# Tests that take one core or wait most of the time and share no state between files: two processes run them in order, so
-# that short files come last and both have something to do until the end. Each has as many threads as there are cores:
-# those of torch that wait must not spin (`workers`), which would keep the other process from its work. The rest, of what
-# pyproject.toml names, have services of their own, which take both: two processes of these took as long on two cores.
-IN_PARALLEL := tests/unit tests/kernels tests/models tests/api tests/cluster
-TWO_AT_ONCE := GOMP_SPINCOUNT=0 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
-IN_TURN := $(filter-out $(IN_PARALLEL),$(shell sed -n 's/^testpaths = \[\(.*\)\]/\1/p' pyproject.toml | tr -d '",'))
-
 # The lock file is given as a constraint: pip installs what pyproject.toml asks for, in the pinned versions. It would
 # compile every module of every package, for a minute; Python does it for those that are imported, and must be allowed
 # to keep what it compiled: images of containers often forbid that, and then every process compiles torch again.
@@ -39,8 +31,7 @@ serve: $(VENV)/.installed ## Serve the default model (Ctrl-C ends it); ARGS are 
 
 test: $(VENV)/.installed-dev ## Run the tests; ARGS are options of pytest
 ifeq ($(ARGS),)
-	@$(TWO_AT_ONCE) $(IN_PARALLEL); first=$$?; \
-		$(BIN)/python -m pytest $(IN_TURN) && exit $$first
+	@$(BIN)/python -m tests
 else
 	@$(BIN)/python -m pytest $(ARGS)
 endif
