@@ -44,6 +44,7 @@ from .vectors import (
     join_lanes,
     load,
     load_numbers,
+    load_repeated,
     loop_over,
     rows_at,
     splat,
@@ -161,7 +162,7 @@ def bound(
                 scales = [scales_of(b, kind, block)[0] for block in blocks]
                 found = []
                 for i, x_block in enumerate(x_blocks):
-                    factor = _word(b, x_block, FACTOR, FLOAT)
+                    factor = load_repeated(b, x_block, FLOAT, 4 * FACTOR)
                     for j, scale in enumerate(scales):
                         number = b.fmul(b.sitofp(sums[i * WIDTH + j], FLOATS), factor)
                         found.append(fma(b, number, scale, totals[i * WIDTH + j]))
@@ -175,7 +176,7 @@ def bound(
             uppers, lowers = [], []
             for i, start in enumerate(starts):
                 x_end = b.add(start, b.mul(num_blocks, INT64(x_block_bytes(kind))))
-                reach, size = (_word(b, x_end, word, FLOAT) for word in range(2))
+                reach, size = (load_repeated(b, x_end, FLOAT, 4 * word) for word in range(2))
                 distances = [fma(b, length, reach, b.fmul(less, size)) for length, less in own]
                 both = list(zip(totals[i * WIDTH : (i + 1) * WIDTH], distances, strict=True))
                 uppers.append(_larger(b, *(_finite_or(b, b.fadd(*each), _INFINITY) for each in both)))
@@ -219,12 +220,12 @@ def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any],
             for line in range(num_lines):
                 word = b.add(b.mul(packed, INT64(4 * num_lines)), INT64(4 * (_NUM_WORDS + line)))
                 for i, x_block in enumerate(x_blocks):
-                    some = broadcast(b, load(b, b.add(x_block, word), INT32), LANES)
+                    some = load_repeated(b, b.add(x_block, word), INT32)
                     for number, lines in enumerate(codes, i * len(panels)):
                         found[number] = own.dot(b, some, lines[line], found[number])
             return found
 
-        offsets = [_NO_SUMS if way.has_signs else _word(b, x_block, _OFFSET, INT32) for x_block in x_blocks]
+        offsets = [_NO_SUMS if way.has_signs else load_repeated(b, x_block, INT32, 4 * _OFFSET) for x_block in x_blocks]
         begun = [offset for offset in offsets for _ in panels]
         at_once = max(1, ROWS * own.panels // WIDTH // len(x_blocks))  # products that do not wait for each other
         found = loop_over(
@@ -247,10 +248,6 @@ def _steps(b: ir.IRBuilder, step: Any, k: Any, count: int, state: list[Any]) -> 
     for i in range(count):
         state = step(b.add(k, INT64(i)), state)
     return state
-
-
-def _word(b: ir.IRBuilder, x_block: Any, number: int, word: ir.Type) -> Any:
-    return broadcast(b, load(b, b.add(x_block, INT64(4 * number)), word), LANES)
 
 
 def _larger(b: ir.IRBuilder, first: Any, second: Any) -> Any:

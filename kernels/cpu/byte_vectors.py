@@ -34,11 +34,10 @@ from .vectors import (
     INT32,
     INT64,
     INTS,
-    LANES,
-    broadcast,
     by_least,
     fma,
     load,
+    load_repeated,
     loop_over,
     splat,
     store,
@@ -239,10 +238,10 @@ def _multiply(
                     place = b.add(total_at(b, totals, i, j), b.mul(first, INT64(STEP_BYTES)))
                     total = load(b, place, FLOATS)
                     if middle is not None:
-                        total = fma(b, _word(b, x_block, words_start + 4 * SUM, FLOAT), middle, total)
+                        total = fma(b, load_repeated(b, x_block, FLOAT, words_start + 4 * SUM), middle, total)
                     product = next(sums)
                     if own.number_bytes < 4:
-                        product = b.fmul(product, _word(b, x_block, words_start + 4 * FACTOR, FLOAT))
+                        product = b.fmul(product, load_repeated(b, x_block, FLOAT, words_start + 4 * FACTOR))
                     store(b, fma(b, product, scale, total), place)
             return []
 
@@ -294,7 +293,7 @@ def _whole_sums(
         found = [b.shl(each, splat(INTS, 8)) for each in sums]
         if not is_last or way.has_signs:
             return found
-        offsets = [_word(b, x_block, offset_at, INT32) for x_block in x_blocks for _ in panels]
+        offsets = [load_repeated(b, x_block, INT32, offset_at) for x_block in x_blocks for _ in panels]
         return [b.add(*each) for each in zip(found, offsets, strict=True)]
 
     for first in range(0, len(parts), at_once):
@@ -327,7 +326,7 @@ def _dots(
                 place = b.mul(b.add(unit, INT64(number)), INT64(4))
                 for p, part in enumerate(parts):
                     for row, x_block in enumerate(x_blocks):
-                        some = _word(b, b.add(x_block, place), part_size * part, INT32)
+                        some = load_repeated(b, b.add(x_block, place), INT32, part_size * part)
                         for j, lines in enumerate(codes):
                             at = p * count + row * len(panels) + j
                             found[at] = own.dot(b, some, lines[number], found[at])
@@ -346,8 +345,3 @@ def _dots(
 
     state = loop_over(b, INT64(way.num_lines - ahead), at_once * block.unit, state, step, may_unroll=False)
     return [state[p * count : (p + 1) * count] for p in range(len(parts))]
-
-
-def _word(b: ir.IRBuilder, place: Any, offset: int, word: ir.Type) -> Any:
-    """Some bytes behind a place, in all lanes."""
-    return broadcast(b, load(b, b.add(place, INT64(offset)), word), LANES)

@@ -21,10 +21,10 @@ from .vectors import (
     INT64,
     INTS,
     LANES,
-    broadcast,
     call,
     fma,
     load,
+    load_repeated,
     loop_over,
     prefetch,
     splat,
@@ -117,7 +117,7 @@ def scale_and_middle(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any
 
 def x_sum_at(b: ir.IRBuilder, packing: Packing, address: Any) -> Any:
     """The sum of a block's numbers of x, in all lanes, where least numbers are stored."""
-    return broadcast(b, load(b, address, FLOAT), LANES) if packing.has_least else None
+    return load_repeated(b, address, FLOAT) if packing.has_least else None
 
 
 def add_middle(b: ir.IRBuilder, total: Any, middle: Any, x_sum: Any) -> Any:

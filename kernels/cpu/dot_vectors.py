@@ -39,12 +39,12 @@ from .vectors import (
     INTS,
     LANES,
     at_most,
-    broadcast,
     by_least,
     dot_bfloat16,
     fma,
     from_bfloat16,
     load,
+    load_repeated,
     loop_over,
     rows_at,
     splat,
@@ -197,6 +197,6 @@ def _dots(b: ir.IRBuilder, starts: Sequence[Any], pair: Any, vectors: Sequence[A
     """Add the products of a pair of numbers of each row of x, whose blocks start there. Sums are [row][panel]."""
     found = []
     for i, start in enumerate(starts):
-        both = broadcast(b, load(b, b.add(start, b.mul(pair, INT64(4))), INT32), LANES)
+        both = load_repeated(b, b.add(start, b.mul(pair, INT64(4))), INT32)
         found += [dot_bfloat16(b, both, vector, sums[i * WIDTH + j]) for j, vector in enumerate(vectors)]
     return found

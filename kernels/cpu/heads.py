@@ -44,6 +44,7 @@ from .vectors import (
     from_float8,
     join_quarters,
     load,
+    load_repeated,
     loop_over,
     prefetch,
     repeat_quarter,
@@ -225,7 +226,7 @@ def weigh(
             loaded = [_load(b, b.add(place, INT64(LANES * width * j)), width) for j in range(vectors)]
             added = []
             for head, row in enumerate(weight_rows):
-                weight = broadcast(b, load(b, b.add(row, b.mul(i, INT64(_SIZE))), FLOAT), LANES)
+                weight = load_repeated(b, b.add(row, b.mul(i, INT64(_SIZE))), FLOAT)
                 added += [fma(b, weight, value, sums[vectors * head + j]) for j, value in enumerate(loaded)]
             return added
 

@@ -46,9 +46,9 @@ from .vectors import (
     INT16,
     INT64,
     LANES,
-    broadcast,
     fma,
     load,
+    load_repeated,
     loop_over,
     repeat_quarter,
     splat,
@@ -180,7 +180,7 @@ def _unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, shares: Any, ou
     def numbers_of(row: int) -> Any:
         """The sixteen that it has."""
         starts = [b.add(shares, INT64(STEP_BYTES * i + 4 * row)) for i in (0, 1)]
-        scale, least = (broadcast(b, load(b, start, FLOAT), LANES) for start in starts)
+        scale, least = (load_repeated(b, start, FLOAT) for start in starts)
         return fma(b, _CODES, scale, least)
 
     def of_rows(first: int) -> None:

@@ -35,6 +35,7 @@ from .vectors import (
     from_bfloat16,
     joined,
     load,
+    load_repeated,
     loop_over,
     prefetch,
     rows_at,
@@ -187,7 +188,7 @@ def multiply(typing_context: Any, num_x: Any, numbers: Any, x: Any, num_k: Any, 
                 for k in range(STEP):
                     vectors = [load(b, b.add(place, INT64(VECTOR_BYTES * (k * n + j))), FLOATS) for j in range(n)]
                     for i in range(m):
-                        factor = broadcast(b, load(b, b.add(factors, INT64(4 * (k * TILE + i))), FLOAT), LANES)
+                        factor = load_repeated(b, factors, FLOAT, 4 * (k * TILE + i))
                         for j, vector in enumerate(vectors):
                             sums[i * n + j] = fma(b, factor, vector, sums[i * n + j])
                 return sums
@@ -236,7 +237,7 @@ def multiply_few(
                     first = (number % CLASSES - classes.start) * len(rows)
                     offset = b.mul(b.add(k, INT64(number)), INT64(4))
                     for i, row in enumerate(rows):
-                        factor = broadcast(b, load(b, b.add(row, offset), FLOAT), LANES)
+                        factor = load_repeated(b, b.add(row, offset), FLOAT)
                         sums[first + i] = fma(b, factor, vector, sums[first + i])
                 return sums
 

@@ -32,10 +32,10 @@ from .vectors import (
     INT64,
     INTS,
     LANES,
-    broadcast,
     by_value,
     from_bfloat16,
     load,
+    load_repeated,
     store,
     take,
     to_bfloat16_pairs,
@@ -196,7 +196,7 @@ def finish(
             for a in range(count):
                 first = b.add(sums, b.mul(a_sums, INT64(a)))
                 columns += _results(b, digits, in_vectors, first, x_meta, b.add(scales, INT64(STEP_BYTES * a)))
-            columns = [b.fadd(column, _number(b, bias, i)) for i, column in enumerate(columns)]
+            columns = [b.fadd(column, load_repeated(b, bias, FLOAT, 4 * i)) for i, column in enumerate(columns)]
             with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
                 with half:
                     pairs = zip(columns[::2], columns[1::2], strict=True)
@@ -226,11 +226,7 @@ def _results(b: ir.IRBuilder, num_digits: int, in_vectors: bool, sums: Any, x_me
         tiles = [[b.add(column, start) for column in tile] for tile, start in zip(tiles, starts, strict=True)]
     x_scale = load(b, x_meta, FLOATS)
     columns = [join_digits(b, *digits) for digits in zip(*tiles, strict=True)]
-    return [b.fmul(b.fmul(column, x_scale), _number(b, scales, i)) for i, column in enumerate(columns)]
-
-
-def _number(b: ir.IRBuilder, numbers: Any, i: int) -> Any:
-    return broadcast(b, load(b, b.add(numbers, INT64(4 * i)), FLOAT), LANES)
+    return [b.fmul(b.fmul(column, x_scale), load_repeated(b, scales, FLOAT, 4 * i)) for i, column in enumerate(columns)]
 
 
 def _store_rows(b: ir.IRBuilder, rows: list[Any], num_rows: Any, out: Any, out_row: Any) -> None:

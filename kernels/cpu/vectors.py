@@ -67,6 +67,12 @@ def broadcast(b: ir.IRBuilder, value: Any, count: int) -> Any:
     return take(b, single, [0] * count)
 
 
+def load_repeated(b: ir.IRBuilder, address: Any, element: ir.Type, offset: int = 0) -> Any:
+    """What is `offset` bytes behind an address, in all lanes."""
+    place = b.add(address, INT64(offset)) if offset else address
+    return broadcast(b, load(b, place, element), LANES)
+
+
 def fma(b: ir.IRBuilder, x: Any, y: Any, z: Any) -> Any:
     """x * y + z of float32, rounded once."""
     return call(b, "llvm.fma.v16f32", FLOATS, [x, y, z])
