@@ -7,7 +7,6 @@ step costs little more than the new tokens. Scoring follows Wu et al., "Google's
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -17,6 +16,7 @@ from .outputs import RequestOutput
 from .sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_BEAMS = MAX_LOGPROBS // 2
+MAX_LENGTH_PENALTY = 10  # no length that there is, to this power, is too large or small for a float
 
 Generate = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
@@ -36,9 +36,11 @@ class BeamSearchParams(msgspec.Struct, frozen=True, kw_only=True):
             )
         if type(self.max_tokens) is not int or self.max_tokens < 1:
             raise InvalidRequestError(f"max_tokens: must be an integer >= 1, got {self.max_tokens}.", "max_tokens")
-        if not math.isfinite(self.length_penalty):
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
             raise InvalidRequestError(
-                f"length_penalty: must be a finite number, got {self.length_penalty}.", "length_penalty"
+                f"length_penalty: must be a number from -{MAX_LENGTH_PENALTY} to {MAX_LENGTH_PENALTY}, "
+                f"got {self.length_penalty}.",
+                "length_penalty",
             )
 
 

@@ -36,7 +36,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     deadline = Deadline(request.deadline_ms)
     served = await deadline.hold(find_model(context.backend, request.model))
     prompts = await off_the_loop(body, request.prompts)
-    check_choices(len(prompts), request.num_choices, context.limits)
+    check_choices(len(prompts), request.num_choices, context.limits, "best_of" if request.best_of else "n")
     metrics = context.metrics.start(served.name, len(prompts) * request.num_choices)
     token_ids, room = await deadline.hold(context.heavy_work.run(body, lambda: _tokenize_all(served, request, prompts)))
     params = request.sampling_params(served.info.generation_defaults, room)

@@ -62,13 +62,14 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def check_choices(num_prompts: int, n: int | None, limits: ApiLimits) -> None:
-    """Raises `InvalidRequestError` when one HTTP request asks for too many answers."""
+def check_choices(num_prompts: int, n: int | None, limits: ApiLimits, param: str = "n") -> None:
+    """Raises `InvalidRequestError` when one HTTP request asks for too many answers. `param`: the field that says n."""
     asked = num_prompts * (n or 1)
     if asked > limits.max_choices:
-        param = "prompt" if num_prompts > 1 else "n"
+        param, counted = "prompt" if num_prompts > 1 else param, param
         raise InvalidRequestError(
-            f"{param}: {asked} answers in one request (prompts x n), at most {limits.max_choices} are allowed.", param
+            f"{param}: {asked} answers in one request (prompts x {counted}), at most {limits.max_choices} are allowed.",
+            param,
         )
 
 

@@ -28,6 +28,8 @@ from .responses import Embedding, Embeddings, EmbeddingUsage
 from .sse import unless_client_leaves
 from .tenants import PromptBill, Tenant, tenant_of
 
+_AT_ONCE = 128  # inputs of an HTTP request: engines refuse what their queues do not hold, and others wait in them, too
+
 
 async def embeddings(http: Request, context: ApiContext) -> Response:
     """The vectors of all inputs. Raises `InvalidRequestError` and what the backend raises."""
@@ -107,12 +109,15 @@ class EmbeddingRun:
             self._end_unfinished("abort")
 
     async def _run(self) -> None:
-        async with aclosing(self._engines.generate(self._model, self._requests)) as batches:
-            async for outputs in batches:
-                for output in outputs:
-                    self._take(output)
-                if not self._unfinished:
-                    break
+        for first in range(0, len(self._requests), _AT_ONCE):
+            some = self._requests[first : first + _AT_ONCE]
+            left = len(self._unfinished) - len(some)
+            async with aclosing(self._engines.generate(self._model, some)) as batches:
+                async for outputs in batches:
+                    for output in outputs:
+                        self._take(output)
+                    if len(self._unfinished) <= left:
+                        break
 
     def _take(self, output: EngineOutput) -> None:
         if output.finish_reason is None or output.request_id not in self._unfinished:

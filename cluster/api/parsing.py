@@ -7,6 +7,7 @@ in silence. The harmless ones, which change nothing about the answer, are in `HA
 from __future__ import annotations
 
 import difflib
+import re
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -78,6 +79,7 @@ REFUSED: dict[str, _Refused] = {
 }
 
 _SHOWN_CHARS = 80
+_HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"[\s\]}]*$')  # the decoder looks for the other half behind it
 _INTEGER = (int, int | None)
 _MAX_REPEATED = 10**24  # no field means more, and an error message repeats it to the last digit
 
@@ -104,7 +106,7 @@ def decode_body(body: bytes) -> dict[str, Any]:
     try:
         data = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise InvalidRequestError(_why_not_json(str(error)), code="invalid_json") from error
+        raise InvalidRequestError(_why_not_json(str(error), body), code="invalid_json") from error
     if not isinstance(data, dict):
         raise InvalidRequestError(f"The body must be a JSON object, got {shown(data)}.", code="invalid_body")
     return data
@@ -134,11 +136,13 @@ def _check_limits(request: BaseModel, limits: ApiLimits) -> None:
             raise InvalidRequestError(f"{name}: must hold at most {most} entries, got {len(value)}.", name)
 
 
-def _why_not_json(error: str) -> str:
+def _why_not_json(error: str, body: bytes) -> str:
     """In the words of the decoder, but for what it calls malformed although the grammar of JSON allows it."""
-    if "surrogate" in error:
+    if "surrogate" in error or ("truncated" in error and _HALF_AT_END.search(body)):
         where = error[error.rfind("(") :] if error.endswith(")") else ""
         return f"The body holds half of a UTF-16 surrogate pair, which is not a character {where}".rstrip() + "."
+    if "out of range" in error or "recursion" in error:
+        return f"The body holds a number that is too large, or lists and objects too deep in each other: {error}."
     return f"The body is not valid JSON: {error}."
 
 

@@ -101,11 +101,11 @@ async def _whole(call: AsgiCall, context: CallContext) -> dict[str, Any]:
 
 
 async def _chunks(call: AsgiCall) -> AsyncGenerator[dict[str, Any], None]:
-    """The objects of server-sent events. A piece of the body holds whole events."""
+    """The objects of server-sent events, which may have an id before them. A piece of the body holds whole events."""
     async for piece in call.body():
-        for event in piece.split(b"\n\n"):
-            data = event.removeprefix(b"data: ")
-            if data and data != b"[DONE]":
+        for line in piece.split(b"\n"):
+            data = line.removeprefix(b"data: ")
+            if data != line and data != b"[DONE]":
                 yield msgspec.json.decode(data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import msgspec
@@ -45,7 +46,8 @@ def conversation_fields(conversation: pb.Conversation) -> Json:
 
 
 def _given(message: Any, without: tuple[str, ...] = ()) -> Json:
-    """The fields that are set, by their names in JSON. A name that ends in `_json` holds JSON."""
+    """The fields that are set, by their names in JSON. A name that ends in `_json` holds JSON. Raises
+    `InvalidRequestError` for one that does not, and for numbers that are none."""
     fields: Json = {}
     for field, value in message.ListFields():
         if field.name in without:
@@ -53,7 +55,12 @@ def _given(message: Any, without: tuple[str, ...] = ()) -> Json:
         if field.name.endswith("_json"):
             name = field.name.removesuffix("_json")
             fields[name] = _decoded(field.name, value)
+        elif field.type == field.TYPE_DOUBLE and not math.isfinite(value):  # which JSON does not have
+            raise InvalidRequestError(f"{field.name}: must be a finite number, got {value}.", field.name)
         elif field.message_type is not None and field.message_type.GetOptions().map_entry:
+            for each in value.values():
+                if not math.isfinite(each):
+                    raise InvalidRequestError(f"{field.name}: must hold finite numbers, got {each}.", field.name)
             fields[field.name] = {str(key): each for key, each in value.items()}
         else:
             fields[field.name] = list(value) if field.is_repeated else value

@@ -298,10 +298,18 @@ def with_arguments(arguments: object) -> list[dict[str, Any]]:
     return with_call(function={"name": "f", "arguments": arguments})
 
 
+@pytest.mark.parametrize("arguments", ["{oops", "[1]", '"1234"', "NaN", '{"a": 1e400}', "\\ud800"])
+async def test_what_a_model_wrote_is_sent_back_to_it(
+    client: httpx.AsyncClient, backend: FakeBackend, arguments: str
+) -> None:
+    """An agent that tells a model of its mistake shows it the mistake."""
+    told = {"role": "tool", "tool_call_id": "c1", "content": "no JSON object"}
+    await post(client, messages=[*with_arguments(arguments), told])
+    assert f'"arguments": {arguments}}}' in prompt_of(backend)
+
+
 A_STRING = "must be a string that holds a JSON object"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": with_arguments("{")}, "messages[1].tool_calls[0].function.arguments", A_STRING),
-    ({"messages": with_arguments("[]")}, "messages[1].tool_calls[0].function.arguments", A_STRING),
     ({"messages": with_arguments({"a": 1})}, "messages[1].tool_calls[0].function.arguments", A_STRING),
     ({"messages": with_call(id=5)}, "messages[1].tool_calls[0].id", "must be a string"),
     ({"messages": with_call(id="")}, "messages[1].tool_calls[0].id", "must have 1 to 256 characters"),

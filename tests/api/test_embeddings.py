@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
@@ -13,7 +14,7 @@ from fake_backend import FakeBackend
 
 from quire.cluster.api.backend import ServedModel
 from quire.engine.errors import EngineError, OverloadedError
-from quire.engine.outputs import RequestReport
+from quire.engine.outputs import EngineOutput, EngineRequest, RequestReport
 from quire.engine.pooling import PoolingParams
 
 MODEL = "smollm2-135m-instruct"
@@ -57,6 +58,21 @@ async def test_every_form_of_input(client: httpx.AsyncClient, backend: FakeBacke
         ]
         num_tokens = sum(map(len, expected))
         assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+
+
+async def test_many_inputs_do_not_fill_the_engines_queue(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    most, generate = 0, backend.generate
+
+    def counted(model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        nonlocal most
+        most = max(most, len(requests))
+        return generate(model, requests)
+
+    backend.generate = counted  # type: ignore[method-assign]
+    answer = await embed(client, input=[[1 + i] for i in range(300)], dimensions=1)
+    assert [each["embedding"] for each in answer["data"]] == [[1 + i + 1 / 1024] for i in range(300)]
+    assert len(backend.requests) == 300
+    assert most <= 128
 
 
 async def test_base64_is_of_the_same_numbers(client: httpx.AsyncClient) -> None:

@@ -104,6 +104,12 @@ CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
 ]
 COMPLETION_CASES: list[tuple[dict[str, Any], str, str | None, str]] = [
     ({"prompt": ""}, "prompt", None, "prompt: must not be empty."),
+    (
+        {"best_of": 33},
+        "best_of",
+        None,
+        "best_of: 33 answers in one request (prompts x best_of), at most 32 are allowed.",
+    ),
     ({"prompt": [1, 49152]}, "prompt", None, "prompt: token ids must be from 0 to 49151, got 49152."),
     (
         {"prompt": [1] * 1024},
@@ -168,6 +174,15 @@ async def test_a_request_that_cannot_work(
     [
         (b"", "The body is not valid JSON: Input data was truncated."),
         (b'{"model": ', "The body is not valid JSON: Input data was truncated."),
+        (
+            b'{"model": "m", "messages": [{"role": "user", "content": "hi \\ud83d"}]}',
+            "The body holds half of a UTF-16 surrogate pair, which is not a character.",
+        ),
+        (
+            b'{"temperature": 1e400}',
+            "The body holds a number that is too large, or lists and objects too deep in each other: "
+            "Number out of range - at `$[...]`.",
+        ),
         (b"hello", "The body is not valid JSON: JSON is malformed: invalid character (byte 0)."),
         (
             b'{"model": "\\udc00"}',

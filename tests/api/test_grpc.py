@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import math
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -206,6 +207,32 @@ async def test_a_field_that_should_be_json(stub: InferenceStub) -> None:
         grpc.StatusCode.INVALID_ARGUMENT,
         "structured_outputs_json: is not valid JSON: Input data was truncated.",
     )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+async def test_what_json_has_no_number_for_is_refused(stub: InferenceStub, value: float) -> None:
+    for fields in ({"temperature": value}, {"logit_bias": {5: value}}):
+        code, message, told = await refused(stub.Generate(pb.GenerateRequest(model=MODEL, prompt="a", **fields)))
+        [name] = fields
+        assert (code, told["param"]) == (grpc.StatusCode.INVALID_ARGUMENT, name)
+        assert message.startswith(f"{name}: must ")
+
+
+async def test_a_stream_whose_events_have_ids(stub: InferenceStub) -> None:
+    request = pb.GenerateRequest(model=MODEL, prompt="a", max_tokens=100)
+    plain = await everything(stub.Generate(request))
+    named = await everything(stub.Generate(request, metadata=(("x-request-id", "abc"),)))
+    texts = ["".join(each.text for response in found for each in response.choices) for found in (plain, named)]
+    assert texts == [DEFAULT_ANSWER] * 2
+
+
+async def test_the_first_token_of_a_prompt_has_no_logprob(stub: InferenceStub) -> None:
+    request = pb.GenerateRequest(model=MODEL, prompt="Once upon", max_tokens=1, echo=True, logprobs=1, stream=False)
+    [answer] = await everything(stub.Generate(request))
+    first, *others = answer.choices[0].logprobs
+    assert not first.HasField("logprob")
+    assert others
+    assert all(each.HasField("logprob") for each in others)
 
 
 async def test_failures_before_and_after_the_first_token(stub: InferenceStub, backend: FakeBackend) -> None:

@@ -50,6 +50,13 @@ def exhaustive(prompt: list[int], max_tokens: int, length_penalty: float) -> lis
     return sorted(beams, key=lambda beam: -beam.score(length_penalty))
 
 
+@pytest.mark.parametrize("length_penalty", [10.1, -600, 1e308, float("nan"), float("inf")])
+def test_a_length_penalty_beyond_what_floats_hold_is_refused(length_penalty: float) -> None:
+    with pytest.raises(InvalidRequestError, match="length_penalty: must be a number from -10 to 10") as caught:
+        BeamSearchParams(beam_width=2, max_tokens=3, length_penalty=length_penalty)
+    assert caught.value.param == "length_penalty"
+
+
 @pytest.mark.parametrize("length_penalty", [1.0, 0.5, 2.0])
 @pytest.mark.parametrize("prompt", [[0], [1, 2], [2, 2, 1]])
 def test_a_wide_beam_finds_the_best_answer(prompt: list[int], length_penalty: float) -> None:

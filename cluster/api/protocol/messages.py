@@ -41,16 +41,16 @@ def _no_value_yet(value: object) -> object:
 
 
 def _json_object(value: object) -> object:
-    """The arguments of a call: templates read them as an object. Some clients send "" for none."""
+    """The arguments of a call: templates read them as an object. Some clients send "" for none.
+
+    What a model wrote need not be one, and an agent sends it back to have it repaired: templates get the text then."""
     if not isinstance(value, str):
         raise wrong("must be a string that holds a JSON object")
     try:
         arguments = msgspec.json.decode(value or "{}")
-    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
-        raise wrong(f"must be a string that holds a JSON object ({str(error)[:100]})") from error
-    if not isinstance(arguments, dict):
-        raise wrong("must be a string that holds a JSON object")
-    return arguments
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return value
+    return arguments if isinstance(arguments, dict) else value
 
 
 _TEXT_PART = {
@@ -76,7 +76,7 @@ class CalledFunction(StrictModel):
 
     name: str
     parsed_arguments: Any = None
-    arguments: Annotated[dict[str, Any], BeforeValidator(_json_object), WithJsonSchema({"type": "string"})]
+    arguments: Annotated[dict[str, Any] | str, BeforeValidator(_json_object), WithJsonSchema({"type": "string"})]
 
 
 class ToolCall(StrictModel):
