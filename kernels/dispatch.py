@@ -123,6 +123,7 @@ class Backend(Protocol):
         activation: str,
         gate_up_scales: Tensor | None,
         down_scales: Tensor | None,
+        num_experts_in_all: int | None,
     ) -> Tensor: ...
 
     def exclude_tokens(self, logits: Tensor, indices: Tensor, allowed: Tensor) -> None: ...

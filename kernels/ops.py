@@ -305,6 +305,7 @@ def experts(
     activation: str,
     gate_up_scales: Tensor | None = None,
     down_scales: Tensor | None = None,
+    num_experts_in_all: int | None = None,
 ) -> Tensor:
     """Each token's sum over its experts of `routing * down(activation(gate(x)) * up(x))`. Modifies no argument.
 
@@ -318,6 +319,8 @@ def experts(
         down: [num_experts, hidden_size, size], likewise.
         activation: one of `activation.ACTIVATIONS`.
         gate_up_scales, down_scales: [num_experts, rows] float32; row r of a matrix in 8 bits is multiplied by its own.
+        num_experts_in_all: how many there are, here and elsewhere, that tokens are spread over, where that is known: if
+            all are here, all that is chosen must be.
     Returns [num_tokens, hidden_size], a new tensor, the dtype of `x`.
     """
     if activation not in ACTIVATIONS:
@@ -336,6 +339,7 @@ def experts(
         activation=activation,
         gate_up_scales=gate_up_scales,
         down_scales=down_scales,
+        num_experts_in_all=num_experts_in_all,
     )
 
 

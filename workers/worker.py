@@ -259,6 +259,7 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute_model(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
+        self._run_prompts_of_all_sizes()
         graph_bytes = self._measure_graphs() if self._uses_graphs else 0
         self._runner = None
         torch.cuda.empty_cache()
@@ -269,6 +270,14 @@ class Worker:
             free_bytes(self.device),
         )
         return peak + graph_bytes + self._draft_bytes()
+
+    def _run_prompts_of_all_sizes(self) -> None:
+        """One prompt at a time, of 1, 2, 4 ... tokens up to the largest step: tiles, and so what is compiled, depend on
+        the rows of a step by powers of two, and no request should wait for a compiler."""
+        most = min(self._config.scheduler.max_num_batched_tokens, self._info.max_model_len)
+        for num_tokens in [*(1 << i for i in range((most - 1).bit_length())), most]:
+            step, _ = self._step_of(np.array([num_tokens], np.int32))
+            self.execute_model(step)
 
     def _draft_bytes(self) -> int:
         """What drafts add to the largest step, which has none: logits, and three copies where they are drawn."""

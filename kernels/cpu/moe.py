@@ -21,6 +21,7 @@ def experts(
     activation: str,
     gate_up_scales: Tensor | None,
     down_scales: Tensor | None,
+    num_experts_in_all: int | None,  # noqa: ARG001 (rows are sorted either way)
 ) -> Tensor:
     """See `ops.experts`."""
     num_experts = len(down)

@@ -18,6 +18,7 @@ def experts(
     activation: str,
     gate_up_scales: Tensor | None,
     down_scales: Tensor | None,
+    num_experts_in_all: int | None,  # noqa: ARG001
 ) -> Tensor:
     """See `ops.experts`."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)

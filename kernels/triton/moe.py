@@ -38,6 +38,7 @@ def experts(
     activation: str,
     gate_up_scales: Tensor | None,
     down_scales: Tensor | None,
+    num_experts_in_all: int | None,
 ) -> Tensor:
     """See `ops.experts`."""
     num_tokens, experts_per_token = chosen.shape
@@ -45,7 +46,7 @@ def experts(
     num_assignments = num_tokens * experts_per_token
     if num_tokens == 0:
         return torch.empty_like(x)
-    tile = tiles.gemm(x.device, "moe", num_rows=num_assignments // num_experts, dtype=x.dtype)
+    tile = tiles.gemm(x.device, "moe", num_rows=num_assignments // (num_experts_in_all or num_experts), dtype=x.dtype)
     order, ends, tile_ends = _sorted_by_expert(chosen, num_experts, tile.block_m)
     most_tiles = min(num_assignments, num_assignments // tile.block_m + num_experts)
     shared: dict[str, Any] = {
@@ -69,7 +70,8 @@ def experts(
         HAS_SCALES=gate_up_scales is not None, **shared,
     )  # fmt: skip
     # Assignments to experts that are not here have no tile: their rows stay zero.
-    parts = torch.zeros(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
+    allocate = torch.empty if num_experts_in_all == num_experts else torch.zeros
+    parts = allocate(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
     down_kernel[(most_tiles, triton.cdiv(hidden_size, tile.block_n))](
         parts, inner, down, ends if down_scales is None else down_scales, routing.contiguous(), order, ends, tile_ends,
         size, hidden_size, HAS_SCALES=down_scales is not None, **shared,

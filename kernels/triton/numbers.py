@@ -24,7 +24,7 @@ def widen(x, DTYPE: tl.constexpr, FORMAT: tl.constexpr, UPCAST: tl.constexpr):
         # exponent, are a number 256 times as small.
         bits = x.to(tl.int16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        x = half.to(tl.float32) * 256.0
+        x = tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
     elif UPCAST:  # the interpreter makes no bfloat16 of an integer
         x = x.to(tl.float32)
     return x.to(DTYPE)

@@ -44,18 +44,20 @@ EXPERT_CASES = [
 EXPERT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.3}
 
 
-def build_experts(case: ExpertCase, device: str = "cpu") -> dict[str, Tensor | str | None]:
+def build_experts(case: ExpertCase, device: str = "cpu") -> dict[str, Tensor | str | int | None]:
     """Arguments of `ops.experts`. One expert at least is chosen by nobody where there are more than are chosen."""
     generator = torch.Generator().manual_seed(case.num_tokens)
     everywhere = case.num_experts + case.elsewhere
     most = everywhere if everywhere == case.experts_per_token else everywhere - 1
     scores = torch.rand(case.num_tokens, most, generator=generator)
     routing, chosen = scores.topk(case.experts_per_token, dim=-1)
-    arguments: dict[str, Tensor | str | None] = {
+    arguments: dict[str, Tensor | str | int | None] = {
         "x": torch.randn(case.num_tokens, case.hidden_size, generator=generator).to(device, case.dtype),
         "chosen": (chosen - case.elsewhere // 2).to(device),
         "routing": routing.to(device),
         "activation": case.activation,
+        # (Where it is not told, what is chosen may still be elsewhere.)
+        "num_experts_in_all": None if case.elsewhere == 6 else everywhere,
     }
     shapes = {"gate_up": (2 * case.size, case.hidden_size), "down": (case.hidden_size, case.size)}
     for name, shape in shapes.items():
@@ -70,5 +72,5 @@ def build_experts(case: ExpertCase, device: str = "cpu") -> dict[str, Tensor | s
     return arguments
 
 
-def run_experts(arguments: dict[str, Tensor | str | None]) -> Tensor:
+def run_experts(arguments: dict[str, Tensor | str | int | None]) -> Tensor:
     return ops.experts(**arguments)  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ from quire.cluster.assembly import start_core
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
+from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.engine.tokenizer import load_tokenizer
 from quire.kernels import ops
 from quire.kernels.packed import PACKINGS, unpack
@@ -537,3 +538,19 @@ def test_what_was_shut_down_is_freed_though_it_is_still_held(tmp_path: Path) -> 
         assert [ref() for ref in held if ref() is not None] == []
     finally:
         gc.enable()
+
+
+def test_one_prompt_of_each_power_of_two_before_a_gpu_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles, and so what is compiled, depend on the rows of a step by powers of two."""
+    make_tiny_llama(tmp_path)
+    worker = load(info_of(tmp_path), scheduler={"max_num_batched_tokens": 44, "max_num_seqs": 4})
+    worker._make_runner(worker._largest_step()[1])
+    sizes, run = [], worker.execute_model
+
+    def execute_model(step: SchedulerOutput) -> ModelRunnerOutput:
+        sizes.append(step.num_scheduled_tokens.tolist())
+        return run(step)
+
+    monkeypatch.setattr(worker, "execute_model", execute_model)
+    worker._run_prompts_of_all_sizes()
+    assert sizes == [[1], [2], [4], [8], [16], [32], [44]]

@@ -92,5 +92,6 @@ class MixtureOfExperts(nn.Module):
             activation=self._spec.activation,
             gate_up_scales=gate_up.scales,
             down_scales=down.scales,
+            num_experts_in_all=self._spec.num_experts,
         )
         return self._parallel.all_reduce(out)
