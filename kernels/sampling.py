@@ -20,7 +20,7 @@ class Draws(NamedTuple):
     numbers: Tensor  # float64 in [0, 1)
 
 
-_DTYPES = dict(
+DTYPES = dict(
     zip(Draws._fields, (torch.float32, torch.int32, torch.float32, torch.float32, torch.float64), strict=True)
 )
 
@@ -72,7 +72,7 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     """
     _check_logits(logits)
     for name, values in draws._asdict().items():
-        _check(name, values, _DTYPES[name], logits.shape[:1], logits.device)
+        _check(name, values, DTYPES[name], logits.shape[:1], logits.device)
     return backend_for(logits.device).draw_tokens(logits, draws)
 
 

@@ -217,7 +217,7 @@ def kernels(
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"], typer.Option(help="auto: bfloat16 on a GPU, else float32.")
     ] = "auto",
-    only: Annotated[str | None, typer.Option(help="Some of attention, write_kv, linear, experts.")] = None,
+    only: Annotated[str | None, typer.Option(help="Some of attention, write_kv, linear, experts, draw.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
     seconds: Annotated[float, typer.Option(min=0.0, help="For each figure, the median of its calls.")] = 0.2,
     tune: Annotated[bool, typer.Option("--tune", help="Measure tile sizes on this GPU and write the table.")] = False,

@@ -4,8 +4,9 @@
 
 A token's distance from the likeliest one, (highest - logit) / temperature, is not negative; as integers, the bits of
 such numbers have the order of the numbers. Where a filter cuts is found by bisecting them: a pass over the row each,
-which stays in the second-level cache, until only one token is left between the bounds. Nothing is sorted, and nothing
-is read back from the device.
+which stays in the second-level cache, until only one token, or tokens at one distance, are left between the bounds,
+which are moved to where tokens are (logits of bfloat16 have few distances). Nothing is sorted, and nothing is read back
+from the device.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def _weights(distance):
 
 @triton.jit
 def _within(logits, vocab, highest, temperature, limit, BLOCK: tl.constexpr):
-    """How many tokens are no farther than `limit`, and their weight: of a tile in float32, of all in float64."""
+    """How many tokens are no farther than `limit`, and their weight: of a tile in float32, of all in float64. Then the
+    farthest distance among them, and the nearest beyond, infinite where there is none."""
+    farthest = tl.zeros((BLOCK,), tl.float32)
+    nearest = tl.full((BLOCK,), float("inf"), tl.float32)
     count = 0
     mass = tl.zeros((), tl.float64)
     for start in range(0, vocab, BLOCK):
@@ -67,7 +71,9 @@ def _within(logits, vocab, highest, temperature, limit, BLOCK: tl.constexpr):
         kept = (distance <= limit) & (token < vocab)
         count += tl.sum(kept.to(tl.int32), axis=0)
         mass += tl.sum(tl.where(kept, _weights(distance), 0.0), axis=0).to(tl.float64)
-    return count, mass
+        farthest = tl.where(kept, tl.maximum(farthest, distance), farthest)
+        nearest = tl.where(distance > limit, tl.minimum(nearest, distance), nearest)
+    return count, mass, tl.max(farthest, axis=0), tl.min(nearest, axis=0)
 
 
 @triton.jit
@@ -111,8 +117,8 @@ def _narrowed(
 ):
     """The least distance within which there is what is wanted, its count and mass, and those of what is nearer.
 
-    Or a greater one with no token between the two. Where tokens are left between it and what is nearer, they are all at
-    this distance, unless there is just what is wanted.
+    Or what was given, where that has no more than is wanted. Where tokens are left between it and what is nearer, they
+    are all at this distance, unless there is just what is wanted.
     """
     low = tl.full((), -1, tl.int32)
     count_below = 0
@@ -121,11 +127,11 @@ def _narrowed(
     while (found > wanted) & (count - count_below > 1) & (high - low > 1):
         middle = low + (high - low) // 2
         limit = middle.to(tl.float32, bitcast=True)
-        inner_count, inner_mass = _within(logits, vocab, highest, temperature, limit, BLOCK)
+        inner_count, inner_mass, farthest, nearest = _within(logits, vocab, highest, temperature, limit, BLOCK)
         inner = inner_mass if BY_MASS else inner_count.to(tl.float64)
         is_enough = inner >= wanted
-        high = tl.where(is_enough, middle, high)
-        low = tl.where(is_enough, low, middle)
+        high = tl.where(is_enough, farthest.to(tl.int32, bitcast=True), high)
+        low = tl.where(is_enough, low, nearest.to(tl.int32, bitcast=True) - 1)
         found = tl.where(is_enough, inner, found)
         count = tl.where(is_enough, inner_count, count)
         mass = tl.where(is_enough, inner_mass, mass)
@@ -138,7 +144,10 @@ def _narrowed(
 def _border(logits, vocab, highest, temperature, k, p, least, BLOCK: tl.constexpr):
     """What the filters leave of a row: the farthest distance, and how many of the tokens at it, the first ones."""
     high = tl.full((), INFINITY, tl.int32)
-    count, mass = _within(logits, vocab, highest, temperature, float("inf"), BLOCK)
+    count = vocab
+    mass = tl.zeros((), tl.float64)
+    if ((k > 0) & (k < vocab)) | (p < 1.0):
+        count, mass, _, _ = _within(logits, vocab, highest, temperature, float("inf"), BLOCK)
     if (k > 0) & (k < vocab):
         wanted = k.to(tl.float64)
         high, count, mass, _, _ = _narrowed(

@@ -52,7 +52,7 @@ def test_it_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
     assert printed.exit_code == 0, printed.output
     document = json.loads(path.read_text())
     results = document["result"]["kernels"]
-    assert {result["group"] for result in results} == {"attention", "write_kv", "linear", "experts"}
+    assert {result["group"] for result in results} == {"attention", "write_kv", "linear", "experts", "draw"}
     assert all(result["us"] > 0 and result["share"] > 0 for result in results)
     assert document["result"]["limits"]["copy_gb_per_s"] > 0
     assert document["versions"]["torch"]

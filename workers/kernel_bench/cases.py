@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor
 
 from quire.kernels import fp8, ops
 from quire.kernels.packed import BLOCK, PACKINGS, Packing
+from quire.kernels.sampling import DTYPES, Draws, draw_tokens
 
 from .shapes import LayerShape
-from .work import Work, attention_work, experts_work, linear_work, write_kv_work
+from .work import Work, attention_work, draw_work, experts_work, linear_work, write_kv_work
 
-GROUPS = ("attention", "write_kv", "linear", "experts")
+GROUPS = ("attention", "write_kv", "linear", "experts", "draw")
 Run = Callable[[], object]
 
 
@@ -36,6 +38,7 @@ class Sizes:
     prefills: Sequence[int]
     rows: Sequence[int]  # of linear layers, and tokens of experts
     tokens: Sequence[int]  # of `write_kv`
+    draws: Sequence[int]  # rows of logits
 
 
 GPU_SIZES = Sizes(
@@ -43,11 +46,16 @@ GPU_SIZES = Sizes(
     prefills=(2048, 8192, 32768),
     rows=(1, 2, 4, 8, 16, 32, 2048, 8192),
     tokens=(1, 256, 8192),
+    draws=(1, 64, 256),
 )
 CPU_SIZES = Sizes(
-    decodes=((1, 1024), (8, 1024), (32, 512)), prefills=(512, 2048), rows=(1, 2, 4, 8, 16, 32, 512), tokens=(1, 512)
+    decodes=((1, 1024), (8, 1024), (32, 512)),
+    prefills=(512, 2048),
+    rows=(1, 2, 4, 8, 16, 32, 512),
+    tokens=(1, 512),
+    draws=(1, 8),
 )
-TINY_SIZES = Sizes(decodes=((1, 40), (3, 20)), prefills=(30,), rows=(1, 5), tokens=(7,))
+TINY_SIZES = Sizes(decodes=((1, 40), (3, 20)), prefills=(30,), rows=(1, 5), tokens=(7,), draws=(3,))
 
 
 def cases(
@@ -59,6 +67,7 @@ def cases(
         "write_kv": lambda: _write_kv(shape, sizes, device, dtype, block_size),
         "linear": lambda: _linear(shape, sizes, device, dtype),
         "experts": lambda: _experts(shape, sizes, device, dtype),
+        "draw": lambda: _draw(shape, sizes, device, dtype),
     }
     for group in groups:
         yield from makers[group]()
@@ -217,3 +226,23 @@ def experts_run(shape: LayerShape, chosen: Tensor, device: torch.device, dtype: 
     down = torch.randn(shape.num_experts, hidden_size, size, device=device, dtype=dtype)
     routing, chosen = torch.rand(chosen.shape, device=device), chosen.to(device)
     return lambda: ops.experts(x, chosen, routing, gate_up, down, activation="silu")
+
+
+def _draw(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    for num_rows in sizes.draws:
+        for name, top_k, top_p in (("temperature", 0, 1.0), ("top-p 0.9", 0, 0.9), ("top-k 50, top-p 0.9", 50, 0.9)):
+            make = partial(_draw_run, shape.vocab_size, num_rows, top_k, top_p, device, dtype)
+            work = draw_work(num_rows, shape.vocab_size)
+            yield Case("draw", f"{name}, {num_rows} x {shape.vocab_size}", work, torch.float32, make)
+
+
+def _draw_run(vocab: int, num_rows: int, top_k: int, top_p: float, device: torch.device, dtype: torch.dtype) -> Run:
+    """Logits as a model of this type leaves them: rounded to it, a few far above the others."""
+    logits = 2.5 * torch.randn(num_rows, vocab, device=device)
+    logits[:, ::997] += 8
+    logits = logits.to(dtype).float()
+    values = {"temperature": 0.8, "top_k": top_k, "top_p": top_p, "min_p": 0.0, "numbers": 0.5}
+    draws = Draws(
+        **{name: torch.full((num_rows,), value, dtype=DTYPES[name], device=device) for name, value in values.items()}
+    )
+    return lambda: draw_tokens(logits, draws)

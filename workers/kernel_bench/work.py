@@ -32,6 +32,11 @@ def write_kv_work(num_tokens: int, *, num_kv_heads: int, head_dim: int, size: in
     return Work(num_tokens * num_kv_heads * head_dim * 2 * (size + cache_size), 0)
 
 
+def draw_work(num_rows: int, vocab_size: int) -> Work:
+    """Logits of float32, read once."""
+    return Work(num_rows * vocab_size * 4, 0)
+
+
 def linear_work(num_rows: int, out_features: int, in_features: int, *, size: int, weight_bits: int) -> Work:
     """x @ weight.T; scales that are not stored with their numbers are too few to count."""
     moved = num_rows * (in_features + out_features) * size + out_features * in_features * weight_bits // 8
