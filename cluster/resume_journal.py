@@ -1,11 +1,11 @@
-"""The engine's memory of requests that a client may want to go on with (DESIGN 4.4, the other way round).
+"""The engine's memory of requests that a client may want to go on with.
 
 A gateway keeps the journal that outlives an engine. This one outlives a gateway: when a gateway dies, its requests are
 aborted and hold nothing, but the tokens that they had stay here for `KEEP_S`, as do those of requests that have ended
 or were aborted by a gateway whose client had gone. A client that asks again, with the same request, the same
 `x-request-id` and the last event that it has seen, reaches some gateway, which asks all engines for the tokens.
 
-Only requests that came with an `x-request-id` are kept. Memory is bounded by `MAX_TOKENS` for what has ended, oldest
+Streams that came with an `x-request-id` are kept: over HTTP all, as Serve names those that have none. Memory is bounded by `MAX_TOKENS` for what has ended, oldest
 first out; what runs is bounded by the engine's own limits.
 """
 

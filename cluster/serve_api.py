@@ -17,7 +17,6 @@ import httpx
 
 from quire.engine.errors import QuireError
 
-DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 _APPLICATIONS = "/api/serve/applications/"
 _DEPLOY_TIMEOUT_S = 120.0  # the first deployment on a cluster starts Serve itself
 _READ_TIMEOUT_S = 30.0

@@ -1,6 +1,6 @@
 """The journal of a gateway: what lets a stream outlive its engine.
 
-For every stream it keeps the request and the output tokens received (DESIGN 4.4). Each attempt travels under an id of
+For every stream it keeps the request and the output tokens received. Each attempt travels under an id of
 its own, so that late words of an earlier attempt cannot be taken for those of the current one.
 """
 

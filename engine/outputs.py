@@ -1,4 +1,4 @@
-"""The records that cross a process or a step (DESIGN 4.6), and those that users receive.
+"""The records that cross a process or a step, and those that users receive.
 
 Engines speak tokens only; text appears in `RequestOutput` and `CompletionOutput` alone. A running request occupies a
 *row*, a small integer below `max_num_seqs` that the scheduler gives it at admission and takes back when it finishes or

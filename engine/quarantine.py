@@ -1,4 +1,4 @@
-"""Finding the one request that breaks every step it is in (DESIGN 4.9), without ending the others.
+"""Finding the one request that breaks every step it is in, without ending the others.
 
 A step that fails is tried again with everybody in it: most failures are a machine's. Requests whose step has failed
 twice in a row are suspects. Until each is cleared, every step computes one suspect alone; a new token clears it, and a

@@ -54,7 +54,7 @@ _MAX_PREEMPTERS = 8  # names kept of the requests that preempted one
 
 
 class Scheduler:
-    """Owner of all request state (DESIGN 4.2). No thread, no device, no clock: `now` is seconds on any steady clock."""
+    """Owner of all request state. No thread, no device, no clock: `now` is seconds on any steady clock."""
 
     def __init__(
         self,

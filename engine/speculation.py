@@ -8,7 +8,7 @@
 A step that decodes reads all weights for one token of each request, and takes hardly longer with some more. Drafts are
 looked up in the request's own tokens (prompt lookup decoding, https://github.com/apoorvumang/prompt-lookup-decoding):
 what quotes its prompt, or repeats itself, comes several tokens at a time. As sampling is a function of logits,
-parameters, seed and position (DESIGN 4.3), a token that was guessed is the one that would have come, drawn or greedy.
+parameters, seed and position, a token that was guessed is the one that would have come, drawn or greedy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why a request waited (DESIGN 4.8): its wall time split over causes, booked at transitions only.
+"""Why a request waited: its wall time split over causes, booked at transitions only.
 
 A running request is billed directly, when a step begins to give it less than it could use and when that ends. Waiting
 requests are billed together: a `QueueClock` adds up how long its queue stood still for which cause, and a request reads

@@ -111,9 +111,10 @@ def check_other_fields(spec: GrammarSpec, params: SamplingParams) -> None:
 
 def check_size(spec: GrammarSpec, limits: GrammarConfig) -> None:
     """Refuse a source that is too large to be read. Raises `InvalidRequestError`."""
-    if len(spec.source) > limits.max_source_bytes:
+    num_bytes = len(spec.source.encode(errors="surrogatepass"))
+    if num_bytes > limits.max_source_bytes:
         raise InvalidRequestError(
-            f"{spec.param}: the {spec.kind.replace('_', ' ')} has {len(spec.source)} characters, at most "
+            f"{spec.param}: the {spec.kind.replace('_', ' ')} has {num_bytes} bytes, at most "
             f"{limits.max_source_bytes} are allowed.",
             spec.param,
         )

@@ -64,8 +64,8 @@ CHUNK = 256  # positions that are merged at once, at fixed places
 # Positions: keys and values of a token are too short for the CPU to see what will be read next. They come into the
 # second-level cache; into the first, they would push out what is in use.
 AHEAD = 32
-# Positions whose values are weighed for all heads before those behind them: where a pass over the positions takes only
-# some of a head's numbers, the others come with them and must still be near, and memory is read as it lies.
+# Positions whose values are weighed for all heads before those behind them. With AVX2 a pass over positions weighs one
+# line of the cache of each; over all of a chunk, the lines beside it would be gone before the passes that need them.
 VALUES = CHUNK if IS_WIDE else AHEAD
 _LINE = 64  # bytes
 _SIZE = 4  # bytes of a float32

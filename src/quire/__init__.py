@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "LLM": "quire.llm",
     "SamplingParams": "quire.engine.sampling_params",
+    "BeamSearchParams": "quire.engine.beam_search",
     "PoolingParams": "quire.engine.pooling",
     "StructuredOutputsParams": "quire.engine.grammar.request_fields",
     "RequestOutput": "quire.engine.outputs",
@@ -25,6 +26,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CompletionOutput",
     "EmbeddingOutput",
     "PoolingParams",

@@ -96,7 +96,7 @@ async def test_schemas_are_held_to_the_limits_of_the_model(
     backend.served = replace(with_tools, grammar_limits=GrammarConfig(max_source_bytes=50))
     assert await refusal(client, structured_outputs={"regex": "a" * 51}) == (
         "structured_outputs.regex",
-        "structured_outputs.regex: the regex has 51 characters, at most 50 are allowed.",
+        "structured_outputs.regex: the regex has 51 bytes, at most 50 are allowed.",
     )
     param, message = await refusal(client, tool_choice="required")
     assert (param, message[:50]) == (

@@ -5,6 +5,7 @@ A table, and what a load takes. Exits with 1 on a mismatch.
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 import tempfile
@@ -32,6 +33,7 @@ GRIDS = {
 
 
 def main() -> int:
+    argparse.ArgumentParser(prog="python -m tests.models.parity", description=__doc__).parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     print("On several ranks: the largest difference of a logprob, or X where tokens differ.")
     print(ROW.format("model", "architecture", "tokens", "mismatches", "ties", "max logprob diff.", *GRIDS))

@@ -1,4 +1,4 @@
-"""What one request brings, however odd, must not end the engine for the others (DESIGN 4.9)."""
+"""What one request brings, however odd, must not end the engine for the others."""
 
 from __future__ import annotations
 

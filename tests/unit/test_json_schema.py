@@ -243,7 +243,7 @@ def test_a_gateway_refuses_what_is_too_large_before_it_reads_it() -> None:
     large = {"type": "object", "properties": {"a": {"type": "string", "description": "d" * 900}}}
     many = [GrammarSpec(kind=kind, source="a" * 1001) for kind in ("json_schema", "regex", "ebnf")]
     for spec in many:
-        with pytest.raises(InvalidRequestError, match=r"has 1001 characters, at most 1000 are allowed"):
+        with pytest.raises(InvalidRequestError, match=r"has 1001 bytes, at most 1000 are allowed"):
             answer_grammar(Reading(None), spec, limits)
     for strict in (False, True):  # advice that cannot be read is no advice
         lark = Lark({}, limits)

@@ -1,4 +1,4 @@
-"""Sampling as a pure function of (logits, sampling parameters, seed, position): DESIGN 4.3.
+"""Sampling as a pure function of (logits, sampling parameters, seed, position).
 
     logits ─┬─▶ bias ─▶ constraints ─▶ penalties ─▶ grammar ─▶ temperature, top-k, top-p, min-p ─▶ token
             └─▶ logprobs

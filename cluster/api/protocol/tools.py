@@ -14,7 +14,6 @@ from ..tools.tool_set import Function, ToolSet
 from .fields import StrictModel, wrong
 
 MAX_TOOLS = 128
-MAX_DESCRIPTION_CHARS = 1 << 16
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
