@@ -160,7 +160,7 @@ class GrammarConfig(Section):
     """What a grammar (structured output) may cost."""
 
     max_source_bytes: int = Field(
-        262_144, ge=1, description="Size of a schema, expression or grammar, in characters of its source."
+        262_144, ge=1, description="Size of a schema, expression or grammar, in bytes of its source in UTF-8."
     )
     max_schema_depth: int = Field(64, ge=1, description="How deep a JSON schema may be nested.")
     max_grammar_size: int = Field(500_000, ge=1, description="Symbols of a compiled grammar, its references followed.")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGEST_GPU_HEAD = 256  # numbers of a head of attention: larger ones do not fit into the shared memory of a GPU
 BACKENDS = {
     "reference": "quire.kernels.reference",
     "cpu": "quire.kernels.cpu",

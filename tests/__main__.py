@@ -29,6 +29,7 @@ PATIENT = [
     "tests/kernels/test_triton_interpreted.py",
 ]
 PATIENT_TIMEOUT_S = 3600  # of a test: others come first
+END_S = 60  # that pytest has for its fixtures after an interruption
 # Files are given out in their order, so that short ones come last and both processes have something to do until the
 # end. Each has as many threads as there are cores: those of torch that wait must not spin (`workers`), which would keep
 # the other process from its work.
@@ -36,7 +37,7 @@ BY_TWO = ["--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 class Part:
-    """pytest with some arguments, in a process group of its own: an interruption is told to it once, by `end`."""
+    """pytest with some arguments, in a process group of its own: an interruption is told to it once."""
 
     def __init__(self, *arguments: str, spins: bool = False, output: int | None = None) -> None:
         self._process = subprocess.Popen(
@@ -63,16 +64,24 @@ class Part:
         except (AttributeError, OSError):  # not Linux, or a sandbox
             os.setpriority(os.PRIO_PROCESS, pid, 19)
 
-    def end(self) -> None:
+    def interrupt(self) -> None:
         """pytest ends what its fixtures have started, and tells what has failed so far."""
         if not self.is_done:
             self._process.send_signal(signal.SIGINT)
-            self.wait()
+
+    def end(self) -> None:
+        """Wait for that, not for ever."""
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
 
 
 def main() -> int:
     os.chdir(ROOT)
     signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGHUP, _leave)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it, and so would pytest
     testpaths = tomllib.loads(Path("pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["testpaths"]
     in_turn = [path for path in testpaths if path not in TOGETHER]
@@ -94,6 +103,10 @@ def main() -> int:
         except KeyboardInterrupt:
             return 130
         finally:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_IGN)  # a second one would leave the others to themselves
+            for part in parts:
+                part.interrupt()
             for part in parts:
                 part.end()
             _show(printed)

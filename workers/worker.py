@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -19,6 +19,7 @@ from quire.engine.outputs import GrammarMasks, IntArray, ModelRunnerOutput, NewR
 from quire.engine.sampling_params import SamplingParams
 from quire.engine.speculation import MAX_STEP_DRAFTS, num_speculative_tokens
 from quire.kernels import fp8
+from quire.kernels.dispatch import LARGEST_GPU_HEAD
 from quire.kernels.ops import AttentionMetadata
 
 from .decode_graphs import CudaGraphBackend
@@ -77,7 +78,9 @@ class Worker:
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         blueprint = blueprint_for(self._config.model, self._info, self.device)
         with building(torch.device("meta"), self.dtype):
-            weight_bytes = num_bytes(blueprint.build(self._parallel).parameters())
+            model = blueprint.build(self._parallel)
+            weight_bytes = num_bytes(model.parameters())
+        check_heads(model.kv_cache_specs(self._config.cache.block_size, self.cache_dtype), self.device)
         check_weights_fit(weight_bytes, self.device, self._info.name)
         with self._compiled_meanwhile() as is_elsewhere:
             self._model = self._loaded(blueprint)
@@ -333,6 +336,16 @@ class Worker:
             grammar=None if is_greedy else GrammarMasks(indices=rows, allowed=np.full(masks, -1, np.int32)),
         )
         return step, KVCacheConfig(next_block, block_size, groups)
+
+
+def check_heads(specs: Sequence[KVCacheSpec], device: torch.device) -> None:
+    """Raises `ConfigError` where the kernels of this device do not take heads as large as a model's."""
+    largest = max((spec.head_dim for spec in specs), default=0)
+    if device.type == "cuda" and largest > LARGEST_GPU_HEAD:
+        raise ConfigError(
+            f"model.model: attention on a GPU takes heads of up to {LARGEST_GPU_HEAD} numbers, and this model's have "
+            f"{largest}; model.device: cpu computes them."
+        )
 
 
 def resolve_device(device: str, index: int = 0) -> torch.device:

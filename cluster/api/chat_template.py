@@ -65,10 +65,22 @@ def render_chat(source: str, chat: Conversation, max_chars: int) -> str:
     except InvalidRequestError:
         raise
     except Exception as error:  # a template is a program: it can fail in any way
+        _check_arguments(messages)
         what = "fails" if chat.own_template else "refuses them"
         raise InvalidRequestError(f"{blamed}: the chat template {what}: {_said(error)}", blamed) from error
     _check_characters(text, blamed)
     return _cut_at_end_mark(text) if chat.continue_final_message else text
+
+
+def _check_arguments(messages: list[dict[str, Any]]) -> None:
+    """Where a template fails, arguments that are no JSON object are likely why: some walk them. Raises
+    `InvalidRequestError`."""
+    for i, message in enumerate(messages):
+        for j, call in enumerate(message.get("tool_calls", ())):
+            if isinstance(call["function"]["arguments"], str):
+                param = f"messages[{i}].tool_calls[{j}].function.arguments"
+                why = "must be a string that holds a JSON object, as the chat template of this model reads it"
+                raise InvalidRequestError(f"{param}: {why}.", param)
 
 
 def _check_taken(compiled: CompiledTemplate, chat: Conversation) -> None:

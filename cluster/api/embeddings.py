@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.engine.errors import EngineError, QuireError
+from quire.engine.errors import EngineError, OverloadedError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest, FloatArray
 
 from ..request_metrics import RequestMetrics
@@ -28,7 +28,8 @@ from .responses import Embedding, Embeddings, EmbeddingUsage
 from .sse import unless_client_leaves
 from .tenants import PromptBill, Tenant, tenant_of
 
-_AT_ONCE = 128  # inputs of an HTTP request: engines refuse what their queues do not hold, and others wait in them, too
+_AT_ONCE = 256  # inputs of an HTTP request: engines refuse what their queues do not hold, and others wait in them, too
+_MOST_WAIT_S = 1.0  # until what a full queue refused is asked for again
 
 
 async def embeddings(http: Request, context: ApiContext) -> Response:
@@ -111,13 +112,27 @@ class EmbeddingRun:
     async def _run(self) -> None:
         for first in range(0, len(self._requests), _AT_ONCE):
             some = self._requests[first : first + _AT_ONCE]
-            left = len(self._unfinished) - len(some)
-            async with aclosing(self._engines.generate(self._model, some)) as batches:
+            while not await self._run_some(some, may_be_refused=first == 0):
+                some = [request for request in some if request.request_id in self._unfinished]
+            if any(request.request_id in self._unfinished for request in some):
+                return  # the answer is an error already
+
+    async def _run_some(self, requests: Sequence[EngineRequest], *, may_be_refused: bool) -> bool:
+        """Whether they were taken. What was begun is not lost to a queue that others have filled: it waits for room."""
+        left = len(self._unfinished) - len(requests)
+        try:
+            async with aclosing(self._engines.generate(self._model, requests)) as batches:
                 async for outputs in batches:
                     for output in outputs:
                         self._take(output)
                     if len(self._unfinished) <= left:
                         break
+        except OverloadedError as refusal:
+            if may_be_refused:
+                raise
+            await asyncio.sleep(min(refusal.retry_after_s, _MOST_WAIT_S))
+            return False
+        return True
 
     def _take(self, output: EngineOutput) -> None:
         if output.finish_reason is None or output.request_id not in self._unfinished:

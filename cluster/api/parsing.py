@@ -79,7 +79,8 @@ REFUSED: dict[str, _Refused] = {
 }
 
 _SHOWN_CHARS = 80
-_HALF_AT_END = re.compile(rb'\\u[dD][89abAB][0-9a-fA-F]{2}"[\s\]}]*$')  # the decoder looks for the other half behind it
+# What the decoder calls truncated: it looks behind the end for the other half.
+_HALF_AT_END = re.compile(rb'(?<!\\)(?:\\\\)*\\u[dD][89abAB][0-9a-fA-F]{2}"[\s\]}]*$')
 _INTEGER = (int, int | None)
 _MAX_REPEATED = 10**24  # no field means more, and an error message repeats it to the last digit
 
@@ -141,8 +142,10 @@ def _why_not_json(error: str, body: bytes) -> str:
     if "surrogate" in error or ("truncated" in error and _HALF_AT_END.search(body)):
         where = error[error.rfind("(") :] if error.endswith(")") else ""
         return f"The body holds half of a UTF-16 surrogate pair, which is not a character {where}".rstrip() + "."
-    if "out of range" in error or "recursion" in error:
-        return f"The body holds a number that is too large, or lists and objects too deep in each other: {error}."
+    if "out of range" in error:
+        return f"The body holds a number that is too large: {error}."
+    if "recursion" in error:
+        return "The body holds lists and objects too deep in each other."
     return f"The body is not valid JSON: {error}."
 
 

@@ -6,11 +6,12 @@ has ended.
     id: 17            17 tokens of the only answer
     id: 12e.9         of two answers: the first is complete with 12 tokens, the second has shown 9
 
-A client whose connection was lost sends the same request again, with the `x-request-id` that it had sent and with the
-last id as `Last-Event-ID`. Engines remember the tokens and the seed for a minute (`cluster/resume_journal.py`). The
-whole answer is then shaped once more from its first token, and the events that the client has seen are left out: so
-what follows is what would have followed, whatever the answer is made of. Tokens that no engine remembers, or that come
-with logprobs, are computed again, and are the same, for sampling is a function of the seed and the position.
+A client whose connection was lost sends the same request again, with its `x-request-id`, which the answer had, too, and
+with the last id as `Last-Event-ID`. Engines remember the tokens and the seed for a minute
+(`cluster/resume_journal.py`). The whole answer is then shaped once more from its first token, and the events that the
+client has seen are left out: so what follows is what would have followed, whatever the answer is made of. Tokens that
+no engine remembers, or that come with logprobs, are computed again, and are the same, for sampling is a function of the
+seed and the position.
 
 Who may go on with a stream is who knows all of it: the id, the tenant's API key and every byte of the request.
 """

@@ -22,10 +22,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..dispatch import LARGEST_GPU_HEAD
 from . import devices
 
 PATH = Path(__file__).with_name("tiles.json")
-LARGEST_HEAD = 256
 ANY = "any"
 
 
@@ -53,8 +53,8 @@ def attention(
     device: torch.device, *, short: bool, head_dim: int, dtype: torch.dtype, fp8: bool, block_size: int
 ) -> AttentionTile:
     """For heads of `head_dim` rounded up, queries of `dtype`, and a cache that may be in 8 bits."""
-    if head_dim > LARGEST_HEAD:
-        raise ValueError(f"the GPU's attention takes heads of up to {LARGEST_HEAD} numbers, got {head_dim}")
+    if head_dim > LARGEST_GPU_HEAD:
+        raise ValueError(f"attention on a GPU takes heads of up to {LARGEST_GPU_HEAD} numbers, got {head_dim}")
     kind = "float32" if dtype == torch.float32 else "fp8" if fp8 else "bf16"
     name = (
         f"attention.{'short' if short else 'long'}.d{64 if head_dim <= 64 else 128 if head_dim <= 128 else 256}.{kind}"

@@ -308,6 +308,18 @@ async def test_what_a_model_wrote_is_sent_back_to_it(
     assert f'"arguments": {arguments}}}' in prompt_of(backend)
 
 
+async def test_a_template_that_walks_arguments_names_those_that_it_cannot_walk(client: httpx.AsyncClient) -> None:
+    walks = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}{{ k }}"
+    )
+    template = walks + "{% endfor %}{% endfor %}{{ m.content }}{% endfor %}{{ tools | tojson }}"
+    param, message = await refusal(client, messages=with_arguments("{oops"), chat_template=template)
+    assert param == "messages[1].tool_calls[0].function.arguments"
+    assert (
+        message == f"{param}: must be a string that holds a JSON object, as the chat template of this model reads it."
+    )
+
+
 A_STRING = "must be a string that holds a JSON object"
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": with_arguments({"a": 1})}, "messages[1].tool_calls[0].function.arguments", A_STRING),

@@ -72,7 +72,28 @@ async def test_many_inputs_do_not_fill_the_engines_queue(client: httpx.AsyncClie
     answer = await embed(client, input=[[1 + i] for i in range(300)], dimensions=1)
     assert [each["embedding"] for each in answer["data"]] == [[1 + i + 1 / 1024] for i in range(300)]
     assert len(backend.requests) == 300
-    assert most <= 128
+    assert most <= 256
+
+
+async def test_what_a_full_queue_refuses_amid_many_inputs_is_asked_for_again(
+    client: httpx.AsyncClient, backend: FakeBackend
+) -> None:
+    calls: list[int] = []
+
+    async def sometimes_full(model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        calls.append(len(requests))
+        outputs = generate(model, requests)
+        if len(calls) == 2:
+            yield (await anext(outputs))[:10]  # of 44, and no room for the others
+            await outputs.aclose()
+            raise OverloadedError("The queue is full.", 0.01)
+        async for each in outputs:
+            yield each
+
+    generate, backend.generate = backend.generate, sometimes_full  # type: ignore[method-assign]
+    answer = await embed(client, input=[[1 + i] for i in range(300)], dimensions=1)
+    assert [each["embedding"] for each in answer["data"]] == [[1 + i + 1 / 1024] for i in range(300)]
+    assert calls == [256, 44, 34]
 
 
 async def test_base64_is_of_the_same_numbers(client: httpx.AsyncClient) -> None:

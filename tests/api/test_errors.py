@@ -180,9 +180,10 @@ async def test_a_request_that_cannot_work(
         ),
         (
             b'{"temperature": 1e400}',
-            "The body holds a number that is too large, or lists and objects too deep in each other: "
-            "Number out of range - at `$[...]`.",
+            "The body holds a number that is too large: Number out of range - at `$[...]`.",
         ),
+        (b'{"a":"\\\\ud83d"', "The body is not valid JSON: Input data was truncated."),
+        (b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}", "The body holds lists and objects too deep in each other."),
         (b"hello", "The body is not valid JSON: JSON is malformed: invalid character (byte 0)."),
         (
             b'{"model": "\\udc00"}',

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models
 from quire.cluster.assembly import start_core
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
+from quire.engine.kv_cache_spec import KVCacheSpec
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.engine.tokenizer import load_tokenizer
@@ -35,7 +36,7 @@ from quire.workers.model_check import check_model
 from quire.workers.models.families import FAMILIES
 from quire.workers.parallel import Grid, ParallelContext, interface_of, split_range
 from quire.workers.quantization import PackedBlueprint, blueprint_for
-from quire.workers.worker import Worker, building
+from quire.workers.worker import Worker, building, check_heads
 
 rounds_in_int8 = pytest.mark.skipif(
     not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
@@ -543,8 +544,9 @@ def test_what_was_shut_down_is_freed_though_it_is_still_held(tmp_path: Path) -> 
 def test_one_prompt_of_each_power_of_two_before_a_gpu_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles, and so what is compiled, depend on the rows of a step by powers of two."""
     make_tiny_llama(tmp_path)
-    worker = load(info_of(tmp_path), scheduler={"max_num_batched_tokens": 44, "max_num_seqs": 4})
-    worker._make_runner(worker._largest_step()[1])
+    worker = load(
+        info_of(tmp_path), model={"enforce_eager": True}, scheduler={"max_num_batched_tokens": 44, "max_num_seqs": 4}
+    )
     sizes, run = [], worker.execute_model
 
     def execute_model(step: SchedulerOutput) -> ModelRunnerOutput:
@@ -552,5 +554,15 @@ def test_one_prompt_of_each_power_of_two_before_a_gpu_serves(tmp_path: Path, mon
         return run(step)
 
     monkeypatch.setattr(worker, "execute_model", execute_model)
-    worker._run_prompts_of_all_sizes()
-    assert sizes == [[1], [2], [4], [8], [16], [32], [44]]
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda _device: 0)
+    worker._measure_activations()
+    assert sizes == [[11] * 4, [1], [2], [4], [8], [16], [32], [44]]
+
+
+def test_heads_that_a_gpu_has_no_tiles_for_are_refused_before_weights_are_read() -> None:
+    specs = [KVCacheSpec(16, 1, size, 2, None) for size in (64, 257)]
+    check_heads(specs[:1], torch.device("cuda"))
+    check_heads(specs, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"^model\.model: attention on a GPU takes heads of up to 256 .* have 257"):
+        check_heads(specs, torch.device("cuda"))

@@ -225,7 +225,9 @@ def experts_run(shape: LayerShape, chosen: Tensor, device: torch.device, dtype: 
     gate_up = torch.randn(shape.num_experts, 2 * size, hidden_size, device=device, dtype=dtype)
     down = torch.randn(shape.num_experts, hidden_size, size, device=device, dtype=dtype)
     routing, chosen = torch.rand(chosen.shape, device=device), chosen.to(device)
-    return lambda: ops.experts(x, chosen, routing, gate_up, down, activation="silu")
+    return lambda: ops.experts(
+        x, chosen, routing, gate_up, down, activation="silu", num_experts_in_all=shape.num_experts
+    )
 
 
 def _draw(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
