@@ -220,6 +220,33 @@ def _give(acc: Any, totals: Any, tops: Any, is_all: bool, value_scale: Any, part
 
 
 @njit(error_model="numpy")
+def _weigh(
+    like: Any,
+    group: int,
+    num_kv_heads: int,
+    head_dim: int,
+    weights: int,
+    values: int,
+    offsets: int,
+    length: int,
+    acc: Any,
+    acc_start: int,
+) -> None:
+    """acc [heads, head_dim], at `acc_start`, = the sums of weight x value over `length` positions. `weights`: the
+    address of [heads, CHUNK] float32; the rest as `weigh_group` has it."""
+    head_bytes = head_dim * like.itemsize
+    acc[:] = np.float32(0.0)
+    for i in range(0, length, VALUES):
+        for kv_head in range(num_kv_heads):
+            head = kv_head * group
+            weigh_group(
+                like, AHEAD, 1, 1, group, head_dim, weights + (head * CHUNK + i) * 4, CHUNK * 4,
+                values + kv_head * head_bytes, offsets + i * 8, min(VALUES, length - i),
+                acc_start + head * head_dim * 4, head_dim * 4,
+            )  # fmt: skip
+
+
+@njit(error_model="numpy")
 def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any, in_pairs: bool) -> None:
     """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`, which
     is signed if `in_pairs`."""
@@ -288,15 +315,9 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any, in_pairs: bo
         _place_tokens(blocks, block_size, begins[follower], count, token_bytes, keys_behind, offsets[length:])
         for i in range(count, AHEAD):
             offsets[length + i] = offsets[length]
-        acc[:] = np.float32(0.0)
-        for i in range(0, length, VALUES):
-            for kv_head in range(num_kv_heads):
-                head = kv_head * group
-                weigh_group(
-                    like, AHEAD, 1, 1, group, head_dim, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
-                    layer.value_cache + kv_head * head_bytes, offsets_start + i * 8, min(VALUES, length - i),
-                    acc_start + head * head_dim * 4, head_dim * 4,
-                )  # fmt: skip
+        _weigh(
+            like, group, num_kv_heads, head_dim, scores_start, layer.value_cache, offsets_start, length, acc, acc_start
+        )  # fmt: skip
         first, last = first_item[owner], first_item[owner + 1]
         is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
         _give(acc, totals, tops, is_all, value_scale, partial[item], result)
