@@ -295,6 +295,20 @@ def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     return backend_for(device).fits_packed(shape, dtype, in_int8)
 
 
+def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The experts that a router finds likeliest for each token, and how much each counts.
+
+    Args:
+        logits: [num_tokens, num_experts], rows contiguous, of one of `DTYPES`.
+        renormalize: what the chosen ones count adds up to one; else it is their softmax probability among all.
+    Returns `routing` and `chosen`, both [num_tokens, experts_per_token], float32 and int64, the likeliest first; which
+    of equally likely ones is not defined.
+    """
+    if not 0 < experts_per_token <= logits.shape[1]:
+        raise ValueError(f"experts_per_token must be 1 to {logits.shape[1]}, got {experts_per_token}")
+    return backend_for(logits.device).choose_experts(logits, experts_per_token, renormalize=renormalize)
+
+
 def experts(
     x: Tensor,
     chosen: Tensor,
@@ -319,8 +333,7 @@ def experts(
         down: [num_experts, hidden_size, size], likewise.
         activation: one of `activation.ACTIVATIONS`.
         gate_up_scales, down_scales: [num_experts, rows] float32; row r of a matrix in 8 bits is multiplied by its own.
-        num_experts_in_all: how many there are, here and elsewhere, that tokens are spread over, where that is known: if
-            all are here, all that is chosen must be.
+        num_experts_in_all: how many there are, here and elsewhere, that tokens are spread over, where that is known.
     Returns [num_tokens, hidden_size], a new tensor, the dtype of `x`.
     """
     if activation not in ACTIVATIONS:

@@ -140,9 +140,7 @@ class QuantizedBlueprint:
         device = torch.get_default_device()
         with torch.device("cpu") if device.type == "cuda" else nullcontext():
             model = self.inner.build(parallel)
-        for module in model.modules():
-            if isinstance(module, _QUANTIZED) and not isinstance(module.weight, PackedParameter | PackedRows):
-                _quantize(module, _PARAMETERS[self.kind], device)
+        quantize(model, self.kind, device)
         return model
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
@@ -152,7 +150,10 @@ class QuantizedBlueprint:
         self.inner.check(model, info)
 
 
-def _quantize(module: nn.Module, parameter: type[ScaledParameter], device: torch.device) -> None:
-    """Nothing was written to the weight yet, so the memory that it asked for was never touched."""
-    with torch.no_grad():
-        module.weight = parameter.like(module.weight, device)  # type: ignore[arg-type]
+@torch.no_grad()
+def quantize(model: nn.Module, kind: Quantization, device: torch.device) -> None:
+    """Give large matrices that are not packed room in 8 bits instead, on a device. Nothing was written to them yet, so
+    the memory that they asked for was never touched."""
+    for module in model.modules():
+        if isinstance(module, _QUANTIZED) and not isinstance(module.weight, PackedParameter | PackedRows):
+            module.weight = _PARAMETERS[kind].like(module.weight, device)

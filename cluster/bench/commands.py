@@ -207,7 +207,7 @@ def router(
 
 @app.command(
     epilog="Examples:  quire bench kernels   ·   quire bench kernels --shape llama-3.1-8b --only attention,linear "
-    "--json kernels.json   ·   quire bench kernels --tune"
+    "--json kernels.json   ·   quire bench kernels --only experts --tune"
 )
 def kernels(
     shape: Annotated[

@@ -52,7 +52,7 @@ def command(
     show_facts(console, machine)
     show_facts(console, versions)
     if tune:
-        _tune(console, where, seconds)
+        _tune(console, where, groups, seconds)
         return
     limits, results = _measure(name, where, kind, groups, block_size, Timer(where, seconds))
     show_kernels(console, f"{name}, {dtype_name(kind)}, block size {block_size}, {where.type}", limits, results)
@@ -81,12 +81,14 @@ def _measure(
         return limits, measure(todo, timer, limits, on_case)
 
 
-def _tune(console: Console, device: torch.device, seconds: float) -> None:
+def _tune(console: Console, device: torch.device, groups: list[str], seconds: float) -> None:
     from quire.workers.kernel_bench import tune
 
     if device.type != "cuda":
         raise typer.BadParameter("tile sizes are a GPU's", param_hint="--tune")
-    jobs = tune.jobs(device)
+    jobs = tune.jobs(device, groups)
+    if not jobs:
+        raise typer.BadParameter(f"there are no tiles of {', '.join(groups)}", param_hint="--only")
     with _progress(len(jobs), "tiles") as on_job:
         path = tune.run(jobs, device, seconds, on_job)
     console.print(f"Written: {path}")

@@ -1,5 +1,6 @@
 """CPU backend."""
 
+from ..reference.moe import choose_experts  # by torch's operators
 from .attention import paged_attention
 from .elementwise import activate_and_mul, add_rms_norm, angles, rms_norm, rotate, rotate_and_write_kv, write_kv
 from .linear import (
@@ -22,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "angles",
     "bounds_packed",
+    "choose_experts",
     "draw_tokens",
     "exclude_tokens",
     "experts",

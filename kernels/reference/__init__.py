@@ -15,7 +15,7 @@ from .linear import (
     look_up_packed,
     looks_up_packed,
 )
-from .moe import experts
+from .moe import choose_experts, experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "add_rms_norm",
     "angles",
     "bounds_packed",
+    "choose_experts",
     "draw_tokens",
     "exclude_tokens",
     "experts",

@@ -2,9 +2,9 @@
 
 The assignments of tokens to experts are sorted by expert, and each expert's are cut into tiles of rows:
 
-    order      expert 0: a7 a3 a9 | expert 2: a0 a1 a2 a4 a8 | ...         (a: assignment t * EXPERTS_PER_TOKEN + i)
+    order      expert 0: a3 a7 a9 | expert 2: a0 a1 a2 a4 a8 | ...         (a: assignment t * EXPERTS_PER_TOKEN + i)
+    ends       3                  | 3 (expert 1) 8           | ...
     tiles      0                  | 1            2           | ...         (BLOCK_M = 4)
-    tile_ends  1                  | 1 (expert 1) 3           | ...
 
 A program finds its expert by the number of its tile. How many tiles there are is known on the device alone: the grid
 has as many as there could be, and those too many return at once. So nothing waits for the device, and a launch can be
@@ -24,8 +24,25 @@ from torch import Tensor
 
 from .. import fp8
 from . import tiles
-from .moe_kernels import down_kernel, gate_up_kernel
+from .moe_kernels import add_kernel, choose_kernel, down_kernel, gate_up_kernel, sort_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
+
+_FEW, _MANY = 512, 4096  # assignments that a program sorts at a time
+_FEATURES = 1024  # that a program adds
+
+
+def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """See `ops.choose_experts`."""
+    num_tokens, num_experts = logits.shape
+    routing = torch.empty(num_tokens, experts_per_token, dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(num_tokens, experts_per_token, dtype=torch.int64, device=logits.device)
+    if num_tokens:
+        choose_kernel[(num_tokens,)](
+            chosen, routing, logits, logits.stride(0), num_experts, EXPERTS_PER_TOKEN=experts_per_token,
+            PLACES_PADDED=triton.next_power_of_2(experts_per_token), EXPERTS_PADDED=triton.next_power_of_2(num_experts),
+            RENORMALIZE=renormalize, num_warps=1,
+        )  # fmt: skip
+    return routing, chosen
 
 
 def experts(
@@ -44,10 +61,11 @@ def experts(
     num_tokens, experts_per_token = chosen.shape
     num_experts, hidden_size, size = down.shape
     num_assignments = num_tokens * experts_per_token
+    chosen = chosen.contiguous()
     if num_tokens == 0:
         return torch.empty_like(x)
     tile = tiles.gemm(x.device, "moe", num_rows=num_assignments // (num_experts_in_all or num_experts), dtype=x.dtype)
-    order, ends, tile_ends = _sorted_by_expert(chosen, num_experts, tile.block_m)
+    order, ends = _sorted_by_expert(chosen, num_experts)
     most_tiles = min(num_assignments, num_assignments // tile.block_m + num_experts)
     shared: dict[str, Any] = {
         "NUM_EXPERTS": num_experts,
@@ -65,27 +83,27 @@ def experts(
         shared["WEIGHT_FORMAT"] = e4m3_format(x.device)
     inner = x.new_empty(num_assignments, size)
     gate_up_kernel[(most_tiles, triton.cdiv(size, tile.block_n))](
-        inner, x, gate_up, ends if gate_up_scales is None else gate_up_scales, order, ends, tile_ends,
+        inner, x, gate_up, ends if gate_up_scales is None else gate_up_scales, order, ends,
         x.stride(0), size, hidden_size, EXPERTS_PER_TOKEN=experts_per_token, ACTIVATION=activation,
         HAS_SCALES=gate_up_scales is not None, **shared,
     )  # fmt: skip
-    # Assignments to experts that are not here have no tile: their rows stay zero.
-    allocate = torch.empty if num_experts_in_all == num_experts else torch.zeros
-    parts = allocate(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
+    parts = torch.empty(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
     down_kernel[(most_tiles, triton.cdiv(hidden_size, tile.block_n))](
-        parts, inner, down, ends if down_scales is None else down_scales, routing.contiguous(), order, ends, tile_ends,
+        parts, inner, down, ends if down_scales is None else down_scales, routing.contiguous(), order, ends,
         size, hidden_size, HAS_SCALES=down_scales is not None, **shared,
     )  # fmt: skip
-    return parts.view(num_tokens, experts_per_token, hidden_size).sum(dim=1).to(x.dtype)
+    out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
+    add_kernel[(num_tokens, triton.cdiv(hidden_size, _FEATURES))](
+        out, parts, chosen, hidden_size, NUM_EXPERTS=num_experts, EXPERTS_PER_TOKEN=experts_per_token, BLOCK=_FEATURES
+    )
+    return out
 
 
-def _sorted_by_expert(chosen: Tensor, num_experts: int, block_m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`order`, `ends` and `tile_ends`, see above. Assignments to none of them come last and belong to no tile."""
-    flat = chosen.flatten()
-    flat = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
-    # Not `bincount`, which waits for the device to learn how large its result is.
-    counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=flat.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat, dtype=torch.int32))
-    counts = counts[:num_experts]
-    ends, tile_ends = counts.cumsum(0), ((counts + block_m - 1) // block_m).cumsum(0)
-    return flat.argsort(stable=True), ends.to(torch.int32), tile_ends.to(torch.int32)
+def _sorted_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """`order` and `ends`, see above. Assignments to none of the experts have no place."""
+    num_assignments = chosen.numel()
+    order = torch.empty(num_assignments, dtype=torch.int64, device=chosen.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    block = _FEW if num_assignments <= _FEW else _MANY
+    sort_kernel[(num_experts,)](order, ends, chosen, num_assignments, BLOCK=block, num_warps=4 if block == _FEW else 8)
+    return order, ends

@@ -11,6 +11,44 @@ from .numbers import dot, widen
 
 
 @triton.jit
+def choose_kernel(
+    chosen,  # [num_tokens, EXPERTS_PER_TOKEN] int64, contiguous
+    routing,  # [num_tokens, EXPERTS_PER_TOKEN] float32, contiguous
+    logits,  # [num_tokens, num_experts]
+    stride,
+    num_experts,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    PLACES_PADDED: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):
+    """The likeliest experts of token `program_id`, the first of those that are equally likely, each once; even where
+    probabilities are NaN."""
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, EXPERTS_PADDED)
+    real = expert < num_experts
+    logit = tl.load(logits + token * stride + expert, mask=real, other=-float("inf")).to(tl.float32)
+    likelihood = tl.exp(logit - tl.max(logit, axis=0))
+    likelihood = likelihood / tl.sum(likelihood, axis=0)
+    left = tl.where(likelihood == likelihood, likelihood, 0.0)
+    left = tl.where(real, left, -1.0)  # so is what was taken
+    place = tl.arange(0, PLACES_PADDED)
+    taken = tl.zeros([PLACES_PADDED], tl.int32)
+    weights = tl.zeros([PLACES_PADDED], tl.float32)
+    for number in range(EXPERTS_PER_TOKEN):
+        best = tl.argmax(left, axis=0)
+        weight = tl.sum(tl.where(expert == best, likelihood, 0.0), axis=0)
+        left = tl.where(expert == best, -1.0, left)
+        taken = tl.where(place == number, best, taken)
+        weights = tl.where(place == number, weight, weights)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, axis=0)
+    own = token * EXPERTS_PER_TOKEN + place
+    tl.store(chosen + own, taken.to(tl.int64), mask=place < EXPERTS_PER_TOKEN)
+    tl.store(routing + own, weights, mask=place < EXPERTS_PER_TOKEN)
+
+
+@triton.jit
 def _activate(x, ACTIVATION: tl.constexpr):
     # One result of all branches: the compiler goes on behind a `return`.
     if ACTIVATION == "silu":
@@ -26,10 +64,34 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def sort_kernel(
+    order,  # see `_own_assignments`
+    ends,
+    chosen,  # [num_assignments] int64: the expert of each, or what stands for none of these
+    num_assignments,
+    BLOCK: tl.constexpr,
+):
+    """Where expert `program_id` ends in `order`, and its assignments, ascending."""
+    expert = tl.program_id(0)
+    earlier = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_assignments, BLOCK):
+        assignment = start + tl.arange(0, BLOCK)
+        its_expert = tl.load(chosen + assignment, mask=assignment < num_assignments, other=-1)
+        earlier += ((its_expert >= 0) & (its_expert < expert)).to(tl.int32)
+    end = tl.sum(earlier, axis=0)
+    for start in range(0, num_assignments, BLOCK):
+        assignment = start + tl.arange(0, BLOCK)
+        its_expert = tl.load(chosen + assignment, mask=assignment < num_assignments, other=-1)
+        own = (its_expert == expert).to(tl.int32)
+        tl.store(order + end + tl.cumsum(own, axis=0) - 1, assignment, mask=own != 0)
+        end += tl.sum(own, axis=0)
+    tl.store(ends + expert, end)
+
+
+@triton.jit
 def _own_assignments(
     order,  # [num_assignments] int64: assignments, sorted by expert
     ends,  # [num_experts] int32: one past an expert's last place in `order`
-    tile_ends,  # [num_experts] int32: one past its last tile
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -38,8 +100,11 @@ def _own_assignments(
     tile, [BLOCK_M] int64; and which of these places are used."""
     number = tl.program_id(0)
     experts = tl.arange(0, EXPERTS_PADDED)
-    last_tiles = tl.load(tile_ends + experts, mask=experts < NUM_EXPERTS, other=2**31 - 1)
-    before = last_tiles <= number
+    real = experts < NUM_EXPERTS
+    counts = tl.load(ends + experts, mask=real, other=0)
+    counts -= tl.load(ends + experts - 1, mask=real & (experts > 0), other=0)
+    last_tiles = tl.cumsum((counts + BLOCK_M - 1) // BLOCK_M, axis=0)  # one past each expert's last
+    before = real & (last_tiles <= number)
     expert = tl.sum(before.to(tl.int32), axis=0)
     tile = number - tl.max(tl.where(before, last_tiles, 0), axis=0)
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
@@ -57,7 +122,6 @@ def gate_up_kernel(
     scales,  # [num_experts, 2 * size] float32 of weights in 8 bits, or anything
     order,  # see `_own_assignments`
     ends,
-    tile_ends,
     x_stride,
     size,
     hidden_size,
@@ -74,7 +138,7 @@ def gate_up_kernel(
     UPCAST: tl.constexpr,
 ):
     """activation(x @ gate.T) * (x @ up.T) for BLOCK_M assignments of one expert and BLOCK_N features."""
-    expert, assignment, used = _own_assignments(order, ends, tile_ends, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
+    expert, assignment, used = _own_assignments(order, ends, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert == NUM_EXPERTS:
         return
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -112,7 +176,6 @@ def down_kernel(
     routing,  # [num_assignments] float32: what an assignment counts
     order,  # see `_own_assignments`
     ends,
-    tile_ends,
     size,
     hidden_size,
     NUM_EXPERTS: tl.constexpr,
@@ -126,7 +189,7 @@ def down_kernel(
     UPCAST: tl.constexpr,
 ):
     """x @ weight.T times its weight in the sum, for BLOCK_M assignments of one expert and BLOCK_N features."""
-    expert, assignment, used = _own_assignments(order, ends, tile_ends, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
+    expert, assignment, used = _own_assignments(order, ends, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert == NUM_EXPERTS:
         return
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -143,3 +206,26 @@ def down_kernel(
     acc = acc * tl.load(routing + assignment, mask=used, other=0.0)[:, None]
     mask = used[:, None] & (feature < hidden_size)[None, :]
     tl.store(out + assignment[:, None] * hidden_size + feature[None, :], acc, mask=mask)
+
+
+@triton.jit
+def add_kernel(
+    out,  # [num_tokens, hidden_size], contiguous
+    parts,  # [num_assignments, hidden_size] float32, contiguous: in the order of the assignments
+    chosen,  # [num_assignments] int64
+    hidden_size,
+    NUM_EXPERTS: tl.constexpr,
+    EXPERTS_PER_TOKEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """What the experts made of token `program_id(0)`, in BLOCK features. Those that are elsewhere have no part."""
+    token = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = feature < hidden_size
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in range(EXPERTS_PER_TOKEN):
+        assignment = token * EXPERTS_PER_TOKEN + place
+        expert = tl.load(chosen + assignment)
+        here = (expert >= 0) & (expert < NUM_EXPERTS)
+        total += tl.load(parts + assignment * hidden_size + feature, mask=inside & here, other=0.0)
+    tl.store(out + token * hidden_size + feature, total.to(out.dtype.element_ty), mask=inside)

@@ -1,8 +1,8 @@
 """`python -m tests.gpu`: the Triton kernels on the GPU of this machine, against the float32 reference, and CUDA graphs
 of decode steps against the same steps launched kernel by kernel.
 
-Needs torch with CUDA and triton, nothing else: no Ray, no model, no network. (Graphs need msgspec, pydantic and rich as
-well, and a line says when they were not checked.) Exits with 1 when a check fails and with 2 when there is no GPU.
+Needs torch with CUDA and triton, nothing else: no Ray, no model, no network. (Graphs need msgspec, pydantic, rich
+and safetensors as well, and a line says when they were not checked.) Exits with 1 when a check fails and with 2 when there is no GPU.
 
 `python -m tests.gpu --bench` goes on to speed: every kernel, then steps of the engine with dummy weights in the shapes
 of Qwen3-0.6B and Llama-3.1-8B, each beside the limits measured in the same run; `--json FILE` keeps the figures. Still
@@ -67,7 +67,7 @@ def check() -> int:
     for name, check_it in todo.items():  # each is told when it is known: the first run compiles for minutes
         results[name] = run_check(check_it, "cuda")
         print(f"{name:<{width}}  {results[name] or 'ok'}", flush=True)
-    for name, problem in graph_results().items():
+    for name, problem in graph_results():
         results[name] = problem
         print(f"{name:<{width}}  {problem or 'ok'}", flush=True)
     failed = sum(problem is not None for problem in results.values())
@@ -75,22 +75,25 @@ def check() -> int:
     return failed
 
 
-def graph_results() -> dict[str, str | None]:
-    """As of the kernels: name -> None, or what was wrong."""
-    missing = [name for name in ("msgspec", "pydantic", "rich") if importlib.util.find_spec(name) is None]
+def graph_results() -> Iterator[tuple[str, str | None]]:
+    """As of the kernels: names, and None or what was wrong."""
+    missing = [
+        name for name in ("msgspec", "pydantic", "rich", "safetensors") if importlib.util.find_spec(name) is None
+    ]
     if missing:
         print(f"CUDA graphs were not checked: {', '.join(missing)} not installed.", file=sys.stderr)
-        return {}
-    from graph_checks import run_graph_checks
+        return
+    from graph_checks import CASES, run_graph_checks
 
     from quire.workers.decode_graphs import CudaGraphBackend
 
     device = torch.device("cuda", torch.cuda.current_device())
-    try:
-        return run_graph_checks(device, lambda: CudaGraphBackend(device), max_num_seqs=64)
-    except Exception as error:
-        traceback.print_exc()
-        return {"graphs": f"{type(error).__name__}: {error}"}
+    for case in CASES:
+        try:
+            yield from run_graph_checks(case, device, lambda: CudaGraphBackend(device)).items()
+        except Exception as error:
+            traceback.print_exc()
+            yield case.name, f"{type(error).__name__}: {error}"
 
 
 def bench(figures: dict[str, Any]) -> Iterator[None]:

@@ -38,6 +38,7 @@ EXPERT_CASES = [
     ExpertCase(70, num_experts=3, experts_per_token=3, activation="gelu_tanh"),
     ExpertCase(9, num_experts=17, experts_per_token=4, activation="relu", elsewhere=6),
     ExpertCase(40, dtype=torch.bfloat16, elsewhere=2),
+    ExpertCase(2100, num_experts=3, hidden_size=16, size=16, elsewhere=1),  # sorted in several parts
     ExpertCase(20, weights=torch.int8),
     ExpertCase(20, dtype=torch.bfloat16, weights=fp8.DTYPE),
 ]
@@ -72,6 +73,56 @@ def build_experts(case: ExpertCase, device: str = "cpu") -> dict[str, Tensor | s
         arguments[name] = (stored.round() if case.weights == torch.int8 else stored).to(case.weights).to(device)
         arguments[f"{name}_scales"] = scales.to(device)
     return arguments
+
+
+@dataclass(frozen=True)
+class ChoiceCase:
+    num_tokens: int
+    num_experts: int
+    experts_per_token: int
+    renormalize: bool = True
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:
+        shape = f"{self.num_tokens}x{self.experts_per_token}of{self.num_experts}"
+        parts = ["choose_experts", shape, str(self.dtype).removeprefix("torch.")]
+        return "-".join([*parts, *(["renormalized"] if self.renormalize else [])])
+
+
+CHOICES = [
+    ChoiceCase(1, 8, 2),
+    ChoiceCase(7, 60, 4, renormalize=False),
+    ChoiceCase(33, 128, 8, dtype=torch.bfloat16),
+    ChoiceCase(3, 5, 5, renormalize=False, dtype=torch.float16),
+]
+
+
+def choice_problem(case: ChoiceCase, device: str) -> str | None:
+    """How choices of the backend differ from what is right: of experts with different logits, and of equal ones."""
+    generator = torch.Generator().manual_seed(case.num_experts)
+    ranks = torch.rand(case.num_tokens, case.num_experts + 3, generator=generator).argsort(dim=-1)
+    logits = (ranks / 16).to(device, case.dtype)[:, : case.num_experts]  # each another, in any dtype; rows lie apart
+    routing, chosen = ops.choose_experts(logits, case.experts_per_token, renormalize=case.renormalize)
+    wanted, experts = logits.double().softmax(dim=-1).sort(dim=-1, descending=True)
+    wanted, experts = wanted[:, : case.experts_per_token], experts[:, : case.experts_per_token]
+    if case.renormalize:
+        wanted = wanted / wanted.sum(dim=-1, keepdim=True)
+    if chosen.dtype != torch.int64 or not torch.equal(chosen, experts):
+        return f"chose {chosen.tolist()}, not {experts.tolist()}"
+    if routing.dtype != torch.float32 or not torch.allclose(routing.double(), wanted, rtol=1e-5, atol=0):
+        return f"they count {routing.tolist()}, not {wanted.tolist()}"
+    for value in (0.0, torch.nan):
+        same = torch.full_like(logits, value).contiguous()
+        routing, chosen = ops.choose_experts(same, case.experts_per_token, renormalize=case.renormalize)
+        each = 1 / (case.experts_per_token if case.renormalize else case.num_experts)
+        if value == 0.0 and not torch.allclose(routing, torch.full_like(routing, each)):
+            return f"equal ones count {routing.tolist()}, not {each}"
+        if value != 0.0 and not routing.isnan().all():
+            return f"what is NaN counts {routing.tolist()}"
+        if any(len(set(row)) < len(row) or not set(row) <= set(range(case.num_experts)) for row in chosen.tolist()):
+            return f"of {value} chose {chosen.tolist()}"
+    return None
 
 
 def run_experts(arguments: dict[str, Tensor | str | int | None]) -> Tensor:

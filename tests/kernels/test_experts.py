@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from expert_cases import EXPERT_CASES, EXPERT_TOLERANCE, ExpertCase, build_experts, run_experts
+from expert_cases import (
+    CHOICES,
+    EXPERT_CASES,
+    EXPERT_TOLERANCE,
+    ChoiceCase,
+    ExpertCase,
+    build_experts,
+    choice_problem,
+    run_experts,
+)
 
+from quire.kernels import ops
 from quire.kernels.dispatch import forced_backend
 
 
@@ -19,6 +29,11 @@ def test_agrees_with_the_reference(case: ExpertCase) -> None:
     # What multiplies int8 weights may be rounded to 16 bits of its row's largest.
     tolerance = EXPERT_TOLERANCE[case.dtype] * (5 if case.weights == torch.int8 else 1)
     torch.testing.assert_close(out, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("case", CHOICES, ids=lambda case: case.name)
+def test_the_likeliest_experts_are_chosen(case: ChoiceCase) -> None:
+    assert choice_problem(case, "cpu") is None
 
 
 def test_experts_elsewhere_add_nothing() -> None:
@@ -46,3 +61,5 @@ def test_wrong_arguments_are_refused() -> None:
         run_experts({**arguments, "x": arguments["x"][:2]})  # type: ignore[index]
     with pytest.raises(ValueError, match=r"x \(3, 47\), gate_up"):
         run_experts({**arguments, "x": torch.zeros(3, 47)})
+    with pytest.raises(ValueError, match="experts_per_token must be 1 to 8, got 9"):
+        ops.choose_experts(torch.zeros(3, 8), 9, renormalize=True)

@@ -60,9 +60,9 @@ def test_the_fastest_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     def seconds(_work: object) -> float:
         return times[tiles.gemm(CPU, "moe", num_rows=3, dtype=torch.bfloat16)]
 
-    chosen = fastest_of(Job(entry, list(times), lambda: lambda: None), seconds)
+    chosen = fastest_of(Job("experts", entry, list(times), lambda: lambda: None), seconds)
     assert chosen == fast
-    assert fastest_of(Job(entry, [broken], lambda: lambda: None), seconds) is None
+    assert fastest_of(Job("experts", entry, [broken], lambda: lambda: None), seconds) is None
     before = tiles.read()
     tiles.write_section("sm90", {entry: chosen}, "measured in a test")
     after = tiles.read()
@@ -75,3 +75,5 @@ def test_the_fastest_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_tuning_names_entries_that_there_are() -> None:
     assert {job.entry for job in jobs(CPU)} <= set(tiles.read()["sm90"]["tiles"])
+    assert [job.entry for job in jobs(CPU, ["experts"])] == [f"moe.m{rows}.bf16" for rows in (16, 32, 64, 128)]
+    assert not jobs(CPU, ["draw"])

@@ -108,8 +108,15 @@ def test_experts(num_tokens: int, weights: torch.dtype | None) -> None:
     arguments = build_experts(case)
     with compiled_launches() as launched:
         run_experts(arguments)
-    assert names(launched) == ["gate_up_kernel", "down_kernel"]
-    assert all(("mma.sync" if num_tokens == 4 else "wgmma.mma_async") in kernel.asm["ptx"] for kernel in launched)
+    assert names(launched) == ["sort_kernel", "gate_up_kernel", "down_kernel", "add_kernel"]
+    products = launched[1:3]
+    assert all(("mma.sync" if num_tokens == 4 else "wgmma.mma_async") in kernel.asm["ptx"] for kernel in products)
+
+
+def test_choosing_experts() -> None:
+    with compiled_launches() as launched:
+        ops.choose_experts(torch.zeros(4, 128, dtype=BF16), 8, renormalize=True)
+    assert names(launched) == ["choose_kernel"]
 
 
 def test_masks_and_draws() -> None:

@@ -14,7 +14,16 @@ from unittest import mock
 import elementwise_cases
 import sampling_cases
 import torch
-from expert_cases import EXPERT_CASES, EXPERT_TOLERANCE, ExpertCase, build_experts, run_experts
+from expert_cases import (
+    CHOICES,
+    EXPERT_CASES,
+    EXPERT_TOLERANCE,
+    ChoiceCase,
+    ExpertCase,
+    build_experts,
+    choice_problem,
+    run_experts,
+)
 from kernel_cases import CASES, TOLERANCE, Case, alone, attend, build
 
 from quire.kernels import fp8, ops
@@ -137,6 +146,11 @@ def experts_error(case: ExpertCase, device: str) -> float:
     return float((out.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max())
 
 
+def choices_problem(case: ChoiceCase, device: str) -> str | None:
+    with forced_backend("triton"):
+        return choice_problem(case, device)
+
+
 def elementwise_problem(name: str, dtype: torch.dtype, device: str) -> str | None:
     """Where a norm, a gated activation or a rotation differs from the reference."""
     check = elementwise_cases.checks(dtype, device)[name]
@@ -203,6 +217,8 @@ def checks() -> dict[str, Check]:
         named[experts.name] = lambda device, case=experts: beyond(
             experts_error(case, device), EXPERT_TOLERANCE[case.dtype]
         )
+    for choice in CHOICES:
+        named[choice.name] = lambda device, case=choice: choices_problem(case, device)
     for vocab, num_words in sampling_cases.MASKS:
         named[f"exclude_tokens-{vocab}-{num_words}"] = lambda device, case=(vocab, num_words): wrong(
             masks_are_exact(*case, device), "the logits differ from the reference"

@@ -1,28 +1,32 @@
 """Decode steps as graphs compute what the same steps do kernel by kernel, for every size of batch, two in flight.
 
 On a GPU the graphs are CUDA's (`python -m tests.gpu`); on CPU they repeat the call (`test_steps_in_flight.py`). The
-model is a small random one that is made here: no file is read.
+models are small random ones that are made here: no file is read.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from quire.engine.config import Quantization
 from quire.engine.kv_cache_spec import KVCacheConfig, group_layers
 from quire.engine.outputs import BlockUpdate, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
+from quire.kernels import fp8, ops
 from quire.workers.decode_graphs import GraphBackend, graph_sizes
 from quire.workers.kv_cache import allocate_kv_cache
 from quire.workers.launched_step import LaunchedStep
 from quire.workers.layers.attention import KVScales
 from quire.workers.model_runner import ModelRunner, StepLimits
 from quire.workers.models.decoder import Decoder
-from quire.workers.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, NormSpec, RotarySpec
+from quire.workers.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec, NormSpec, RotarySpec
 from quire.workers.parallel import ParallelContext
+from quire.workers.quantization import quantize
 
 BLOCK_SIZE = 16
 NUM_BLOCKS_PER_ROW = 3
@@ -30,13 +34,51 @@ NUM_STEPS = 12
 VOCAB_SIZE = 197
 
 
-def make_model(device: torch.device, dtype: torch.dtype) -> Decoder:
+@dataclass(frozen=True)
+class GraphCase:
+    """What a model is made of, and how large batches become."""
+
+    max_num_seqs: int
+    dtype: torch.dtype = torch.float32
+    experts: bool = False
+    quantization: Quantization | None = None
+    cache_dtype: torch.dtype | None = None
+
+    @property
+    def name(self) -> str:
+        parts = ["graph", str(self.dtype).removeprefix("torch."), *(["experts"] if self.experts else [])]
+        parts += [self.quantization] if self.quantization else []
+        return "-".join([*parts, *(["fp8-cache"] if self.cache_dtype else [])])
+
+    @property
+    def batches(self) -> list[int]:
+        """Sizes of batches: for every size of graph, one that fills it, and one that is padded. In 16 bits, only those
+        that fill it: a library that multiplies one row more may round otherwise."""
+        sizes = graph_sizes(self.max_num_seqs)
+        padded = [size - 1 for size in sizes if size > 1] if self.dtype == torch.float32 else []
+        return sorted({*sizes, *padded})
+
+
+CASES = [
+    GraphCase(64),
+    GraphCase(18, experts=True),
+    GraphCase(18, quantization="int8"),
+    GraphCase(18, experts=True, quantization="fp8", cache_dtype=fp8.DTYPE),
+    GraphCase(18, torch.bfloat16, experts=True, quantization="int8"),
+    GraphCase(18, torch.bfloat16, cache_dtype=fp8.DTYPE),
+]
+
+
+def make_model(
+    device: torch.device, dtype: torch.dtype, *, experts: bool = False, quantization: Quantization | None = None
+) -> Decoder:
     """Two layers, one of them with a sliding window; weights large enough that tokens depend on the whole context."""
     norm = NormSpec("rms", 1e-5)
+    mlp = MoESpec(32, num_experts=7, num_experts_per_token=3, renormalize=True) if experts else MLPSpec(96)
 
     def layer(window: int | None) -> LayerSpec:
         attention = AttentionSpec(4, 2, 32, 32**-0.5, RotarySpec(32, 10000.0), sliding_window=window)
-        return LayerSpec(attention, MLPSpec(96), norm, norm)
+        return LayerSpec(attention, mlp, norm, norm)
 
     spec = DecoderSpec(VOCAB_SIZE, 64, norm, tie_embeddings=False, layers=(layer(None), layer(9)))
     default = torch.get_default_dtype()
@@ -45,17 +87,21 @@ def make_model(device: torch.device, dtype: torch.dtype) -> Decoder:
         model = Decoder(spec, ParallelContext())
     finally:
         torch.set_default_dtype(default)
+    if quantization is not None:
+        quantize(model, quantization, device)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data.fill_(1.0)
-        else:
-            parameter.data.copy_(torch.empty(parameter.shape).normal_(0.0, 0.2, generator=generator))
+        values = torch.ones(parameter.shape)
+        if "norm" not in name:
+            values.normal_(0.0, 0.2, generator=generator)
+        parameter.fill(values)
     return model.to(device).eval()
 
 
-def make_runner(model: Decoder, max_num_seqs: int, device: torch.device) -> ModelRunner:
-    dtype = next(model.parameters()).dtype
+def make_runner(
+    model: Decoder, max_num_seqs: int, device: torch.device, cache_dtype: torch.dtype | None = None
+) -> ModelRunner:
+    dtype = cache_dtype or next(p.dtype for p in model.parameters() if p.dtype in ops.DTYPES)
     specs = model.kv_cache_specs(BLOCK_SIZE, dtype)
     groups = group_layers(specs, 1)
     config = KVCacheConfig(1 + max_num_seqs * NUM_BLOCKS_PER_ROW * len(groups), BLOCK_SIZE, groups)
@@ -130,24 +176,19 @@ def tokens_of(runner: ModelRunner, steps: list[SchedulerOutput]) -> np.ndarray:
 
 
 def run_graph_checks(
-    device: torch.device,
-    make_backend: Callable[[], GraphBackend],
-    *,
-    max_num_seqs: int,
-    dtype: torch.dtype = torch.float32,
+    case: GraphCase, device: torch.device, make_backend: Callable[[], GraphBackend]
 ) -> dict[str, str | None]:
-    """Check name -> None, or what was wrong. For every size of graph, a batch that fills it and one that is padded."""
-    model = make_model(device, dtype)
-    num_groups = len(group_layers(model.kv_cache_specs(BLOCK_SIZE, dtype), 1))
-    eager, graphs = (make_runner(model, max_num_seqs, device) for _ in range(2))
+    """Check name -> None, or what was wrong."""
+    model = make_model(device, case.dtype, experts=case.experts, quantization=case.quantization)
+    num_groups = len(group_layers(model.kv_cache_specs(BLOCK_SIZE, case.dtype), 1))
+    eager, graphs = (make_runner(model, case.max_num_seqs, device, case.cache_dtype) for _ in range(2))
     graphs.capture_graphs(make_backend())
     results: dict[str, str | None] = {}
-    sizes = graph_sizes(max_num_seqs)
-    for num_reqs in sorted({count for size in sizes for count in (size - 1, size) if count > 0}):
+    for num_reqs in case.batches:
         expected, found = (tokens_of(runner, steps_of(num_reqs, num_groups)) for runner in (eager, graphs))
         differ = np.flatnonzero((expected != found).any(axis=0))
         problem = f"requests {differ.tolist()} got other tokens" if len(differ) else None
         if len(np.unique(expected[:, 0])) < 3:
             problem = "the tokens repeat themselves: they prove nothing"
-        results[f"graph-{num_reqs}-requests"] = problem
+        results[f"{case.name}-{num_reqs}-requests"] = problem
     return results

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from core_driver import Driver
-from graph_checks import NUM_STEPS, run_graph_checks
+from graph_checks import CASES, NUM_STEPS, GraphCase, run_graph_checks
 from inflight_executor import CountedBackend, InflightExecutor, RepeatedCalls
 from test_sampling import NUM_TOKENS, requests
 from tiny_llama import make_tiny_llama
@@ -135,11 +135,13 @@ def test_a_row_changes_hands_while_its_token_is_unread(executor: InflightExecuto
     assert driver.run([staying])[0].token_ids == alone[0].token_ids
 
 
-def test_every_size_of_batch() -> None:
+@pytest.mark.parametrize("case", [GraphCase(18), *CASES[1:]], ids=lambda case: case.name)
+def test_every_size_of_batch(case: GraphCase) -> None:
     """What `python -m tests.gpu` checks with CUDA graphs, and that a graph was used for each decode step."""
     backend = RepeatedCalls()
-    results = run_graph_checks(torch.device("cpu"), lambda: backend, max_num_seqs=18)
-    assert results == dict.fromkeys((f"graph-{n}-requests" for n in (1, 2, 3, 4, 7, 8, 15, 16, 17, 18)), None)
+    results = run_graph_checks(case, torch.device("cpu"), lambda: backend)
+    padded = (3, 7, 15, 17) if case.dtype == torch.float32 else ()
+    assert results == dict.fromkeys((f"{case.name}-{n}-requests" for n in sorted((1, 2, 4, 8, 16, 18, *padded))), None)
     assert backend.num_replays == len(results) * (NUM_STEPS - 1) + 1  # and for a prompt of one token, alone
 
 

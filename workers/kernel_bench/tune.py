@@ -1,7 +1,8 @@
 """The table of tile sizes, `kernels/triton/tiles.json`, measured on the GPU at hand.
 
 For each entry, every candidate runs the work that the entry is for; what does not fit the GPU is passed over, and the
-fastest stays. A candidate changes the order in which sums are made, not what is summed: `python -m tests.gpu`
+fastest stays. An entry is written as soon as it is known: what was measured is kept, whatever becomes of the rest. A
+candidate changes the order in which sums are made, not what is summed: `python -m tests.gpu`
 afterwards says whether the results are still right.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from quire.kernels import fp8
 
-from .cases import Run, attention_run, experts_run, linear_run
+from .cases import GROUPS, Run, attention_run, experts_run, linear_run
 from .measure import Timer
 from .shapes import LayerShape
 
@@ -27,14 +28,15 @@ from .shapes import LayerShape
 class Job:
     """An entry of the table. `make` gives the work, `candidates` are instances of the entry's kind of tile."""
 
+    group: str  # see `cases.GROUPS`
     entry: str
     candidates: list[Any]
     make: Callable[[], Run]
 
 
-def jobs(device: torch.device) -> list[Job]:
+def jobs(device: torch.device, groups: Sequence[str] = GROUPS) -> list[Job]:
     """One for every entry in the table of tiles for bfloat16 and 8 bits; float32 is not for speed."""
-    return [*_attention_jobs(device), *_gemm_jobs(device)]
+    return [job for job in (*_attention_jobs(device), *_gemm_jobs(device)) if job.group in groups]
 
 
 def _attention_jobs(device: torch.device) -> list[Job]:
@@ -49,6 +51,7 @@ def _attention_jobs(device: torch.device) -> list[Job]:
         kind = "fp8" if cache == fp8.DTYPE else "bf16"
         found.append(
             Job(
+                "attention",
                 f"attention.{'short' if short else 'long'}.d{head_dim}.{kind}",
                 [AttentionTile(*size) for size in sizes],
                 lambda shape=shape, lens=lens, cache=cache: attention_run(  # type: ignore[misc]
@@ -77,30 +80,31 @@ def _gemm_jobs(device: torch.device) -> list[Job]:
         num_rows = 2048 if rows == 128 else rows
         found.append(
             Job(
+                "linear",
                 f"weight8.m{rows}.bf16",
                 tiles,
                 lambda rows=num_rows: linear_run(rows, 28672, 4096, device, torch.bfloat16, torch.int8),  # type: ignore[misc]
             )
         )
-        found.append(Job(f"moe.m{rows}.bf16", tiles, lambda rows=num_rows: expert_job(rows)))  # type: ignore[misc]
+        found.append(
+            Job("experts", f"moe.m{rows}.bf16", tiles, lambda rows=num_rows: expert_job(rows))  # type: ignore[misc]
+        )
     return found
 
 
 def run(todo: list[Job], device: torch.device, min_s: float, on_job: Callable[[str], None]) -> Path:
-    """Measure all candidates and write the section of this GPU. Returns the path of the table."""
+    """Measure all candidates and write them to the section of this GPU. Returns the path of the table."""
     import triton
 
     from quire.kernels.triton import tiles
 
     timer = Timer(device, min_s)
-    best = {}
+    source = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
     for job in todo:
         on_job(job.entry)
         fastest = fastest_of(job, lambda work: seconds_or_inf(timer, work))
         if fastest is not None:
-            best[job.entry] = fastest
-    source = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
-    tiles.write_section(tiles.device_class(device), best, source)
+            tiles.write_section(tiles.device_class(device), {job.entry: fastest}, source)
     return tiles.PATH
 
 
@@ -118,10 +122,11 @@ def fastest_of(job: Job, seconds: Callable[[Run], float]) -> Any:
 
 
 def seconds_or_inf(timer: Timer, work: Run) -> float:
-    """The time of a run; infinity where its tiles need more registers or shared memory than there are."""
-    from triton.runtime.errors import OutOfResources
+    """The time of a run; infinity where its tiles need more registers or shared memory than there are, or the compiler
+    refuses them."""
+    from triton.errors import TritonError
 
     try:
         return timer.seconds(work)
-    except OutOfResources:
+    except TritonError:
         return math.inf

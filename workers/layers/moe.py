@@ -24,8 +24,8 @@ class Router(nn.Module):
         self.weight = ShardedParameter(torch.empty(shape), replicated(shape))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> [num_tokens, num_experts] probabilities, float32."""
-        return self.weight.linear(x).float().softmax(dim=-1)
+        """[num_tokens, hidden_size] -> [num_tokens, num_experts] logits."""
+        return self.weight.linear(x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +79,18 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
-        routing, chosen = self.router(x).topk(self._spec.num_experts_per_token, dim=-1)
-        if self._spec.renormalize:
-            routing = routing / routing.sum(dim=-1, keepdim=True)
+        spec, first = self._spec, self._experts.start
+        routing, chosen = ops.choose_experts(self.router(x), spec.num_experts_per_token, renormalize=spec.renormalize)
         gate_up, down = self.gate_up.weight, self.down.weight
         out = ops.experts(
             x,
-            chosen - self._experts.start,
+            chosen - first if first else chosen,
             routing,
             gate_up.data,
             down.data,
-            activation=self._spec.activation,
+            activation=spec.activation,
             gate_up_scales=gate_up.scales,
             down_scales=down.scales,
-            num_experts_in_all=self._spec.num_experts,
+            num_experts_in_all=spec.num_experts,
         )
         return self._parallel.all_reduce(out)
