@@ -1,8 +1,9 @@
 """`python -m tests.gpu`: the Triton kernels on the GPU of this machine, against the float32 reference, and CUDA graphs
 of decode steps against the same steps launched kernel by kernel.
 
-Needs torch with CUDA and triton, nothing else: no Ray, no model, no network. (Graphs need msgspec, pydantic, rich
-and safetensors as well, and a line says when they were not checked.) Exits with 1 when a check fails and with 2 when there is no GPU.
+Needs torch with CUDA and triton, nothing else: no Ray, no model, no network. (Graphs need msgspec, pydantic, rich and
+safetensors as well, and a line says when they were not checked.) Exits with 1 when a check fails and with 2 when there
+is no GPU.
 
 `python -m tests.gpu --bench` goes on to speed: every kernel, then steps of the engine with dummy weights in the shapes
 of Qwen3-0.6B and Llama-3.1-8B, each beside the limits measured in the same run; `--json FILE` keeps the figures. Still
