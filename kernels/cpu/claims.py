@@ -14,8 +14,8 @@ same bits to the same place, whoever computes it and however often. So a call is
 threads have come. That holds where `mode` says so (see `program`) and there is a clock (`ticks`); without one it waits
 for what is held, and in the other mode it just returns.
 
-Memory of a call, int64: mode, patience, threads that have come, items taken of each part; and on a line of its own for
-each thread, what it holds and since when.
+Memory of a call, int64: on one line mode, patience and threads that have come, and on a line of its own for each
+thread what `_HELD` and those behind it name.
 """
 
 from __future__ import annotations
@@ -31,39 +31,53 @@ from .intrinsics import compare_exchange, fetch_add, give_way, load_acquire, pau
 UNTIL_COMPUTED = 1
 RUN = 2
 
-_LINE = 8  # words that cores hand to each other as one
-_TAKING = -1  # held by a thread that is about to take an item; else it is the item + 1, or 0
+_LINE = 64  # bytes that cores hand to each other as one
+_PATIENCE, _COME = 8, 16  # places in the first line
+# And in a thread's: the item that it holds + 1, or 0; how many others and it have taken of its part.
+_HELD, _TAKEN = 0, 8
+# For itself: the part that it takes from (the items in it, and where it is counted who took some), its items so far,
+# and when it took the first.
+_FIRST, _STOP, _COUNTER, _NUM_OWN, _SINCE = 16, 24, 32, 40, 48
+_TAKING = -1  # held by a thread that is about to take an item
 _WITHOUT_ITEM = 8  # times the least patience
 _NUM_SPINS = 2_000
 
 
-FIRST_COUNTER = 2
-
-
-def num_counters(num_threads: int) -> int:
-    """Words that are zero before a call and anything behind it; from FIRST_COUNTER on."""
-    return 1 + num_threads
-
-
 def new_claims(num_threads: int) -> ctypes.Array[ctypes.c_int64]:
     """Memory for a call, for which nobody has come yet."""
-    return (ctypes.c_int64 * (_first_line(num_threads) + _LINE * num_threads))()
+    size = _LINE * (1 + num_threads) // 8
+    memory = (ctypes.c_int64 * (size + _LINE // 8 - 1))()
+    return (ctypes.c_int64 * size).from_buffer(memory, -ctypes.addressof(memory) % _LINE)
 
 
-def _first_line(num_threads: int) -> int:
-    return (3 + num_threads + _LINE - 1) // _LINE * _LINE
+@njit(error_model="numpy")
+def renew(claims: int, num_threads: int, mode: int, patience: int) -> None:
+    """Nobody has come yet. Before a run: amid it, who comes back late may still look."""
+    store_release(claims, mode)
+    store_release(claims + _PATIENCE, patience)
+    store_release(claims + _COME, 0)
+    for thread in range(num_threads):
+        store_release(_place(claims, thread) + _TAKEN, 0)
 
 
 @njit(error_model="numpy")
 def enter(claims: int) -> int:
     """The number of the calling thread in this call. `claims` is the address of its memory; 0 where it is alone."""
-    return fetch_add(claims + 16, 1) if claims != 0 else 0
+    return fetch_add(claims + _COME, 1) if claims != 0 else 0
 
 
 @njit(error_model="numpy")
-def _place(claims: int, num_threads: int, thread: int) -> int:
-    """Where it is written what a thread holds."""
-    return claims + 8 * ((3 + num_threads + _LINE - 1) // _LINE * _LINE + _LINE * thread)
+def _place(claims: int, thread: int) -> int:
+    """A thread's own line."""
+    return claims + _LINE * (1 + thread)
+
+
+@njit(error_model="numpy")
+def _go_to_part(claims: int, num_threads: int, num_items: int, own: int, owner: int) -> None:
+    """Take from that of thread `owner` from now on."""
+    store_release(own + _FIRST, owner * num_items // num_threads)
+    store_release(own + _STOP, (owner + 1) * num_items // num_threads)
+    store_release(own + _COUNTER, _place(claims, owner) + _TAKEN)
 
 
 @njit(error_model="numpy")
@@ -75,40 +89,58 @@ def take_item(claims: int, num_threads: int, num_items: int, thread: int, item: 
     """
     if claims == 0:
         return (item + 1 if item + 1 < num_items else -1), 0
-    own = _place(claims, num_threads, thread)
-    least: Any = load_acquire(claims + 8)
-    # One who had no item does not know how long they take.
-    patience = max(ticks() - load_acquire(own + 8), least) if item >= 0 else _WITHOUT_ITEM * least
+    own = _place(claims, thread)
+    if item < 0:
+        store_release(own + _NUM_OWN, 0)
+        _go_to_part(claims, num_threads, num_items, own, thread)
     if lap <= num_threads:
-        store_release(own, _TAKING)
+        store_release(own + _HELD, _TAKING)
         while lap < num_threads:
-            owner = (thread + lap) % num_threads
-            item = owner * num_items // num_threads + fetch_add(claims + 24 + 8 * owner, 1)
-            if item < (owner + 1) * num_items // num_threads:
-                store_release(own + 8, ticks())
-                store_release(own, item + 1)
+            item = load_acquire(own + _FIRST) + fetch_add(load_acquire(own + _COUNTER), 1)
+            if item < load_acquire(own + _STOP):
+                _hold(own, item)
                 return item, lap
             lap += 1
-        store_release(own, 0)
+            _go_to_part(claims, num_threads, num_items, own, (thread + lap) % num_threads)
+        store_release(own + _HELD, 0)
     else:
-        compare_exchange(_place(claims, num_threads, lap - num_threads - 1), item + 1, 0)
+        compare_exchange(_place(claims, lap - num_threads - 1) + _HELD, item + 1, 0)
     if load_acquire(claims) & UNTIL_COMPUTED == 0:
         return -1, num_threads
-    return _held_by_another(claims, num_threads, thread, patience)
+    return _held_by_another(claims, num_threads, thread)
 
 
 @njit(error_model="numpy")
-def _held_by_another(claims: int, num_threads: int, thread: int, patience: int) -> tuple[int, int]:
-    """An item that another thread has held for longer than `patience` ticks from now, and its lap; -1 when all items
-    are computed."""
+def _hold(own: int, item: int) -> None:
+    number: Any = load_acquire(own + _NUM_OWN)
+    if number == 0:
+        store_release(own + _SINCE, ticks())
+    store_release(own + _NUM_OWN, number + 1)
+    store_release(own + _HELD, item + 1)
+
+
+@njit(error_model="numpy")
+def _patience(claims: int, own: int) -> int:
+    """For how many ticks from now on a thread waits for another: as long as an item took, or more."""
+    least: Any = load_acquire(claims + _PATIENCE)
+    number: Any = load_acquire(own + _NUM_OWN)
+    # One who had no item does not know how long they take.
+    return max((ticks() - load_acquire(own + _SINCE)) // number, least) if number > 0 else _WITHOUT_ITEM * least
+
+
+@njit(error_model="numpy")
+def _held_by_another(claims: int, num_threads: int, thread: int) -> tuple[int, int]:
+    """An item that another thread has held for too long, and its lap; -1 when all items are computed."""
+    own = _place(claims, thread)
     begin: Any = ticks()
+    patience = _patience(claims, own)
     spins = 0
     while True:
         is_over = True
         for other in range(num_threads):
-            held = load_acquire(_place(claims, num_threads, other)) if other != thread else 0
+            held = load_acquire(_place(claims, other) + _HELD) if other != thread else 0
             if held > 0 and ticks() - begin > patience:
-                store_release(_place(claims, num_threads, thread) + 8, ticks())
+                store_release(own + _NUM_OWN, load_acquire(own + _NUM_OWN) + 1)
                 return held - 1, num_threads + 1 + other
             is_over = is_over and held == 0
         if is_over:

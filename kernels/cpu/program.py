@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
 
-from .claims import FIRST_COUNTER, RUN, UNTIL_COMPUTED, num_counters
+from .claims import RUN, UNTIL_COMPUTED, renew
 from .intrinsics import (
     ask_address,
     call_address,
@@ -59,7 +59,7 @@ _CALL = np.dtype(
     ]
 )
 _PROGRAM = np.dtype(
-    [(name, np.int64) for name in ("calls", "num_calls", "team_size", "meeting", "run", "patience", "num_counters")]
+    [(name, np.int64) for name in ("calls", "num_calls", "team_size", "meeting", "run", "patience", "num_threads")]
 )
 _NUMBER = np.dtype([("address", np.int64), ("times", np.int64), ("per", np.int64), ("most", np.int64)])
 _LINE = 64  # bytes that cores hand to each other as one
@@ -111,7 +111,7 @@ class Program:
             first + -first % _LINE,
             0,
             LEAST_PATIENCE,
-            num_counters(self._num_threads),
+            self._num_threads,
         )
 
     def run_for(self, num_rows: int) -> None:
@@ -158,15 +158,12 @@ def _rows_writer(sources: str) -> Any:
 def _resetter(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address):
-        """Nobody has come to any call. Before a run: amid it, who comes back late may still look."""
+        """Nobody has come to any call."""
         sources  # noqa: B018 (likewise)
         program = carray(pointer(address), (1,), _PROGRAM)[0]
         for call in carray(pointer(program.calls), (program.num_calls,), _CALL):
-            words = carray(pointer(call.claims), (FIRST_COUNTER + program.num_counters,), np.int64)
-            words[0] = program.run * RUN + (UNTIL_COMPUTED if call.num_met < 0 else 0)
-            words[1] = program.patience
-            for i in range(FIRST_COUNTER, len(words)):
-                words[i] = 0
+            mode = program.run * RUN + (UNTIL_COMPUTED if call.num_met < 0 else 0)
+            renew(call.claims, program.num_threads, mode, program.patience)
 
     return worker
 
