@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .elementwise import Rotation
+    from .elementwise import HeadNorms, Rotation
     from .ops import AttentionMetadata
     from .packed import Packing
     from .sampling import Draws
@@ -85,6 +85,7 @@ class Backend(Protocol):
         slot_mapping: Tensor,
         key_scale: float,
         value_scale: float,
+        norms: HeadNorms | None,
     ) -> Tensor: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor: ...

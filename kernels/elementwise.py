@@ -29,6 +29,20 @@ class Rotation(NamedTuple):
     interleaved: bool  # pairs are channels (2i, 2i + 1), else (i, i + num_pairs)
 
 
+class HeadNorms(NamedTuple):
+    """RMS norms of the heads of queries and of keys, each head by itself, all of a kind with one weight."""
+
+    query: Tensor  # [head_dim], the weight
+    key: Tensor  # likewise
+    eps: float
+    unit_offset: bool  # weights are stored minus one
+
+    @property
+    def offset(self) -> float:
+        """What is added to a weight."""
+        return 1.0 if self.unit_offset else 0.0
+
+
 def angles(positions: Tensor, inv_freq: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """magnitude * cos and magnitude * sin of positions times inv_freq, which is rounded to float32 before.
 
@@ -115,10 +129,12 @@ def rotate_and_write_kv(
     *,
     key_scale: float = 1.0,
     value_scale: float = 1.0,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
     """Rotate the queries, and store the rotated keys and the values in the cache.
 
-    The same as `rotate(query)` and `write_kv` of the rotated keys.
+    The same as `rotate(query)` and `write_kv` of the rotated keys; of what `rms_norm` makes of both, where there are
+    `norms`.
 
     Args:
         query: [num_tokens, num_heads, head_dim], the last dimension contiguous. Nobody may need it any more: a backend
@@ -138,10 +154,13 @@ def rotate_and_write_kv(
         )
     check_index("slot_mapping", slot_mapping, torch.int64, (key.shape[0],), key_cache.device)
     _check_rotation(rotation, query)
+    if norms is not None:
+        _check_norm(query, norms.query)
+        _check_norm(key, norms.key)
     if key_cache.dtype == fp8.DTYPE:
         key_cache, value_cache = key_cache.view(fp8.BYTES), value_cache.view(fp8.BYTES)
     return backend_for(query.device).rotate_and_write_kv(
-        query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale
+        query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale, norms
     )
 
 

@@ -30,7 +30,7 @@ from .rows import load_row, store_row
 from .sources import digest_of
 
 if TYPE_CHECKING:
-    from ..elementwise import Rotation
+    from ..elementwise import HeadNorms, Rotation
 
 _COMPILED = (torch.float32, torch.bfloat16)
 
@@ -138,8 +138,12 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """See `elementwise.rotate_and_write_kv`. Queries become a new tensor, as of `add_rms_norm`."""
+    if norms is not None:
+        query = rms_norm(query, norms.query, norms.eps, norms.offset)
+        key = rms_norm(key, norms.key, norms.eps, norms.offset)
     if query.dtype not in _COMPILED:
         key = key.clone(memory_format=torch.contiguous_format)
         rotate(query, rotation)

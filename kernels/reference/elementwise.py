@@ -11,7 +11,7 @@ from ..activation import ACTIVATIONS
 from .attention import write_kv
 
 if TYPE_CHECKING:
-    from ..elementwise import Rotation
+    from ..elementwise import HeadNorms, Rotation
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -66,8 +66,12 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """See `elementwise.rotate_and_write_kv`."""
+    if norms is not None:
+        query = rms_norm(query, norms.query, norms.eps, norms.offset)
+        key = rms_norm(key, norms.key, norms.eps, norms.offset)
     rotate(query, rotation)
     key = key.clone()
     rotate(key, rotation)

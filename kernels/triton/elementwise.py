@@ -18,7 +18,7 @@ from .. import fp8
 from .numbers import to_e4m3
 
 if TYPE_CHECKING:
-    from ..elementwise import Rotation
+    from ..elementwise import HeadNorms, Rotation
 
 _GATE_BLOCK = 1024
 
@@ -91,8 +91,13 @@ def _rotated(
     inside,  # [HEADS, CHANNELS]
     cos,  # the first pair of a token
     sin,
+    weight,  # [HEAD_DIM] of a norm before the rotation, where NORM
+    eps,
+    offset,
+    HEAD_DIM: tl.constexpr,
     NUM_PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Channels of some heads after the rotation: each is read with its partner."""
     if INTERLEAVED:
@@ -106,6 +111,13 @@ def _rotated(
     turned = inside & (channel < 2 * NUM_PAIRS)
     own = tl.load(heads + head * head_stride + channel, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(heads + head * head_stride + partner, mask=turned, other=0.0).to(tl.float32)
+    if NORM:  # rounded where a norm by itself would round
+        dtype = heads.dtype.element_ty
+        scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
+        own_factor = tl.load(weight + channel, mask=channel < HEAD_DIM, other=0.0).to(tl.float32) + offset
+        other_factor = tl.load(weight + partner, mask=channel < 2 * NUM_PAIRS, other=0.0).to(tl.float32) + offset
+        own = (own * scale * own_factor).to(dtype).to(tl.float32)
+        other = (other * scale * other_factor).to(dtype).to(tl.float32)
     c = tl.load(cos + pair, mask=channel < 2 * NUM_PAIRS, other=1.0)
     s = tl.load(sin + pair, mask=channel < 2 * NUM_PAIRS, other=0.0)
     return own * c + tl.where(is_first, -other, other) * s
@@ -129,6 +141,10 @@ def _rotate_kernel(
     value_head_stride,
     key_scale,
     value_scale,
+    query_weight,  # [HEAD_DIM] of a norm before the rotation; this and all below are used where NORM
+    key_weight,  # likewise
+    eps,
+    offset,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -138,6 +154,7 @@ def _rotate_kernel(
     KV_HEADS_BLOCK: tl.constexpr,
     CHANNELS_BLOCK: tl.constexpr,
     IN_BYTES: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """One program per token."""
     token = tl.program_id(0).to(tl.int64)
@@ -147,7 +164,10 @@ def _rotate_kernel(
     head = tl.arange(0, HEADS_BLOCK)[:, None]
     inside = (head < NUM_HEADS) & (channel < HEAD_DIM)
     heads = query + token * query_stride
-    turned = _rotated(heads, query_head_stride, head, channel, inside, cos, sin, NUM_PAIRS, INTERLEAVED)
+    turned = _rotated(
+        heads, query_head_stride, head, channel, inside, cos, sin, query_weight, eps, offset,
+        HEAD_DIM, NUM_PAIRS, INTERLEAVED, NORM,
+    )  # fmt: skip
     tl.debug_barrier()  # partners are read before any is overwritten
     tl.store(heads + head * query_head_stride + channel, turned.to(query.dtype.element_ty), mask=inside)
     if NUM_KV_HEADS > 0:
@@ -156,7 +176,10 @@ def _rotate_kernel(
             kv_head = tl.arange(0, KV_HEADS_BLOCK)[:, None]
             kv_inside = (kv_head < NUM_KV_HEADS) & (channel < HEAD_DIM)
             keys = key + token * key_stride
-            kept = _rotated(keys, key_head_stride, kv_head, channel, kv_inside, cos, sin, NUM_PAIRS, INTERLEAVED)
+            kept = _rotated(
+                keys, key_head_stride, kv_head, channel, kv_inside, cos, sin, key_weight, eps, offset,
+                HEAD_DIM, NUM_PAIRS, INTERLEAVED, NORM,
+            )  # fmt: skip
             kept = kept.to(key.dtype.element_ty)
             read = tl.load(value + token * value_stride + kv_head * value_head_stride + channel, mask=kv_inside)
             if IN_BYTES:
@@ -230,7 +253,7 @@ def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
 
 def rotate(heads: Tensor, rotation: Rotation) -> None:
     """See `elementwise.rotate`."""
-    _launch_rotate(heads, None, None, rotation, None, None, None)
+    _launch_rotate(heads, None, None, rotation, None, None, None, 1.0, 1.0, None)
 
 
 def rotate_and_write_kv(
@@ -243,9 +266,10 @@ def rotate_and_write_kv(
     slot_mapping: Tensor,
     key_scale: float,
     value_scale: float,
+    norms: HeadNorms | None,
 ) -> Tensor:
     """See `elementwise.rotate_and_write_kv`. Queries are rotated in place."""
-    _launch_rotate(query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale)
+    _launch_rotate(query, key, value, rotation, key_cache, value_cache, slot_mapping, key_scale, value_scale, norms)
     return query
 
 
@@ -257,8 +281,9 @@ def _launch_rotate(
     key_cache: Tensor | None,
     value_cache: Tensor | None,
     slot_mapping: Tensor | None,
-    key_scale: float = 1.0,
-    value_scale: float = 1.0,
+    key_scale: float,
+    value_scale: float,
+    norms: HeadNorms | None,
 ) -> None:
     num_tokens, num_heads, head_dim = query.shape
     if num_tokens == 0:
@@ -278,6 +303,7 @@ def _launch_rotate(
         *((0, 0) if value is None else value.stride()[:2]),
         key_scale,
         value_scale,
+        *((None, None, 0.0, 0.0) if norms is None else (norms.query, norms.key, norms.eps, norms.offset)),
         NUM_HEADS=num_heads,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -287,4 +313,5 @@ def _launch_rotate(
         KV_HEADS_BLOCK=triton.next_power_of_2(max(1, num_kv_heads)),
         CHANNELS_BLOCK=triton.next_power_of_2(head_dim),
         IN_BYTES=key_cache is not None and key_cache.dtype == fp8.BYTES,
+        NORM=norms is not None,
     )

@@ -16,7 +16,7 @@ if importlib.util.find_spec("triton") is None:
 from ahead_of_time import SHARED_MEMORY, compiled_launches
 
 from quire.kernels import elementwise, fp8, ops
-from quire.kernels.elementwise import Rotation
+from quire.kernels.elementwise import HeadNorms, Rotation
 from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens
 
 MIXED = ((1, 600), (40, 300))  # a decode with two splits and a chunk
@@ -75,7 +75,11 @@ def test_norms_activations_and_rotations() -> None:
         elementwise.activate_and_mul(x, "gelu")
         elementwise.rotate(heads, rotation._replace(interleaved=True))
         elementwise.rotate_and_write_kv(heads[:, :8], heads[:, 8:12], heads[:, 12:], rotation, *caches, torch.arange(5))
-    assert names(launched) == ["_norm_kernel"] * 2 + ["_gate_kernel"] + ["_rotate_kernel"] * 2
+        elementwise.rotate_and_write_kv(
+            heads[:, :8], heads[:, 8:12], heads[:, 12:], rotation, *caches, torch.arange(5),
+            norms=HeadNorms(weight[:128], weight[:128], 1e-6, unit_offset=False),
+        )  # fmt: skip
+    assert names(launched) == ["_norm_kernel"] * 2 + ["_gate_kernel"] + ["_rotate_kernel"] * 3
 
 
 def test_a_cache_in_8_bits_is_written_by_one_kernel() -> None:

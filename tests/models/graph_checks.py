@@ -24,7 +24,16 @@ from quire.workers.launched_step import LaunchedStep
 from quire.workers.layers.attention import KVScales
 from quire.workers.model_runner import ModelRunner, StepLimits
 from quire.workers.models.decoder import Decoder
-from quire.workers.models.spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec, NormSpec, RotarySpec
+from quire.workers.models.spec import (
+    AttentionSpec,
+    DecoderSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    NormSpec,
+    QKNormSpec,
+    RotarySpec,
+)
 from quire.workers.parallel import ParallelContext
 from quire.workers.quantization import quantize
 
@@ -72,12 +81,16 @@ CASES = [
 def make_model(
     device: torch.device, dtype: torch.dtype, *, experts: bool = False, quantization: Quantization | None = None
 ) -> Decoder:
-    """Two layers, one of them with a sliding window; weights large enough that tokens depend on the whole context."""
+    """Two layers, one of them with a sliding window; weights large enough that tokens depend on the whole context. With
+    experts, queries and keys are normalized, too."""
     norm = NormSpec("rms", 1e-5)
     mlp = MoESpec(32, num_experts=7, num_experts_per_token=3, renormalize=True) if experts else MLPSpec(96)
 
     def layer(window: int | None) -> LayerSpec:
-        attention = AttentionSpec(4, 2, 32, 32**-0.5, RotarySpec(32, 10000.0), sliding_window=window)
+        attention = AttentionSpec(
+            4, 2, 32, 32**-0.5, RotarySpec(32, 10000.0), sliding_window=window,
+            qk_norm=QKNormSpec(norm, "head") if experts else None,
+        )  # fmt: skip
         return LayerSpec(attention, mlp, norm, norm)
 
     spec = DecoderSpec(VOCAB_SIZE, 64, norm, tie_embeddings=False, layers=(layer(None), layer(9)))
@@ -89,7 +102,7 @@ def make_model(
         torch.set_default_dtype(default)
     if quantization is not None:
         quantize(model, quantization, device)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(int(experts))
     for name, parameter in model.named_parameters():
         values = torch.ones(parameter.shape)
         if "norm" not in name:

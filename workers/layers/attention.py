@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from quire.kernels.elementwise import Rotation, rotate_and_write_kv
+from quire.kernels.elementwise import HeadNorms, Rotation, rotate_and_write_kv
 from quire.kernels.ops import AttentionMetadata, paged_attention, write_kv
 
 from ..models.spec import AttentionSpec
 from ..parallel import ParallelContext
 from .linear import QKVParallelLinear, RowParallelLinear, shard_heads
-from .qk_norm import qk_norm
+from .qk_norm import HeadNorm, qk_norm
 
 
 class KVScales(NamedTuple):
@@ -43,10 +43,12 @@ class LayerCache:
         softcap: float | None,
         sinks: Tensor | None = None,
         rotation: Rotation | None = None,
+        norms: HeadNorms | None = None,
     ) -> Tensor:
         """Store the keys and values of new tokens, then attend to all: [num_tokens, num_heads, head_dim].
 
-        With a `rotation`, queries and keys are rotated first; nobody may need the queries any more.
+        With a `rotation`, queries and keys are rotated first, and normalized before that with `norms`; nobody may need
+        the queries any more.
         """
         scales, slots = self.scales, metadata.slot_mapping
         if rotation is None:
@@ -62,6 +64,7 @@ class LayerCache:
                 slots,
                 key_scale=scales.key,
                 value_scale=scales.value,
+                norms=norms,
             )
         return paged_attention(
             query,
@@ -101,7 +104,8 @@ class Attention(nn.Module):
         heads = self.qkv(x).view(num_tokens, -1, spec.head_dim)
         end_of_keys = self._num_heads + self.num_kv_heads
         query, key, value = heads[:, : self._num_heads], heads[:, self._num_heads : end_of_keys], heads[:, end_of_keys:]
-        if self.qk_norm is not None:
+        norms = self._norms_to_fuse() if rotation is not None else None
+        if self.qk_norm is not None and norms is None:
             query, key = self.qk_norm(query, key)
         if spec.qkv_clip is not None:
             query, key, value = (x.clamp(-spec.qkv_clip, spec.qkv_clip) for x in (query, key, value))
@@ -114,6 +118,12 @@ class Attention(nn.Module):
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
             rotation=rotation,
+            norms=norms,
         )
         out: Tensor = self.output(attended.view(num_tokens, self._num_heads * spec.head_dim))
         return out
+
+    def _norms_to_fuse(self) -> HeadNorms | None:
+        """Those that can be part of the rotation, if nothing is between them."""
+        norm = self.qk_norm
+        return norm.fusible() if isinstance(norm, HeadNorm) and self._spec.qkv_clip is None else None

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from quire.kernels.elementwise import HeadNorms
+
 from ..models.spec import WHOLE, AttentionSpec, QKNormSpec
 from ..parallel import ParallelContext
 from .linear import HeadShard
@@ -18,12 +20,18 @@ class HeadNorm(nn.Module):
 
     def __init__(self, spec: QKNormSpec, attention: AttentionSpec) -> None:
         super().__init__()
+        self._spec = spec.norm
         self.q = Norm(spec.norm, attention.head_dim)
         self.k = Norm(spec.norm, attention.head_dim)
 
     def forward(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """query, key: [num_tokens, this rank's heads, head_dim] -> the same shapes."""
         return self.q(query), self.k(key)
+
+    def fusible(self) -> HeadNorms | None:
+        """The same for a kernel that does more than this; None where it is not a norm that one has."""
+        spec = self._spec
+        return HeadNorms(self.q.weight, self.k.weight, spec.eps, spec.unit_offset) if spec.kind == "rms" else None
 
 
 class OwnNorm(nn.Module):
