@@ -299,11 +299,15 @@ def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool)
     """The experts that a router finds likeliest for each token, and how much each counts.
 
     Args:
-        logits: [num_tokens, num_experts], rows contiguous, of one of `DTYPES`.
+        logits: [num_tokens, num_experts], the last dimension contiguous, of one of `DTYPES`.
         renormalize: what the chosen ones count adds up to one; else it is their softmax probability among all.
-    Returns `routing` and `chosen`, both [num_tokens, experts_per_token], float32 and int64, the likeliest first; which
-    of equally likely ones is not defined.
+    Returns `chosen` and `routing` as `experts` takes them: [num_tokens, experts_per_token] int64 and float32, the
+    likeliest first; which of equally likely ones is not defined.
     """
+    if logits.dim() != 2 or logits.stride(1) != 1:
+        raise ValueError(f"logits must be [num_tokens, num_experts] with contiguous rows, got {list(logits.shape)}")
+    if logits.dtype not in DTYPES:
+        raise TypeError(f"logits must be one of {DTYPES}, got {logits.dtype}")
     if not 0 < experts_per_token <= logits.shape[1]:
         raise ValueError(f"experts_per_token must be 1 to {logits.shape[1]}, got {experts_per_token}")
     return backend_for(logits.device).choose_experts(logits, experts_per_token, renormalize=renormalize)

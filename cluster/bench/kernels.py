@@ -90,8 +90,10 @@ def _tune(console: Console, device: torch.device, groups: list[str], seconds: fl
     if not jobs:
         raise typer.BadParameter(f"there are no tiles of {', '.join(groups)}", param_hint="--only")
     with _progress(len(jobs), "tiles") as on_job:
-        path = tune.run(jobs, device, seconds, on_job)
+        path, without = tune.run(jobs, device, seconds, on_job)
     console.print(f"Written: {path}")
+    if without:
+        console.print(f"No candidate works for {', '.join(without)}: left as they were.")
 
 
 def show_kernels(console: Console, title: str, limits: Limits, results: list[Measured]) -> None:

@@ -98,7 +98,8 @@ def take_item(claims: int, num_threads: int, num_items: int, thread: int, item: 
         while lap < num_threads:
             item = load_acquire(own + _FIRST) + fetch_add(load_acquire(own + _COUNTER), 1)
             if item < load_acquire(own + _STOP):
-                _hold(own, item)
+                _begin_item(own)
+                store_release(own + _HELD, item + 1)
                 return item, lap
             lap += 1
             _go_to_part(claims, num_threads, num_items, own, (thread + lap) % num_threads)
@@ -111,17 +112,17 @@ def take_item(claims: int, num_threads: int, num_items: int, thread: int, item: 
 
 
 @njit(error_model="numpy")
-def _hold(own: int, item: int) -> None:
+def _begin_item(own: int) -> None:
     number: Any = load_acquire(own + _NUM_OWN)
     if number == 0:
         store_release(own + _SINCE, ticks())
     store_release(own + _NUM_OWN, number + 1)
-    store_release(own + _HELD, item + 1)
 
 
 @njit(error_model="numpy")
 def _patience(claims: int, own: int) -> int:
-    """For how many ticks from now on a thread waits for another: as long as an item took, or more."""
+    """For how many ticks from now on a thread waits for another: as long as its items have taken on average, with
+    what it may have waited in between, or more."""
     least: Any = load_acquire(claims + _PATIENCE)
     number: Any = load_acquire(own + _NUM_OWN)
     # One who had no item does not know how long they take.
@@ -140,7 +141,7 @@ def _held_by_another(claims: int, num_threads: int, thread: int) -> tuple[int, i
         for other in range(num_threads):
             held = load_acquire(_place(claims, other) + _HELD) if other != thread else 0
             if held > 0 and ticks() - begin > patience:
-                store_release(own + _NUM_OWN, load_acquire(own + _NUM_OWN) + 1)
+                _begin_item(own)
                 return held - 1, num_threads + 1 + other
             is_over = is_over and held == 0
         if is_over:

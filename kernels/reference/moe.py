@@ -11,7 +11,7 @@ from ..activation import ACTIVATIONS
 def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
     """See `ops.choose_experts`."""
     routing, chosen = logits.float().softmax(dim=-1).topk(experts_per_token, dim=-1)
-    return routing / routing.sum(dim=-1, keepdim=True) if renormalize else routing, chosen
+    return chosen, routing / routing.sum(dim=-1, keepdim=True) if renormalize else routing
 
 
 def experts(

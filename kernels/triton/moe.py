@@ -42,7 +42,7 @@ def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool)
             PLACES_PADDED=triton.next_power_of_2(experts_per_token), EXPERTS_PADDED=triton.next_power_of_2(num_experts),
             RENORMALIZE=renormalize, num_warps=1,
         )  # fmt: skip
-    return routing, chosen
+    return chosen, routing
 
 
 def experts(

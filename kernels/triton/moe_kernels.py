@@ -63,7 +63,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
     return y
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_assignments"])
 def sort_kernel(
     order,  # see `_own_assignments`
     ends,

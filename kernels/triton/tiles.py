@@ -7,12 +7,13 @@ of work. A name that ends with a detail goes before the one without it:
 
 Sizes may depend on shapes that a deployment fixes (head size, block size, dtype) and on the padded number of rows,
 never on what else is in a batch. `quire bench kernels --tune` measures the candidates on the GPU at hand and writes its
-section; `source` of a section says whether that was done.
+section; `measured` of a section says of which entries that was done, and where, `source` whence the others are.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
@@ -81,13 +82,19 @@ def read() -> dict[str, dict[str, Any]]:
     return table
 
 
-def write_section(section: str, entries: dict[str, AttentionTile | GemmTile], source: str) -> None:
-    """Replace these entries of a section; others stay."""
+def write_section(section: str, entries: dict[str, AttentionTile | GemmTile], where: str) -> None:
+    """Replace these entries of a section, which were measured somewhere; others stay."""
     table = read()
-    old = table.get(section, table[ANY])["tiles"]
-    new = {name: list(asdict(tile).values()) for name, tile in entries.items()}
-    table[section] = {"source": source, "tiles": dict(sorted({**old, **new}.items()))}
-    PATH.write_text(format_table(table))
+    old = table.get(section, table[ANY])
+    tiles = {name: list(asdict(tile).values()) for name, tile in entries.items()}
+    table[section] = {
+        "source": old["source"],
+        "measured": dict(sorted({**old.get("measured", {}), **dict.fromkeys(entries, where)}.items())),
+        "tiles": dict(sorted({**old["tiles"], **tiles}.items())),
+    }
+    whole = PATH.with_suffix(".new")  # nobody ever finds half a table
+    whole.write_text(format_table(table))
+    os.replace(whole, PATH)
     _table.cache_clear()
 
 
@@ -95,9 +102,12 @@ def format_table(table: dict[str, dict[str, Any]]) -> str:
     """JSON with an entry a line."""
     sections = []
     for section, content in table.items():
-        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(tile)}" for name, tile in content["tiles"].items())
-        source = json.dumps(content["source"])
-        sections.append(f' {json.dumps(section)}: {{\n  "source": {source},\n  "tiles": {{\n{lines}\n  }}\n }}')
+        fields = [f'  "source": {json.dumps(content["source"])}']
+        for field in ("measured", "tiles"):
+            if field in content:
+                lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(of)}" for name, of in content[field].items())
+                fields.append(f'  "{field}": {{\n{lines}\n  }}')
+        sections.append(f" {json.dumps(section)}: {{\n" + ",\n".join(fields) + "\n }")
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
 

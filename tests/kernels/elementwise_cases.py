@@ -49,7 +49,10 @@ def _checks(dtype: torch.dtype, device: str, *, large: bool) -> Iterator[tuple[s
             yield f"rotate-{shape}", _rotate(*inputs)
             yield f"rotate_and_write-{shape}", _write(*inputs, cache_dtype=dtype)
             yield f"norm_rotate_and_write-{shape}", _write(*inputs, cache_dtype=dtype, has_norms=True)
-    yield f"rotate_and_write-fp8-{name}", _write(7, 64, 32, False, dtype, device, cache_dtype=fp8.DTYPE)
+    for has_norms in (False, True):
+        kind = "norm_rotate_and_write" if has_norms else "rotate_and_write"
+        inputs = 7, 64, 32, False, dtype, device
+        yield f"{kind}-fp8-{name}", _write(*inputs, cache_dtype=fp8.DTYPE, has_norms=has_norms)
 
 
 def reference(check: Check) -> list[Tensor]:

@@ -95,6 +95,7 @@ CHOICES = [
     ChoiceCase(7, 60, 4, renormalize=False),
     ChoiceCase(33, 128, 8, dtype=torch.bfloat16),
     ChoiceCase(3, 5, 5, renormalize=False, dtype=torch.float16),
+    ChoiceCase(4, 17, 1),
 ]
 
 
@@ -103,7 +104,7 @@ def choice_problem(case: ChoiceCase, device: str) -> str | None:
     generator = torch.Generator().manual_seed(case.num_experts)
     ranks = torch.rand(case.num_tokens, case.num_experts + 3, generator=generator).argsort(dim=-1)
     logits = (ranks / 16).to(device, case.dtype)[:, : case.num_experts]  # each another, in any dtype; rows lie apart
-    routing, chosen = ops.choose_experts(logits, case.experts_per_token, renormalize=case.renormalize)
+    chosen, routing = ops.choose_experts(logits, case.experts_per_token, renormalize=case.renormalize)
     wanted, experts = logits.double().softmax(dim=-1).sort(dim=-1, descending=True)
     wanted, experts = wanted[:, : case.experts_per_token], experts[:, : case.experts_per_token]
     if case.renormalize:
@@ -112,16 +113,22 @@ def choice_problem(case: ChoiceCase, device: str) -> str | None:
         return f"chose {chosen.tolist()}, not {experts.tolist()}"
     if routing.dtype != torch.float32 or not torch.allclose(routing.double(), wanted, rtol=1e-5, atol=0):
         return f"they count {routing.tolist()}, not {wanted.tolist()}"
-    for value in (0.0, torch.nan):
-        same = torch.full_like(logits, value).contiguous()
-        routing, chosen = ops.choose_experts(same, case.experts_per_token, renormalize=case.renormalize)
-        each = 1 / (case.experts_per_token if case.renormalize else case.num_experts)
-        if value == 0.0 and not torch.allclose(routing, torch.full_like(routing, each)):
-            return f"equal ones count {routing.tolist()}, not {each}"
-        if value != 0.0 and not routing.isnan().all():
-            return f"what is NaN counts {routing.tolist()}"
+    equal = 1 / (case.experts_per_token if case.renormalize else case.num_experts)
+    only_last = torch.zeros_like(logits)
+    only_last[:, -1] = 1000.0  # beside which no other has a probability
+    one = torch.tensor([1.0] + [0.0] * (case.experts_per_token - 1))
+    for given, count in (
+        (torch.zeros_like(logits), torch.full_like(one, equal)),
+        (only_last, one),
+        (torch.full_like(logits, torch.nan), torch.full_like(one, torch.nan)),
+    ):
+        chosen, routing = ops.choose_experts(given, case.experts_per_token, renormalize=case.renormalize)
+        if not torch.allclose(routing.cpu(), count.expand(len(logits), -1), equal_nan=True):
+            return f"of {given[0].tolist()}, they count {routing.tolist()}, not {count.tolist()}"
         if any(len(set(row)) < len(row) or not set(row) <= set(range(case.num_experts)) for row in chosen.tolist()):
-            return f"of {value} chose {chosen.tolist()}"
+            return f"of {given[0].tolist()} chose {chosen.tolist()}"
+        if given is only_last and not (chosen[:, 0] == case.num_experts - 1).all():
+            return f"of the last alone chose {chosen.tolist()}"
     return None
 
 

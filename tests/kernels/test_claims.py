@@ -11,7 +11,7 @@ import pytest
 import torch
 from numba import carray, cfunc, types
 
-from quire.kernels.cpu.claims import enter, new_claims, take_item
+from quire.kernels.cpu.claims import RUN, UNTIL_COMPUTED, _patience, _place, enter, new_claims, renew, take_item
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86, fetch_add, give_way, load_acquire, pointer, store_release
 from quire.kernels.cpu.program import Program, _begins_after
@@ -94,6 +94,21 @@ def test_the_others_go_on_without_one_that_is_away_but_not_too_far() -> None:
         assert calls.shared_at(_GAVE_UP) == 0
         assert calls.seen.tolist() == [0] * (stalled + LAG + 1) + [1] * (NUM_CALLS - stalled - LAG - 1)
         assert calls.values.tolist() == [[sum(range(1, i + 1))] * NUM_ITEMS for i in range(NUM_CALLS + 1)]
+
+
+def test_who_only_helps_waits_no_longer_than_that_took() -> None:
+    """Two hold an item each and do not come back; a third, which has none of its own, computes both."""
+    claims = new_claims(3)
+    address, thread, num_items = ctypes.addressof(claims), [0, 1, 2], 2
+    renew(address, 3, RUN + UNTIL_COMPUTED, 1000)
+    assert [enter(address) for _ in thread] == thread
+    assert [take_item(address, 3, num_items, other, -1, 0) for other in (1, 2)] == [(0, 0), (1, 0)]
+    item, lap = take_item(address, 3, num_items, 0, -1, 0)
+    assert item == 0
+    assert 1000 <= _patience(address, _place(address, 0)) < 10**11, "not since the machine was started"
+    item, lap = take_item(address, 3, num_items, 0, item, lap)
+    assert item == 1
+    assert take_item(address, 3, num_items, 0, item, lap)[0] == -1
 
 
 @pytest.mark.parametrize("lag", [0, LAG])

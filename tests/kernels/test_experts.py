@@ -63,3 +63,7 @@ def test_wrong_arguments_are_refused() -> None:
         run_experts({**arguments, "x": torch.zeros(3, 47)})
     with pytest.raises(ValueError, match="experts_per_token must be 1 to 8, got 9"):
         ops.choose_experts(torch.zeros(3, 8), 9, renormalize=True)
+    with pytest.raises(ValueError, match="with contiguous rows"):
+        ops.choose_experts(torch.zeros(8, 3).T, 2, renormalize=True)
+    with pytest.raises(TypeError, match=r"got torch\.float64"):
+        ops.choose_experts(torch.zeros(3, 8, dtype=torch.float64), 2, renormalize=True)

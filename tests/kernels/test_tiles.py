@@ -64,12 +64,16 @@ def test_the_fastest_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert chosen == fast
     assert fastest_of(Job("experts", entry, [broken], lambda: lambda: None), seconds) is None
     before = tiles.read()
-    tiles.write_section("sm90", {entry: chosen}, "measured in a test")
+    tiles.write_section("sm90", {entry: chosen}, "in a test")
     after = tiles.read()
     assert after["sm90"]["tiles"] == {**before["sm90"]["tiles"], entry: [16, 64, 128, 4, 3]}
-    assert after["sm90"]["source"] == "measured in a test"
+    assert after["sm90"]["source"] == before["sm90"]["source"], "of the others"
+    assert after["sm90"]["measured"] == {entry: "in a test"}
     assert after["any"] == before["any"]
     assert path.read_text() == tiles.format_table(after)
+    tiles.write_section("sm100", {entry: fast}, "in another")
+    assert tiles.read()["sm100"]["tiles"] == {**before["any"]["tiles"], entry: [16, 64, 128, 4, 3]}
+    assert [each.name for each in tmp_path.iterdir()] == ["tiles.json"]
     tiles._table.cache_clear()
 
 

@@ -123,6 +123,14 @@ def test_choosing_experts() -> None:
     assert names(launched) == ["choose_kernel"]
 
 
+def test_sorting_is_compiled_once_for_many_assignments() -> None:
+    """Whether or not their number is divisible by 16: no request should wait for the compiler."""
+    with compiled_launches() as launched:
+        for num_tokens in (404, 512, 2048):
+            run_experts(build_experts(ExpertCase(num_tokens, 8, 2, hidden_size=64, size=64, dtype=BF16)))
+    assert len({kernel.hash for kernel in launched if kernel.name == "sort_kernel"}) == 1
+
+
 def test_masks_and_draws() -> None:
     logits, floats = torch.zeros(3, 151_936), torch.zeros(3)
     draws = Draws(floats, floats.int(), floats, floats, floats.double())

@@ -12,18 +12,9 @@ from collections.abc import Callable
 from unittest import mock
 
 import elementwise_cases
+import expert_cases
 import sampling_cases
 import torch
-from expert_cases import (
-    CHOICES,
-    EXPERT_CASES,
-    EXPERT_TOLERANCE,
-    ChoiceCase,
-    ExpertCase,
-    build_experts,
-    choice_problem,
-    run_experts,
-)
 from kernel_cases import CASES, TOLERANCE, Case, alone, attend, build
 
 from quire.kernels import fp8, ops
@@ -136,19 +127,19 @@ def linear_error(kind: torch.dtype, num_rows: int, dtype: torch.dtype, device: s
     return float((out.float() - expected).abs().nan_to_num(nan=torch.inf).max())
 
 
-def experts_error(case: ExpertCase, device: str) -> float:
+def experts_error(case: expert_cases.ExpertCase, device: str) -> float:
     """Largest deviation from the reference."""
-    arguments = build_experts(case, device)
+    arguments = expert_cases.build_experts(case, device)
     with forced_backend("triton"):
-        out = run_experts(arguments)
+        out = expert_cases.run_experts(arguments)
     with forced_backend("reference"):
-        expected = run_experts(arguments)
+        expected = expert_cases.run_experts(arguments)
     return float((out.float() - expected.float()).abs().nan_to_num(nan=torch.inf).max())
 
 
-def choices_problem(case: ChoiceCase, device: str) -> str | None:
+def choices_problem(case: expert_cases.ChoiceCase, device: str) -> str | None:
     with forced_backend("triton"):
-        return choice_problem(case, device)
+        return expert_cases.choice_problem(case, device)
 
 
 def elementwise_problem(name: str, dtype: torch.dtype, device: str) -> str | None:
@@ -213,11 +204,11 @@ def checks() -> dict[str, Check]:
         named[name] = lambda device, case=(kind, num_rows, dtype), bias=bias: beyond(
             linear_error(*case, device, bias), TOLERANCE[case[2]]
         )
-    for experts in EXPERT_CASES:
+    for experts in expert_cases.EXPERT_CASES:
         named[experts.name] = lambda device, case=experts: beyond(
-            experts_error(case, device), EXPERT_TOLERANCE[case.dtype]
+            experts_error(case, device), expert_cases.EXPERT_TOLERANCE[case.dtype]
         )
-    for choice in CHOICES:
+    for choice in expert_cases.CHOICES:
         named[choice.name] = lambda device, case=choice: choices_problem(case, device)
     for vocab, num_words in sampling_cases.MASKS:
         named[f"exclude_tokens-{vocab}-{num_words}"] = lambda device, case=(vocab, num_words): wrong(

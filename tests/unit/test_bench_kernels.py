@@ -13,7 +13,7 @@ from quire.cluster.bench.commands import app
 from quire.kernels import ops
 from quire.workers.kernel_bench.cases import Case
 from quire.workers.kernel_bench.measure import Limits, rated
-from quire.workers.kernel_bench.work import Work, attention_work, experts_work, linear_work, write_kv_work
+from quire.workers.kernel_bench.work import Work, attention_work, choice_work, experts_work, linear_work, write_kv_work
 
 
 def test_bytes_and_flops_of_attention() -> None:
@@ -26,6 +26,7 @@ def test_bytes_and_flops_of_attention() -> None:
 def test_bytes_and_flops_of_the_others() -> None:
     assert write_kv_work(3, num_kv_heads=2, head_dim=8, size=2, cache_size=1) == Work(3 * 2 * 8 * 2 * 3, 0)
     assert linear_work(2, 6, 5, size=4, weight_bits=8) == Work(2 * (5 + 6) * 4 + 30, 2 * 2 * 30)
+    assert choice_work(3, 8, 2, size=2) == Work(3 * (16 + 24), 0)
     work = experts_work(3, 2, 4, hidden_size=5, intermediate_size=7, size=2)
     assert work == Work(4 * 3 * 35 * 2 + 2 * 3 * 5 * 2, 3 * 2 * 2 * 3 * 35)
 

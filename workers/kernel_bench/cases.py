@@ -15,7 +15,7 @@ from quire.kernels.packed import BLOCK, PACKINGS, Packing
 from quire.kernels.sampling import DTYPES, Draws, draw_tokens
 
 from .shapes import LayerShape
-from .work import Work, attention_work, draw_work, experts_work, linear_work, write_kv_work
+from .work import Work, attention_work, choice_work, draw_work, experts_work, linear_work, write_kv_work
 
 GROUPS = ("attention", "write_kv", "linear", "experts", "draw")
 Run = Callable[[], object]
@@ -199,6 +199,11 @@ def linear_run(
 def _experts(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     if not shape.num_experts:
         return
+    of = f"{shape.experts_per_token} of {shape.num_experts}"
+    for num_tokens in sizes.rows:
+        work = choice_work(num_tokens, shape.num_experts, shape.experts_per_token, size=dtype.itemsize)
+        make = partial(_choice_run, num_tokens, shape, device, dtype)
+        yield Case("experts", f"choose {of}, {num_tokens} tokens", work, dtype, make)
     for num_tokens in sizes.rows:
         chosen = _chosen(shape, num_tokens)
         work = experts_work(
@@ -209,8 +214,13 @@ def _experts(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch
             intermediate_size=shape.intermediate_size,
             size=dtype.itemsize,
         )
-        name = f"{shape.experts_per_token} of {shape.num_experts}, {num_tokens} tokens"
+        name = f"{of}, {num_tokens} tokens"
         yield Case("experts", name, work, dtype, lambda chosen=chosen: experts_run(shape, chosen, device, dtype))  # type: ignore[misc]
+
+
+def _choice_run(num_tokens: int, shape: LayerShape, device: torch.device, dtype: torch.dtype) -> Run:
+    logits = torch.randn(num_tokens, shape.num_experts, device=device, dtype=dtype)
+    return lambda: ops.choose_experts(logits, shape.experts_per_token, renormalize=True)
 
 
 def _chosen(shape: LayerShape, num_tokens: int) -> Tensor:

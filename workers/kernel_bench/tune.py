@@ -92,20 +92,24 @@ def _gemm_jobs(device: torch.device) -> list[Job]:
     return found
 
 
-def run(todo: list[Job], device: torch.device, min_s: float, on_job: Callable[[str], None]) -> Path:
-    """Measure all candidates and write them to the section of this GPU. Returns the path of the table."""
+def run(todo: list[Job], device: torch.device, min_s: float, on_job: Callable[[str], None]) -> tuple[Path, list[str]]:
+    """Measure all candidates and write the fastest to the section of this GPU. Returns the path of the table, and the
+    entries for which no candidate works, which stay as they were."""
     import triton
 
     from quire.kernels.triton import tiles
 
     timer = Timer(device, min_s)
-    source = f"measured on {torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+    where = f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, triton {triton.__version__}"
+    without = []
     for job in todo:
         on_job(job.entry)
         fastest = fastest_of(job, lambda work: seconds_or_inf(timer, work))
-        if fastest is not None:
-            tiles.write_section(tiles.device_class(device), {job.entry: fastest}, source)
-    return tiles.PATH
+        if fastest is None:
+            without.append(job.entry)
+        else:
+            tiles.write_section(tiles.device_class(device), {job.entry: fastest}, where)
+    return tiles.PATH, without
 
 
 def fastest_of(job: Job, seconds: Callable[[Run], float]) -> Any:
@@ -123,10 +127,14 @@ def fastest_of(job: Job, seconds: Callable[[Run], float]) -> Any:
 
 def seconds_or_inf(timer: Timer, work: Run) -> float:
     """The time of a run; infinity where its tiles need more registers or shared memory than there are, or the compiler
-    refuses them."""
-    from triton.errors import TritonError
+    or the assembler fails on them."""
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     try:
         return timer.seconds(work)
-    except TritonError:
+    except (OutOfResources, PTXASError):
         return math.inf
+    except RuntimeError as error:
+        if "PassManager" in str(error):
+            return math.inf
+        raise

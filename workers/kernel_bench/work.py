@@ -43,6 +43,11 @@ def linear_work(num_rows: int, out_features: int, in_features: int, *, size: int
     return Work(moved, 2 * num_rows * out_features * in_features)
 
 
+def choice_work(num_tokens: int, num_experts: int, experts_per_token: int, *, size: int) -> Work:
+    """A router's logits read, and for each choice a number of an expert, int64, and what it counts, float32."""
+    return Work(num_tokens * (num_experts * size + experts_per_token * 12), 0)
+
+
 def experts_work(
     num_tokens: int, experts_per_token: int, num_chosen: int, *, hidden_size: int, intermediate_size: int, size: int
 ) -> Work:

@@ -51,6 +51,7 @@ class LayerCache:
         the queries any more.
         """
         scales, slots = self.scales, metadata.slot_mapping
+        assert rotation is not None or norms is None, "norms are part of a rotation here"
         if rotation is None:
             write_kv(key, value, self.key, self.value, slots, key_scale=scales.key, value_scale=scales.value)
         else:

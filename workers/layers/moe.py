@@ -80,7 +80,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
         spec, first = self._spec, self._experts.start
-        routing, chosen = ops.choose_experts(self.router(x), spec.num_experts_per_token, renormalize=spec.renormalize)
+        chosen, routing = ops.choose_experts(self.router(x), spec.num_experts_per_token, renormalize=spec.renormalize)
         gate_up, down = self.gate_up.weight, self.down.weight
         out = ops.experts(
             x,
