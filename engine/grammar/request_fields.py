@@ -39,7 +39,9 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, omit_de
         self.spec()
 
     def spec(self) -> GrammarSpec:
-        given = [kind for kind in _KINDS if getattr(self, kind) not in (None, False)]
+        values = {kind: getattr(self, kind) for kind in _KINDS}
+        values["json_object"] = self.json_object or None  # False asks for nothing
+        given = [kind for kind, value in values.items() if value is not None]
         if len(given) != 1:
             raise InvalidRequestError(
                 f"structured_outputs: must hold exactly one of {', '.join(_KINDS)}; got {', '.join(given) or 'none'}.",

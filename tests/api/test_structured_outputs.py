@@ -71,6 +71,11 @@ ONE_OF = "structured_outputs: must hold exactly one of json, regex, choice, gram
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", f"{ONE_OF}regex, choice."),
         ({"structured_outputs": {"json_object": False}}, "structured_outputs", f"{ONE_OF}none."),
         (
+            {"structured_outputs": {"json": False}},
+            "structured_outputs.json",
+            "structured_outputs.json: must be a JSON schema, which is an object; got False.",
+        ),
+        (
             {"structured_outputs": {"regexp": "a"}},
             "structured_outputs.regexp",
             "structured_outputs.regexp: is not a known field. Did you mean 'structured_outputs.regex'?",
