@@ -6,6 +6,7 @@ the dtype, and rounded once, when a result is stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,12 @@ class HeadNorms(NamedTuple):
     def offset(self) -> float:
         """What is added to a weight."""
         return 1.0 if self.unit_offset else 0.0
+
+    def apply(
+        self, rms_norm: Callable[[Tensor, Tensor, float, float], Tensor], query: Tensor, key: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys by the norm of a backend."""
+        return rms_norm(query, self.query, self.eps, self.offset), rms_norm(key, self.key, self.eps, self.offset)
 
 
 def angles(positions: Tensor, inv_freq: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -142,8 +142,7 @@ def rotate_and_write_kv(
 ) -> Tensor:
     """See `elementwise.rotate_and_write_kv`. Queries become a new tensor, as of `add_rms_norm`."""
     if norms is not None:
-        query = rms_norm(query, norms.query, norms.eps, norms.offset)
-        key = rms_norm(key, norms.key, norms.eps, norms.offset)
+        query, key = norms.apply(rms_norm, query, key)
     if query.dtype not in _COMPILED:
         key = key.clone(memory_format=torch.contiguous_format)
         rotate(query, rotation)

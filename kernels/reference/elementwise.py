@@ -70,8 +70,7 @@ def rotate_and_write_kv(
 ) -> Tensor:
     """See `elementwise.rotate_and_write_kv`."""
     if norms is not None:
-        query = rms_norm(query, norms.query, norms.eps, norms.offset)
-        key = rms_norm(key, norms.key, norms.eps, norms.offset)
+        query, key = norms.apply(rms_norm, query, key)
     rotate(query, rotation)
     key = key.clone()
     rotate(key, rotation)

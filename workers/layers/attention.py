@@ -13,7 +13,7 @@ from quire.kernels.ops import AttentionMetadata, paged_attention, write_kv
 from ..models.spec import AttentionSpec
 from ..parallel import ParallelContext
 from .linear import QKVParallelLinear, RowParallelLinear, shard_heads
-from .qk_norm import HeadNorm, qk_norm
+from .qk_norm import qk_norm
 
 
 class KVScales(NamedTuple):
@@ -126,5 +126,4 @@ class Attention(nn.Module):
 
     def _norms_to_fuse(self) -> HeadNorms | None:
         """Those that can be part of the rotation, if nothing is between them."""
-        norm = self.qk_norm
-        return norm.fusible() if isinstance(norm, HeadNorm) and self._spec.qkv_clip is None else None
+        return None if self.qk_norm is None or self._spec.qkv_clip is not None else self.qk_norm.fusible()

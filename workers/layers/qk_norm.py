@@ -15,7 +15,15 @@ from .norm import Norm
 from .parameter import Piece, ShardedParameter, replicated
 
 
-class HeadNorm(nn.Module):
+class QKNorm(nn.Module):
+    """(query, key), [num_tokens, this rank's heads, head_dim] each -> the same shapes."""
+
+    def fusible(self) -> HeadNorms | None:
+        """The same for a kernel that does more than this; None where it is not a norm that one has."""
+        return None
+
+
+class HeadNorm(QKNorm):
     """Each head by itself, all with one weight."""
 
     def __init__(self, spec: QKNormSpec, attention: AttentionSpec) -> None:
@@ -29,12 +37,11 @@ class HeadNorm(nn.Module):
         return self.q(query), self.k(key)
 
     def fusible(self) -> HeadNorms | None:
-        """The same for a kernel that does more than this; None where it is not a norm that one has."""
         spec = self._spec
         return HeadNorms(self.q.weight, self.k.weight, spec.eps, spec.unit_offset) if spec.kind == "rms" else None
 
 
-class OwnNorm(nn.Module):
+class OwnNorm(QKNorm):
     """Each head by itself, with a weight of its own and without bias."""
 
     def __init__(self, spec: QKNormSpec, attention: AttentionSpec, shard: HeadShard) -> None:
@@ -65,7 +72,7 @@ class _HeadWeights(nn.Module):
         return F.layer_norm(heads, self._shape, None, None, self._eps) * self.weight[self._own]
 
 
-class AllHeadsNorm(nn.Module):
+class AllHeadsNorm(QKNorm):
     """RMS norm of all heads of a token together, over the ranks."""
 
     def __init__(self, spec: QKNormSpec, attention: AttentionSpec, shard: HeadShard, parallel: ParallelContext) -> None:
@@ -104,7 +111,7 @@ class _ChannelWeights(nn.Module):
         return heads * self.weight.view(self._shape)
 
 
-def qk_norm(spec: AttentionSpec, shard: HeadShard, parallel: ParallelContext) -> nn.Module | None:
+def qk_norm(spec: AttentionSpec, shard: HeadShard, parallel: ParallelContext) -> QKNorm | None:
     """The module for `spec.qk_norm`: (query, key) -> (query, key)."""
     norm = spec.qk_norm
     if norm is None:
