@@ -7,8 +7,8 @@ that holds it:
 
     size 4:   request 0   request 1   request 2   padding        computes one token too many, which is stored nowhere
 
-On a GPU they are CUDA's, all captured at start. On CPU they go on beyond the hidden states, as far as a step asks
-(`End`), and are recorded when a size first comes with such an end (`cpu_graphs`).
+They go on beyond the hidden states, as far as a step asks (`End`). On a GPU they are CUDA's, all captured at start; on
+CPU they are recorded when a size first comes with such an end (`cpu_graphs`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -40,6 +40,7 @@ class End(Enum):
     HIDDEN = auto()
     LOGITS = auto()
     LIKELIEST = auto()
+    TOKENS = auto()  # the likeliest ones, which every request samples: kept on the device for the next step as well
 
 
 class Decoded(NamedTuple):
@@ -49,10 +50,11 @@ class Decoded(NamedTuple):
     hidden: Tensor  # [num_tokens, hidden_size]
     logits: Tensor | None = None  # [num_tokens, vocab] float32
     likeliest: Tensor | None = None  # [num_tokens] int64
+    token_ids: Tensor | None = None  # [num_tokens] int32, the tokens of `End.TOKENS`
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Decoded:
-        logits, likeliest = (None if each is None else function(each) for each in (self.logits, self.likeliest))
-        return Decoded(function(self.hidden), logits, likeliest)
+        others = (None if each is None else function(each) for each in self[1:])
+        return Decoded(function(self.hidden), *others)
 
 
 # Of the inputs that lie in the buffers for a batch of some size: it launches the same kernels whatever they are.
@@ -108,21 +110,25 @@ class DecodeGraphs:
         # One output for all of an end: what a graph leaves in the pool, the next one overwrites.
         self._outputs: dict[End, Decoded] = {}
 
-    def capture_all(self, forward: Forward, prepare: Callable[[int], None], *, progress: bool = False) -> None:
-        """Capture every size now, up to hidden states; `prepare(size)` writes inputs that do no harm.
+    def capture_all(
+        self, forward: Forward, prepare: Callable[[int], None], ends: Sequence[End], *, progress: bool = False
+    ) -> None:
+        """Capture every size now, with each of the ends; `prepare(size)` writes inputs that do no harm.
 
         The largest comes first, so that the pool has all memory that the others need.
         """
         prepare(self._sizes[-1])
-        self._run(forward, self._sizes[-1], End.HIDDEN)  # kernel by kernel: the output for all is no part of the pool
+        for end in ends:  # kernel by kernel: the output for all is no part of the pool
+            self._run(forward, self._sizes[-1], end)
         started = time.monotonic()
         console = Console(stderr=True)
         hidden = not progress or not console.is_terminal
         for size in track(self._sizes[::-1], "Capturing graphs", transient=True, console=console, disable=hidden):
             prepare(size)
-            self._capture(forward, size, End.HIDDEN)
+            for end in ends:
+                self._capture(forward, size, end)
         count = len(self._replays)
-        logger.info("captured graphs of %d sizes in %.1f s", count, time.monotonic() - started)
+        logger.info("captured %d graphs in %.1f s", count, time.monotonic() - started)
 
     def size_for(self, num_reqs: int, num_tokens: int) -> int | None:
         """The size whose graph computes so many tokens of so many requests; None where none does."""

@@ -18,7 +18,8 @@ class DeviceRows:
     def __init__(self, table: RequestTable, device: torch.device) -> None:
         shape = table.block_tables.shape
         self.block_tables = torch.zeros(shape, dtype=torch.int32, device=device)  # [num_groups, max_num_seqs, blocks]
-        self.last_token_ids = torch.zeros(shape[1], dtype=torch.int64, device=device)  # [max_num_seqs]
+        # [max_num_seqs + 1]; the last one is for padding to write to
+        self.last_token_ids = torch.zeros(table.no_row + 1, dtype=torch.int64, device=device)
 
     @property
     def max_blocks(self) -> int:

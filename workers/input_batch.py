@@ -74,7 +74,7 @@ def gather_inputs(
 
     sampling = ((seq_lens == known) & ~table.pooling.is_pooled(rows)).nonzero()[0].astype(np.int32)
     sampling_rows, sampling_positions = rows[sampling], known[sampling]
-    _write_padded(target.sampling_rows, sampling_rows, 0)
+    _write_padded(target.sampling_rows, sampling_rows, table.no_row)
     _write_padded(target.logits_indices, query_start_loc[1:][sampling] - 1, 0)
     draws = table.sampling.draws(sampling_rows, sampling_positions) if samples else None
     if draws is not None:
@@ -94,13 +94,14 @@ def gather_inputs(
     )
 
 
-def write_idle(target: HostInputs) -> None:
+def write_idle(target: HostInputs, no_row: int) -> None:
     """One token of each request, which belongs to nobody: to be computed where only the shape matters."""
     target.query_start_loc[:] = np.arange(len(target.query_start_loc))
     target.seq_lens[:] = 1
     target.slot_mapping[:] = -1
     for section in (target.token_ids, target.positions, target.rows):
         section[:] = 0
+    target.sampling_rows[:] = no_row
 
 
 def _write_padded(target: np.ndarray, values: np.ndarray, padding: int) -> None:

@@ -35,7 +35,7 @@ class HostInputs:
     positions: Int64Array  # [num_tokens]
     slot_mapping: Int64Array  # [num_groups, num_tokens]; -1 for padding
     rows: Int64Array  # [num_reqs]
-    sampling_rows: Int64Array  # [num_reqs], the first ones of it
+    sampling_rows: Int64Array  # [num_reqs], the first ones of it; then no row
     logits_indices: Int64Array  # [num_reqs], the first ones of it: tokens whose logits are sampled from
     query_start_loc: IntArray  # [num_reqs + 1]
     seq_lens: IntArray  # [num_reqs]

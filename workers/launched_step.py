@@ -17,10 +17,11 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
-    def start(self, tensor: Tensor) -> Tensor:
-        """A tensor on the host that has the same numbers as soon as `wait` returns. On CPU it is `tensor` itself."""
+    def start(self, tensor: Tensor, *, is_reused: bool = False) -> Tensor:
+        """A tensor on the host that has the same numbers as soon as `wait` returns. On CPU it is `tensor` itself, unless
+        that `is_reused`: what is launched later writes to it."""
         if self._done is None:
-            return tensor
+            return tensor.clone() if is_reused else tensor
         # Page-locked memory comes from torch's cache of it, and goes back there.
         copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return copy.copy_(tensor, non_blocking=True)

@@ -92,7 +92,7 @@ class ModelRunner:
             self._most_entries, limits.max_num_batched_tokens, self._num_groups, limits.max_inflight_steps, device
         )
         self._graphs: DecodeGraphs | None = None
-        self._graphs_give_logits = False
+        self._graph_ends: tuple[End, ...] = ()
         self._prompt_graph: PromptGraph | None = None
         self._unsettled: deque[_Unsettled] = deque()
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
@@ -101,9 +101,9 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, *, progress: bool = False) -> None:
         """From now on decode steps are graphs, all captured here. To be called before the first step."""
-        self._graphs_give_logits = False
+        self._graph_ends = (End.HIDDEN, End.TOKENS) if self._model.gives_logits else (End.HIDDEN,)
         self._graphs = DecodeGraphs(backend, graph_sizes(self._most_decodes))
-        self._graphs.capture_all(self._forward_in_place, self._prepare_idle, progress=progress)
+        self._graphs.capture_all(self._forward_in_place, self._prepare_idle, self._graph_ends, progress=progress)
 
     def record_graphs(self, backend: RecordingBackend, most: int) -> None:
         """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes, and all
@@ -112,7 +112,7 @@ class ModelRunner:
         The former go on to logits or the likeliest tokens: what has to be called for these one by one takes longer than
         they do.
         """
-        self._graphs_give_logits = self._model.gives_logits
+        self._graph_ends = (End.LOGITS, End.LIKELIEST) if self._model.gives_logits else (End.HIDDEN,)
         sizes = list(range(1, min(most, self._most_entries) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
@@ -163,9 +163,13 @@ class ModelRunner:
         return self._graphs.size_for(len(entries.rows), entries.num_tokens)
 
     def _graph_end(self, batch: InputBatch) -> End:
-        if not self._graphs_give_logits:
-            return End.HIDDEN
-        return End.LIKELIEST if batch.takes_likeliest else End.LOGITS
+        """The last one that there is of those that a step can take; the first is for all of them."""
+        if batch.takes_likeliest and End.LIKELIEST in self._graph_ends:
+            return End.LIKELIEST
+        all_sample = len(batch.sampling) == len(batch.entries.rows)
+        if batch.takes_likeliest and all_sample and End.TOKENS in self._graph_ends:
+            return End.TOKENS
+        return self._graph_ends[0]
 
     def _keeps_hidden(self, step: SchedulerOutput) -> bool:
         """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
@@ -194,7 +198,7 @@ class ModelRunner:
     def _prepare_idle(self, size: int) -> None:
         """Inputs of `size` requests of one token, which is stored nowhere. They read the null block."""
         shape = BatchShape(size, size)
-        write_idle(self._buffers.begin(shape))
+        write_idle(self._buffers.begin(shape), self._table.no_row)
         self._buffers.upload(shape)
 
     def _forward_in_place(self, size: int, end: End) -> Decoded:
@@ -203,6 +207,10 @@ class ModelRunner:
         reads_references = self._graphs_read_references
         given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=reads_references)
         hidden = self._compute(*given)
+        if end is End.TOKENS:
+            likeliest = self._model.likeliest(hidden)
+            self._rows.write_tokens(inputs.sampling_rows, likeliest)
+            return Decoded(hidden, token_ids=likeliest.int())
         return Decoded(
             hidden,
             logits=self._model.logits(hidden) if end is End.LOGITS else None,
@@ -247,6 +255,9 @@ class ModelRunner:
         num_sampling, entries = len(batch.sampling), batch.entries
         if num_sampling == 0:
             return lambda: (entries.accept(*_NO_TOKENS), None)
+        if decoded.token_ids is not None:
+            token_ids = copies.start(decoded.token_ids[:num_sampling], is_reused=True)
+            return lambda: (entries.accept(batch.sampling, token_ids.numpy()), None)
         if num_sampling < decoded.hidden.shape[0]:
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
         sampled = self._choose(batch, inputs, decoded)

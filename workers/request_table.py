@@ -37,6 +37,11 @@ class RequestTable:
         self.pooling = PoolingRows(max_num_seqs)
         self._changed: list[tuple[int, int]] = []  # (first, count) in the flat block tables
 
+    @property
+    def no_row(self) -> int:
+        """Of nobody: one past the last."""
+        return len(self.num_tokens)
+
     def update(self, step: SchedulerOutput) -> None:
         """Apply the changes that a step brings, in the order that its record promises."""
         for row in step.released_rows:

@@ -14,7 +14,10 @@ Dao et al., arXiv 2205.14135). Two kernels share the requests of a batch:
   program of its own, and a second reduction adds them (Dao et al., Flash-Decoding, 2023):
 
       keys   |<- split 0 ->|<- split 1 ->|<- split 2 ->|      a split is SPLIT keys, and more where MAX_SPLITS of them
-      sums   acc, max, sum  acc, max, sum  acc, max, sum      would not do; one split needs no second reduction
+      sums   acc, max, sum  acc, max, sum  acc, max, sum      would not do
+
+  With many requests there are programs enough: each takes several splits, and one that takes all of a request's adds
+  their sums itself, by the same operations in the same order.
 
 - Of a **long** one, programs take consecutive query tokens, each over all keys. They are laid out without knowing on
   the host where requests begin: request r owns the programs from `query_start_loc[r] // BLOCK_Q + r` on, which leaves
@@ -37,17 +40,23 @@ from torch import Tensor
 from .. import fp8
 from . import tiles
 from .attention_kernels import long_kernel, merge_kernel, short_kernel
+from .chain import chained
 from .numbers import PLAIN, dot_options, e4m3_format
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
 
-SPLIT = 512  # keys; a multiple of every BLOCK_N. Its sums take 1% of the bytes that its keys and values have.
+SPLIT = 128  # keys; a multiple of every BLOCK_N
 MAX_SPLITS = 32  # with 8 KV heads, enough for every multiprocessor of a large GPU to have two
-# A graph's grid has room for requests of any length. With many requests, the programs that find nothing to do would
-# outnumber the others by far, so from here on a program takes several splits.
+# Requests times KV heads for which a program takes one split; with twice as many it takes two, and so on, up to
+# MOST_SPLITS_EACH. With contexts of 1,024 tokens that keeps about as many programs as a large GPU has multiprocessors.
+# Long contexts still have several programs then, and no request needs sums in memory that a program can keep.
+FEW_PAIRS = 16
+MOST_SPLITS_EACH = 8
+# A graph's grid has room for requests of any length. With very many requests, the programs that find nothing to do
+# would outnumber the others by far, so from here on a program takes more splits.
 MOST_PROGRAMS = 8192
-MOST_SUMS = 128 << 20  # bytes of sums at a time; with more, some requests come after the others
+MOST_SUMS = 256 << 20  # bytes of sums at a time; with more, some requests come after the others
 
 
 def paged_attention(
@@ -84,6 +93,7 @@ def paged_attention(
         "CACHE_FORMAT": e4m3_format(query.device) if in_bytes else PLAIN.value,
         "SHORT": short,
         **dot_options(query.dtype),
+        **chained(query.device),
     }
     tensors = (query, key_cache, value_cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table)
     scalars = (metadata.seq_lens if sinks is None else sinks, scale * key_scale, softcap or 1.0, value_scale)
@@ -145,16 +155,23 @@ def _launch_short(
     for first in range(0, metadata.num_reqs, at_once):
         starts, seq_lens, table = (each[first:] for each in of_requests)
         num_reqs = min(at_once, metadata.num_reqs - first)
-        num_programs = min(num_splits, max(1, MOST_PROGRAMS // (num_kv_heads * num_reqs)))
-        short_kernel[(num_kv_heads, num_programs, num_reqs)](
+        each = _splits_each(num_kv_heads * num_reqs, num_splits)
+        short_kernel[(num_kv_heads, triton.cdiv(num_splits, each), num_reqs)](
             out, partial, partial_softmax, query, key_cache, value_cache, starts, seq_lens, table, *scalars, *strides,
-            max_query, num_splits, **constants, **cut,
+            max_query, num_splits, each, **constants, **cut,
             BLOCK_M=max(tile.block_m, triton.next_power_of_2(constants["GROUP"])),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
-        if num_splits > 1:
-            shared = {name: constants[name] for name in ("HEAD_DIM", "HEAD_DIM_PADDED", "SLIDING_WINDOW", "SHORT")}
+        if num_splits > each:
+            kept = ("HEAD_DIM", "HEAD_DIM_PADDED", "SLIDING_WINDOW", "SHORT", *chained(out.device))
+            shared = {name: constants[name] for name in kept}
             merge_kernel[(num_heads, max_query, num_reqs)](
-                out, partial, partial_softmax, starts, seq_lens, scalars[3], max_query, num_splits, **shared, **cut,
-                num_warps=4,
+                out, partial, partial_softmax, starts, seq_lens, scalars[3], max_query, num_splits, each,
+                **shared, **cut, num_warps=4,
             )  # fmt: skip
+
+
+def _splits_each(num_pairs: int, num_splits: int) -> int:
+    """How many splits a program takes, for so many pairs of a request and a KV head."""
+    each = min(MOST_SPLITS_EACH, max(1, num_pairs // FEW_PAIRS))
+    return min(num_splits, max(each, -(-num_splits // max(1, MOST_PROGRAMS // num_pairs))))

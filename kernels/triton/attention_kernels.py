@@ -7,11 +7,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .chain import wait_for_others
 from .numbers import dot, widen
 
 # Integers that differ from batch to batch are not specialized: a server must not compile while it serves.
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+MERGED_AT_ONCE = tl.constexpr(8)
 
 
 @triton.jit
@@ -29,10 +31,33 @@ def _find_request(query_start_loc, num_reqs, q_block, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit
+def _fold(acc, highest, total, next_acc, next_highest, next_total):
+    """Sums of some splits and of the one after them: [BLOCK_M, HEAD_DIM_PADDED], [BLOCK_M], [BLOCK_M]. One after the
+    other, by the same operations wherever it happens: whoever adds them gets the same bits."""
+    both = tl.maximum(highest, next_highest)
+    base = tl.where(both == float("-inf"), 0.0, both)  # no key seen yet: -inf - -inf would be NaN
+    decay = tl.exp2(highest - base)
+    next_decay = tl.exp2(next_highest - base)
+    acc = tl.fma(acc, tl.broadcast_to(decay[:, None], acc.shape), next_acc * next_decay[:, None])
+    return acc, both, tl.fma(total, decay, next_total * next_decay)
+
+
+@triton.jit
 def _attend_tiles(
     acc,  # [BLOCK_M, HEAD_DIM_PADDED] float32: the running softmax of the rows,
     highest,  # [BLOCK_M] their highest score times log2(e),
     total,  # [BLOCK_M] and the sum of their weights
+    folded,  # the same three of the splits before this one; this and what is next are used where SPLITS
+    folded_highest,
+    folded_total,
+    splits_from,  # the first tile of the request,
+    splits_to,  # one past its last,
+    tiles_each,  # tiles of a split,
+    fold,  # whether its sums are added up here; else they are stored
+    partial,  # at the first split of the request, [BLOCK_M, HEAD_DIM_PADDED] pointers; the next split is HEAD_DIM on
+    partial_softmax,  # likewise, [BLOCK_M]; the next one is 2 on
+    used,  # [BLOCK_M, HEAD_DIM_PADDED]
+    row_used,  # [BLOCK_M]
     q,  # [BLOCK_M, HEAD_DIM_PADDED]
     query_position,  # [BLOCK_M]
     key_cache,  # of the first token of the KV head; the next one's is `token_stride` further on
@@ -52,6 +77,7 @@ def _attend_tiles(
     USE_SOFTCAP: tl.constexpr,
     CACHE_FORMAT: tl.constexpr,
     MASKED: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -90,7 +116,22 @@ def _attend_tiles(
         total = total * decay + tl.sum(weights, axis=1)
         acc = dot(weights.to(v.dtype), v, acc * decay[:, None], PRECISION, UPCAST)
         highest = new_highest
-    return acc, highest, total
+        if SPLITS:
+            done = tile + 1 - splits_from
+            if (done % tiles_each == 0) | (tile + 1 == splits_to):
+                if fold:
+                    folded, folded_highest, folded_total = _fold(
+                        folded, folded_highest, folded_total, acc, highest, total
+                    )
+                else:
+                    split = (done - 1) // tiles_each
+                    tl.store(partial + split * HEAD_DIM, acc, mask=used)
+                    tl.store(partial_softmax + 2 * split, highest, mask=row_used)
+                    tl.store(partial_softmax + 2 * split + 1, total, mask=row_used)
+                acc = tl.zeros_like(acc)
+                highest = tl.full([q.shape[0]], float("-inf"), tl.float32)
+                total = tl.zeros([q.shape[0]], tl.float32)
+    return acc, highest, total, folded, folded_highest, folded_total
 
 
 @triton.jit
@@ -107,6 +148,14 @@ def _attend(
     begin,  # the first key that some row sees
     first_query,  # positions of the first and the last row
     last_query,
+    splits_from,  # these as of `_attend_tiles`
+    splits_to,
+    tiles_each,
+    fold,
+    partial,
+    partial_softmax,
+    used,
+    row_used,
     scale,
     softcap,
     HEAD_DIM: tl.constexpr,
@@ -115,34 +164,45 @@ def _attend(
     SLIDING_WINDOW: tl.constexpr,
     USE_SOFTCAP: tl.constexpr,
     CACHE_FORMAT: tl.constexpr,
+    SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attention of the rows over some tiles, in the order of the keys: acc, highest, total. Only tiles that some rows
-    see and others do not are masked: the first ones of a window, and the last ones, where causality ends."""
+    """Attention of the rows over some tiles, in the order of the keys: acc and total; where SPLITS, those of all splits
+    if they are added up here. Only tiles that some rows see and others do not are masked: the first ones of a window,
+    and the last ones, where causality ends."""
     acc = tl.zeros([q.shape[0], q.shape[1]], dtype=tl.float32)
     highest = sink * LOG2_E
     total = tl.where(sink == float("-inf"), 0.0, 1.0)
+    folded = acc
+    folded_highest = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    folded_total = tl.zeros([q.shape[0]], tl.float32)
     full_from = first_tile
     if SLIDING_WINDOW > 0:
         full_from = tl.cdiv(tl.maximum(last_query - SLIDING_WINDOW + 1, 0), BLOCK_N)
         full_from = tl.minimum(tl.maximum(full_from, first_tile), last_tile)
-        acc, highest, total = _attend_tiles(
-            acc, highest, total, q, query_position, key_cache, value_cache, token_stride, block_ids, first_tile,
-            full_from, begin, last_query + 1, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW,
-            USE_SOFTCAP, CACHE_FORMAT, True, PRECISION, UPCAST,
+        acc, highest, total, folded, folded_highest, folded_total = _attend_tiles(
+            acc, highest, total, folded, folded_highest, folded_total, splits_from, splits_to, tiles_each, fold,
+            partial, partial_softmax, used, row_used, q, query_position, key_cache, value_cache, token_stride,
+            block_ids, first_tile, full_from, begin, last_query + 1, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
+            SLIDING_WINDOW, USE_SOFTCAP, CACHE_FORMAT, True, SPLITS, PRECISION, UPCAST,
         )  # fmt: skip
     full_to = tl.minimum(tl.maximum((first_query + 1) // BLOCK_N, full_from), last_tile)
-    acc, highest, total = _attend_tiles(
-        acc, highest, total, q, query_position, key_cache, value_cache, token_stride, block_ids, full_from,
-        full_to, begin, last_query + 1, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW,
-        USE_SOFTCAP, CACHE_FORMAT, False, PRECISION, UPCAST,
+    acc, highest, total, folded, folded_highest, folded_total = _attend_tiles(
+        acc, highest, total, folded, folded_highest, folded_total, splits_from, splits_to, tiles_each, fold, partial,
+        partial_softmax, used, row_used, q, query_position, key_cache, value_cache, token_stride, block_ids, full_from,
+        full_to, begin, last_query + 1, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW, USE_SOFTCAP,
+        CACHE_FORMAT, False, SPLITS, PRECISION, UPCAST,
     )  # fmt: skip
-    return _attend_tiles(
-        acc, highest, total, q, query_position, key_cache, value_cache, token_stride, block_ids, full_to,
-        last_tile, begin, last_query + 1, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW,
-        USE_SOFTCAP, CACHE_FORMAT, True, PRECISION, UPCAST,
+    acc, highest, total, folded, folded_highest, folded_total = _attend_tiles(
+        acc, highest, total, folded, folded_highest, folded_total, splits_from, splits_to, tiles_each, fold, partial,
+        partial_softmax, used, row_used, q, query_position, key_cache, value_cache, token_stride, block_ids, full_to,
+        last_tile, begin, last_query + 1, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW, USE_SOFTCAP,
+        CACHE_FORMAT, True, SPLITS, PRECISION, UPCAST,
     )  # fmt: skip
+    if SPLITS:
+        acc, total = folded, folded_total
+    return acc, total
 
 
 @triton.jit
@@ -183,9 +243,11 @@ def long_kernel(
     BLOCK_N: tl.constexpr,  # keys per iteration
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """A program takes BLOCK_M // GROUP query tokens of one request. The last ones have most to do and begin first, in
     all heads."""
+    wait_for_others(CHAINED)
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
     q_block = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -215,11 +277,11 @@ def long_kernel(
     begin = 0
     if SLIDING_WINDOW > 0:
         begin = tl.maximum(0, first_query - SLIDING_WINDOW + 1)
-    acc, _, total = _attend(
+    acc, total = _attend(
         q, num_before + query_token, sink, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM,
         num_kv_heads * HEAD_DIM, block_table + request.to(tl.int64) * block_table_stride, begin // BLOCK_N,
-        last_query // BLOCK_N + 1, begin, first_query, last_query, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N,
-        SLIDING_WINDOW, USE_SOFTCAP, CACHE_FORMAT, PRECISION, UPCAST,
+        last_query // BLOCK_N + 1, begin, first_query, last_query, 0, 0, 1, False, None, None, None, None, scale,
+        softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW, USE_SOFTCAP, CACHE_FORMAT, False, PRECISION, UPCAST,
     )  # fmt: skip
     _store(out, token * (num_kv_heads * GROUP) + head, acc, total, value_scale, dim, q_mask, HEAD_DIM)
 
@@ -242,7 +304,7 @@ def _split(
 
 
 @triton.jit(
-    do_not_specialize=["block_table_stride", "max_query", "grid_splits"],
+    do_not_specialize=["block_table_stride", "max_query", "grid_splits", "splits_each"],
     do_not_specialize_on_alignment=["block_table"],
 )
 def short_kernel(
@@ -265,6 +327,7 @@ def short_kernel(
     block_table_stride,
     max_query,  # tokens of the longest short request
     grid_splits,  # no request has more splits
+    splits_each,  # of a program
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
@@ -280,9 +343,12 @@ def short_kernel(
     MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
-    """A program takes one split of the keys of a request, for all of its query tokens, and every so many splits further
-    on another. The heads of a KV head are neighbours in memory, and so are their programs."""
+    """A program takes some splits of the keys of a request, one after the other, for all of its query tokens. One that
+    takes all of them adds their sums as `merge_kernel` would. The heads of a KV head are neighbours in memory, and so
+    are their programs."""
+    wait_for_others(CHAINED)
     kv_head = tl.program_id(0)
     request = tl.program_id(2)
     query_start = tl.load(query_start_loc + request)
@@ -294,7 +360,8 @@ def short_kernel(
     begin, first_tile, last_tile, tiles_each, num_splits = _split(
         first_query, last_query, SLIDING_WINDOW, BLOCK_N, SPLIT, MAX_SPLITS
     )
-    if tl.program_id(1) >= num_splits:
+    split = tl.program_id(1) * splits_each
+    if split >= num_splits:
         return
     row = tl.arange(0, BLOCK_M)
     query_token = row // GROUP
@@ -305,28 +372,24 @@ def short_kernel(
     q_mask = row_used[:, None] & (dim < HEAD_DIM)[None, :]
     q_offset = token[:, None] * query_token_stride + head[:, None] * query_head_stride + dim[None, :]
     q = tl.load(query + q_offset, mask=q_mask, other=0.0)
-    for split in range(tl.program_id(1), num_splits, tl.num_programs(1)):
-        sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        if USE_SINKS:  # it is seen once
-            sink = tl.load(sinks + head, mask=(row >= 0) & (split == 0), other=float("-inf"))
-        acc, highest, total = _attend(
-            q, first_query + query_token, sink, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM,
-            num_kv_heads * HEAD_DIM, block_table + request.to(tl.int64) * block_table_stride,
-            first_tile + split * tiles_each, tl.minimum(first_tile + (split + 1) * tiles_each, last_tile), begin,
-            first_query, last_query, scale, softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW, USE_SOFTCAP,
-            CACHE_FORMAT, PRECISION, UPCAST,
-        )  # fmt: skip
-        if num_splits == 1:
-            _store(out, token * (num_kv_heads * GROUP) + head, acc, total, value_scale, dim, q_mask, HEAD_DIM)
-        else:
-            place = ((request.to(tl.int64) * max_query + query_token) * (num_kv_heads * GROUP) + head) * grid_splits
-            place += split
-            tl.store(partial + place[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_mask)
-            tl.store(partial_softmax + 2 * place, highest, mask=row_used)
-            tl.store(partial_softmax + 2 * place + 1, total, mask=row_used)
+    sink = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if USE_SINKS:  # it is seen once
+        sink = tl.load(sinks + head, mask=(row >= 0) & (split == 0), other=float("-inf"))
+    place = ((request.to(tl.int64) * max_query + query_token) * (num_kv_heads * GROUP) + head) * grid_splits
+    fold = num_splits <= splits_each
+    acc, total = _attend(
+        q, first_query + query_token, sink, key_cache + kv_head * HEAD_DIM, value_cache + kv_head * HEAD_DIM,
+        num_kv_heads * HEAD_DIM, block_table + request.to(tl.int64) * block_table_stride,
+        first_tile + split * tiles_each, tl.minimum(first_tile + (split + splits_each) * tiles_each, last_tile), begin,
+        first_query, last_query, first_tile, last_tile, tiles_each, fold,
+        partial + place[:, None] * HEAD_DIM + dim[None, :], partial_softmax + 2 * place, q_mask, row_used, scale,
+        softcap, HEAD_DIM, BLOCK_SIZE, BLOCK_N, SLIDING_WINDOW, USE_SOFTCAP, CACHE_FORMAT, True, PRECISION, UPCAST,
+    )  # fmt: skip
+    if fold:
+        _store(out, token * (num_kv_heads * GROUP) + head, acc, total, value_scale, dim, q_mask, HEAD_DIM)
 
 
-@triton.jit(do_not_specialize=["max_query", "grid_splits"])
+@triton.jit(do_not_specialize=["max_query", "grid_splits", "splits_each"])
 def merge_kernel(
     out,
     partial,
@@ -336,6 +399,7 @@ def merge_kernel(
     value_scale,
     max_query,
     grid_splits,
+    splits_each,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     SLIDING_WINDOW: tl.constexpr,
@@ -343,8 +407,10 @@ def merge_kernel(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """The second reduction: a program adds the splits of one head of one query token."""
+    wait_for_others(CHAINED)
     head = tl.program_id(0)
     query_token = tl.program_id(1)
     request = tl.program_id(2)
@@ -354,19 +420,27 @@ def merge_kernel(
         return
     last_query = tl.load(seq_lens + request) - 1
     num_splits = _split(last_query - query_len + 1, last_query, SLIDING_WINDOW, BLOCK_N, SPLIT, MAX_SPLITS)[4]
-    if num_splits == 1:  # `out` has the result
+    if num_splits <= splits_each:  # `out` has the result
         return
-    split = tl.arange(0, MAX_SPLITS)
-    dim = tl.arange(0, HEAD_DIM_PADDED)
-    used = split < num_splits
+    dim = tl.arange(0, HEAD_DIM_PADDED)[None, :]
+    inside = dim < HEAD_DIM
     num_heads = tl.num_programs(0)
-    place = ((request.to(tl.int64) * max_query + query_token) * num_heads + head) * grid_splits + split
-    highest = tl.load(partial_softmax + 2 * place, mask=used, other=float("-inf"))
-    base = tl.max(highest, axis=0)  # of a row, some split sees a key
-    decay = tl.exp2(highest - base)
-    total = tl.sum(tl.load(partial_softmax + 2 * place + 1, mask=used, other=0.0) * decay, axis=0)
-    mask = used[:, None] & (dim < HEAD_DIM)[None, :]
-    acc = tl.load(partial + place[:, None] * HEAD_DIM + dim[None, :], mask=mask, other=0.0)
-    summed = tl.sum(acc * decay[:, None], axis=0) * (value_scale / total)
-    offset = ((query_start + query_token).to(tl.int64) * num_heads + head) * HEAD_DIM + dim
-    tl.store(out + offset, summed.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+    token = (query_start + query_token).to(tl.int64)
+    place = ((request.to(tl.int64) * max_query + query_token) * num_heads + head) * grid_splits
+    one = tl.arange(0, 1)  # a tile of one row
+    acc = tl.zeros([1, HEAD_DIM_PADDED], tl.float32)
+    highest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for first in range(0, num_splits, MERGED_AT_ONCE):
+        for i in tl.static_range(MERGED_AT_ONCE):  # whose loads do not wait for each other
+            split = first + i
+            there = split < num_splits
+            softmax = partial_softmax + 2 * (place + split) + one
+            acc, highest, total = _fold(
+                acc, highest, total,
+                tl.load(partial + (place + split) * HEAD_DIM + dim, mask=inside & there, other=0.0),
+                tl.load(softmax, mask=(one == 0) & there, other=float("-inf")),
+                tl.load(softmax + 1, mask=(one == 0) & there, other=0.0),
+            )  # fmt: skip
+    place = token * num_heads + head + one.to(tl.int64)
+    _store(out, place, acc, total, value_scale, tl.arange(0, HEAD_DIM_PADDED), inside, HEAD_DIM)

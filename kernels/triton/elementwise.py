@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import fp8
+from .chain import chained, wait_for_others
 from .numbers import to_e4m3
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ def _norm_kernel(
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,  # SIZE rounded up to a power of two
     ADD: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_others(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     token = row // HEADS
     head = row % HEADS
@@ -65,7 +68,9 @@ def _gate_kernel(
     size,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    wait_for_others(CHAINED)
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < size
@@ -155,8 +160,10 @@ def _rotate_kernel(
     CHANNELS_BLOCK: tl.constexpr,
     IN_BYTES: tl.constexpr,
     NORM: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """One program per token."""
+    wait_for_others(CHAINED)
     token = tl.program_id(0).to(tl.int64)
     cos += token * NUM_PAIRS
     sin += token * NUM_PAIRS
@@ -238,6 +245,7 @@ def _launch_norm(
         BLOCK=block,
         ADD=residual is not None,
         num_warps=max(1, min(8, block // 512)),
+        **chained(x.device),
     )
 
 
@@ -247,7 +255,9 @@ def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, _GATE_BLOCK))
-        _gate_kernel[grid](gate_up, out, gate_up.stride(0), size, ACTIVATION=activation, BLOCK=_GATE_BLOCK)
+        _gate_kernel[grid](
+            gate_up, out, gate_up.stride(0), size, ACTIVATION=activation, BLOCK=_GATE_BLOCK, **chained(gate_up.device)
+        )
     return out
 
 
@@ -314,4 +324,5 @@ def _launch_rotate(
         CHANNELS_BLOCK=triton.next_power_of_2(head_dim),
         IN_BYTES=key_cache is not None and key_cache.dtype == fp8.BYTES,
         NORM=norms is not None,
+        **chained(query.device),
     )

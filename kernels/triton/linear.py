@@ -1,8 +1,9 @@
 """Linear layers on a GPU.
 
-Weights in the dtype of the model are the vendor's GEMM's, which a kernel of ours would have to beat first. Weights in 8
-bits are read as they are, by a kernel that widens a tile on its way to the matrix instruction: half the bytes of
-bfloat16 where bytes are what a step waits for. No kernel reads packed weights: `fits_packed` says so.
+Weights in the dtype of the model are the vendor's GEMM's, which a kernel of ours would have to beat first; ours does
+for one row and a weight that is soon read. Weights in 8 bits are read as they are, by a kernel that widens a tile on
+its way to the matrix instruction: half the bytes of bfloat16 where bytes are what a step waits for. No kernel reads
+packed weights: `fits_packed` says so.
 """
 
 from __future__ import annotations
@@ -14,15 +15,28 @@ from torch import Tensor
 
 from ..packed import Packing, unpack
 from . import tiles
+from .chain import chained
 from .elementwise import activate_and_mul
-from .linear_kernels import weight8_kernel
+from .linear_kernels import row_kernel, weight8_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
 from .sampling import likeliest_tokens
+
+MOST_FOR_ROW = 1 << 27  # elements of a weight; larger ones the library reads as fast as memory gives them
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear`."""
-    return F.linear(x, weight, bias)
+    if len(x) != 1 or weight.numel() > MOST_FOR_ROW or x.dtype == torch.float32 or weight.stride(1) != 1:
+        return F.linear(x, weight, bias)
+    out_features, in_features = weight.shape
+    out = x.new_empty(1, out_features)
+    tile = tiles.row(x.device, out_features)
+    row_kernel[(triton.cdiv(out_features, tile.block_n),)](
+        out, x, weight, weight if bias is None else bias, out_features, in_features, weight.stride(0),
+        HAS_BIAS=bias is not None, BLOCK_N=tile.block_n,
+        BLOCK_K=min(tile.block_k, triton.next_power_of_2(in_features)), num_warps=tile.num_warps, **chained(x.device),
+    )  # fmt: skip
+    return out
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +107,7 @@ def _linear_weight8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
         out, x, weight, scales, scales if bias is None else bias,
         num_rows, out_features, in_features, x.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, WEIGHT_FORMAT=weight_format,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, **dot_options(x.dtype),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, **dot_options(x.dtype), **chained(x.device),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

@@ -47,7 +47,17 @@ class GemmTile:
     num_stages: int
 
 
-Tile = TypeVar("Tile", AttentionTile, GemmTile)
+@dataclass(frozen=True, slots=True)
+class RowTile:
+    """Of one row of x."""
+
+    block_n: int  # rows of the weight
+    block_k: int  # of `in_features`, per iteration
+    num_warps: int
+
+
+Tile = TypeVar("Tile", AttentionTile, GemmTile, RowTile)
+AnyTile = AttentionTile | GemmTile | RowTile
 
 
 def attention(
@@ -70,6 +80,11 @@ def gemm(device: torch.device, kernel: str, *, num_rows: int, dtype: torch.dtype
     return _find(GemmTile, device, f"{kernel}.m{size}.{kind}")
 
 
+def row(device: torch.device, out_features: int) -> RowTile:
+    """For one row that is multiplied with a weight of so many rows."""
+    return _find(RowTile, device, f"row.{'few' if out_features <= 8192 else 'many'}.bf16")
+
+
 def device_class(device: torch.device) -> str:
     """The section of the table that is a device's own, if it has one."""
     capability = devices.capability(device)
@@ -82,7 +97,7 @@ def read() -> dict[str, dict[str, Any]]:
     return table
 
 
-def write_section(section: str, entries: dict[str, AttentionTile | GemmTile], where: str) -> None:
+def write_section(section: str, entries: dict[str, AnyTile], where: str) -> None:
     """Replace these entries of a section, which were measured somewhere; others stay."""
     table = read()
     old = table.get(section, table[ANY])
@@ -112,7 +127,7 @@ def format_table(table: dict[str, dict[str, Any]]) -> str:
 
 
 @contextmanager
-def overridden(entry: str, tile: AttentionTile | GemmTile) -> Iterator[None]:
+def overridden(entry: str, tile: AnyTile) -> Iterator[None]:
     """For measurements only: an entry is another inside."""
     _overrides[entry] = tile
     try:
@@ -121,7 +136,7 @@ def overridden(entry: str, tile: AttentionTile | GemmTile) -> Iterator[None]:
         del _overrides[entry]
 
 
-_overrides: dict[str, AttentionTile | GemmTile] = {}
+_overrides: dict[str, AnyTile] = {}
 
 
 @cache

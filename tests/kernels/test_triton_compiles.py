@@ -36,7 +36,7 @@ def names(launched: list) -> list[str]:
     [
         Case(MIXED, num_heads=32, num_kv_heads=8, head_dim=128, dtype=BF16),
         Case(MIXED, num_heads=16, num_kv_heads=8, head_dim=80, block_size=256, dtype=BF16, fp8=True, sinks=True),
-        Case(MIXED, num_heads=8, num_kv_heads=4, head_dim=256, dtype=torch.float16, sliding_window=100, softcap=50.0),
+        Case(MIXED, num_heads=8, num_kv_heads=4, head_dim=256, dtype=torch.float16, sliding_window=50, softcap=50.0),
         Case(MIXED, num_heads=9, num_kv_heads=3, head_dim=64),
     ],
     ids=lambda case: case.name,

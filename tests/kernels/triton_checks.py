@@ -127,6 +127,20 @@ def linear_error(kind: torch.dtype, num_rows: int, dtype: torch.dtype, device: s
     return float((out.float() - expected).abs().nan_to_num(nan=torch.inf).max())
 
 
+def row_error(out_features: int, in_features: int, dtype: torch.dtype, device: str, bias: bool) -> float:
+    """Largest deviation of a layer of one row, whose weight lies in rows of something wider."""
+    generator = torch.Generator().manual_seed(out_features)
+    x = torch.randn(1, in_features, generator=generator).to(device, dtype)
+    weight = (torch.randn(out_features, in_features + 8, generator=generator) / in_features**0.5).to(device, dtype)
+    weight = weight[:, :in_features]
+    added = torch.randn(out_features, generator=generator).to(device, dtype) if bias else None
+    with forced_backend("triton"):
+        out = ops.linear(x, weight, added)
+    with forced_backend("reference"):
+        expected = ops.linear(x.float(), weight.float(), None if added is None else added.float())
+    return float((out.float() - expected).abs().nan_to_num(nan=torch.inf).max())
+
+
 def experts_error(case: expert_cases.ExpertCase, device: str) -> float:
     """Largest deviation from the reference."""
     arguments = expert_cases.build_experts(case, device)
@@ -203,6 +217,15 @@ def checks() -> dict[str, Check]:
         name = f"linear-{str(kind).removeprefix('torch.')}-{num_rows}-{str(dtype).removeprefix('torch.')}"
         named[name] = lambda device, case=(kind, num_rows, dtype), bias=bias: beyond(
             linear_error(*case, device, bias), TOLERANCE[case[2]]
+        )
+    for out_features, in_features, dtype, bias in (
+        (70, 100, torch.bfloat16, True),
+        (48, 1536, torch.bfloat16, False),
+        (33, 700, torch.float16, True),
+    ):
+        name = f"linear-row-{out_features}x{in_features}-{str(dtype).removeprefix('torch.')}"
+        named[name] = lambda device, case=(out_features, in_features, dtype), bias=bias: beyond(
+            row_error(*case, device, bias), TOLERANCE[case[2]]
         )
     for experts in expert_cases.EXPERT_CASES:
         named[experts.name] = lambda device, case=experts: beyond(
