@@ -40,7 +40,9 @@ class End(Enum):
     HIDDEN = auto()
     LOGITS = auto()
     LIKELIEST = auto()
-    TOKENS = auto()  # the likeliest ones, which every request samples: kept on the device for the next step as well
+    # What every request samples, the likeliest ones or drawn: kept on the device for the next step as well.
+    TOKENS = auto()
+    DRAWN = auto()
 
 
 class Decoded(NamedTuple):
@@ -50,7 +52,7 @@ class Decoded(NamedTuple):
     hidden: Tensor  # [num_tokens, hidden_size]
     logits: Tensor | None = None  # [num_tokens, vocab] float32
     likeliest: Tensor | None = None  # [num_tokens] int64
-    token_ids: Tensor | None = None  # [num_tokens] int32, the tokens of `End.TOKENS`
+    token_ids: Tensor | None = None  # [num_tokens] int32, of `End.TOKENS` and `End.DRAWN`
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Decoded:
         others = (None if each is None else function(each) for each in self[1:])

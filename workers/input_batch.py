@@ -33,8 +33,17 @@ class InputBatch:
     sampling_positions: IntArray  # [num_sampling] of the tokens to be sampled
     reads_references: bool  # some token is still to be read from where the device keeps it
     is_greedy: bool  # no row draws its token
-    takes_likeliest: bool  # nor is anything else asked of logits, or done to them
+    is_plain: bool  # nothing else is asked of logits, or done to them
     masks: TokenMasks | None = None  # of those that have a grammar; its indices count the entries that sample
+
+    @property
+    def takes_likeliest(self) -> bool:
+        return self.is_greedy and self.is_plain
+
+    @property
+    def all_sample(self) -> bool:
+        """Each request one token, in their order."""
+        return len(self.sampling) == len(self.entries.rows)
 
 
 def gather_inputs(
@@ -80,7 +89,7 @@ def gather_inputs(
     if draws is not None:
         for name, values in draws._asdict().items():
             getattr(target, name)[: len(values)] = values
-    is_greedy = draws is None
+        target.temperature[len(sampling) :] = 0
     return InputBatch(
         entries=entries,
         max_blocks=-(-int(seq_lens.max()) // table.block_size),
@@ -88,8 +97,8 @@ def gather_inputs(
         sampling_rows=sampling_rows,
         sampling_positions=sampling_positions,
         reads_references=bool((token_ids < 0).any()),
-        is_greedy=is_greedy,
-        takes_likeliest=is_greedy and step.grammar is None and table.sampling.is_plain(sampling_rows),
+        is_greedy=draws is None,
+        is_plain=step.grammar is None and table.sampling.is_plain(sampling_rows),
         masks=None if step.grammar is None else _masks(step.grammar, entries.indices[sampling]),
     )
 
@@ -102,6 +111,7 @@ def write_idle(target: HostInputs, no_row: int) -> None:
     for section in (target.token_ids, target.positions, target.rows):
         section[:] = 0
     target.sampling_rows[:] = no_row
+    target.temperature[:] = 0
 
 
 def _write_padded(target: np.ndarray, values: np.ndarray, padding: int) -> None:

@@ -18,8 +18,10 @@ class HostCopies:
         self._done = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def start(self, tensor: Tensor, *, is_reused: bool = False) -> Tensor:
-        """A tensor on the host that has the same numbers as soon as `wait` returns. On CPU it is `tensor` itself, unless
-        that `is_reused`: what is launched later writes to it."""
+        """A tensor on the host that has the same numbers as soon as `wait` returns.
+
+        On CPU it is `tensor` itself, unless that `is_reused`: what is launched later writes to it.
+        """
         if self._done is None:
             return tensor.clone() if is_reused else tensor
         # Page-locked memory comes from torch's cache of it, and goes back there.

@@ -25,6 +25,7 @@ from quire.engine.kv_cache_spec import KVCacheConfig
 from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
 from quire.engine.speculation import MAX_STEP_DRAFTS
 from quire.kernels.ops import AttentionMetadata
+from quire.kernels.sampling import draw_tokens
 
 from .attention_metadata import build_attention_metadata
 from .decode_graphs import Decoded, DecodeGraphs, End, GraphBackend, graph_sizes
@@ -101,7 +102,7 @@ class ModelRunner:
     @torch.inference_mode()
     def capture_graphs(self, backend: GraphBackend, *, progress: bool = False) -> None:
         """From now on decode steps are graphs, all captured here. To be called before the first step."""
-        self._graph_ends = (End.HIDDEN, End.TOKENS) if self._model.gives_logits else (End.HIDDEN,)
+        self._graph_ends = (End.HIDDEN, End.TOKENS, End.DRAWN) if self._model.gives_logits else (End.HIDDEN,)
         self._graphs = DecodeGraphs(backend, graph_sizes(self._most_decodes))
         self._graphs.capture_all(self._forward_in_place, self._prepare_idle, self._graph_ends, progress=progress)
 
@@ -163,12 +164,11 @@ class ModelRunner:
         return self._graphs.size_for(len(entries.rows), entries.num_tokens)
 
     def _graph_end(self, batch: InputBatch) -> End:
-        """The last one that there is of those that a step can take; the first is for all of them."""
+        """The first one is for all steps."""
         if batch.takes_likeliest and End.LIKELIEST in self._graph_ends:
             return End.LIKELIEST
-        all_sample = len(batch.sampling) == len(batch.entries.rows)
-        if batch.takes_likeliest and all_sample and End.TOKENS in self._graph_ends:
-            return End.TOKENS
+        if batch.is_plain and batch.all_sample and End.TOKENS in self._graph_ends:
+            return End.TOKENS if batch.is_greedy else End.DRAWN
         return self._graph_ends[0]
 
     def _keeps_hidden(self, step: SchedulerOutput) -> bool:
@@ -207,10 +207,15 @@ class ModelRunner:
         reads_references = self._graphs_read_references
         given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=reads_references)
         hidden = self._compute(*given)
-        if end is End.TOKENS:
-            likeliest = self._model.likeliest(hidden)
-            self._rows.write_tokens(inputs.sampling_rows, likeliest)
-            return Decoded(hidden, token_ids=likeliest.int())
+        if end in (End.TOKENS, End.DRAWN):
+            is_drawn = end is End.DRAWN
+            tokens = (
+                draw_tokens(self._model.logits(hidden), inputs.draws(size))
+                if is_drawn
+                else self._model.likeliest(hidden)
+            )
+            self._rows.write_tokens(inputs.sampling_rows, tokens)
+            return Decoded(hidden, token_ids=tokens.int())
         return Decoded(
             hidden,
             logits=self._model.logits(hidden) if end is End.LOGITS else None,

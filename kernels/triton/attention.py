@@ -51,7 +51,7 @@ MAX_SPLITS = 32  # with 8 KV heads, enough for every multiprocessor of a large G
 # Requests times KV heads for which a program takes one split; with twice as many it takes two, and so on, up to
 # MOST_SPLITS_EACH. With contexts of 1,024 tokens that keeps about as many programs as a large GPU has multiprocessors.
 # Long contexts still have several programs then, and no request needs sums in memory that a program can keep.
-FEW_PAIRS = 16
+FEW_PAIRS = 32
 MOST_SPLITS_EACH = 8
 # A graph's grid has room for requests of any length. With very many requests, the programs that find nothing to do
 # would outnumber the others by far, so from here on a program takes more splits.

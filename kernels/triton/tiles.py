@@ -82,7 +82,8 @@ def gemm(device: torch.device, kernel: str, *, num_rows: int, dtype: torch.dtype
 
 def row(device: torch.device, out_features: int) -> RowTile:
     """For one row that is multiplied with a weight of so many rows."""
-    return _find(RowTile, device, f"row.{'few' if out_features <= 8192 else 'many'}.bf16")
+    size = next((rows for rows in (2048, 4096, 8192) if out_features <= rows), "more")
+    return _find(RowTile, device, f"row.n{size}.bf16")
 
 
 def device_class(device: torch.device) -> str:

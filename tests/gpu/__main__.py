@@ -6,8 +6,13 @@ safetensors as well, and a line says when they were not checked.) Exits with 1 w
 is no GPU.
 
 `python -m tests.gpu --bench` goes on to speed: every kernel, then steps of the engine with dummy weights in the shapes
-of Qwen3-0.6B and Llama-3.1-8B, each beside the limits measured in the same run; `--json FILE` keeps the figures. Still
-no Ray and no download; the engine needs Quire's own dependencies besides (pydantic, msgspec), and is left out without.
+of Qwen3-0.6B and Llama-3.1-8B, and many requests of mixed lengths, each beside the limits measured in the same run;
+`--json FILE` keeps the figures. Still no Ray and no download; the engine needs Quire's own dependencies besides
+(pydantic, msgspec), and is left out without.
+
+    python -m tests.gpu                                            # all checks, a process for each of 8 cores
+    python -m tests.gpu --bench --json gpu.json                    # and all figures
+    python -m tests.gpu --bench --only steps mixed --models Llama-3.1-8B
 """
 
 from __future__ import annotations
@@ -15,6 +20,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
 import platform
 import sys
 import traceback
@@ -26,17 +32,25 @@ from typing import Any
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-# A bare machine runs the checkout without installing it.
-sys.path[:0] = [str(ROOT / part) for part in ("src", "tests/kernels", "tests/models")]
+from .checks import run_checks
 
 ENGINE_NEEDS = ("pydantic", "msgspec", "tokenizers", "transformers")
+CHECKS, KERNELS, STEPS, MIXED = PARTS = ("checks", "kernels", "steps", "mixed")
+# By the shapes of its layers, and by its configuration.
+MODELS = {"Llama-3.1-8B": "llama-3.1-8b", "Qwen3-0.6B": "qwen3-0.6b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description="The Triton kernels on this GPU.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--bench", action="store_true", help="speed as well: kernels, and steps of the engine")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures of --bench")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"some of {', '.join(PARTS)}")
+    parser.add_argument("--models", nargs="+", choices=MODELS, metavar="MODEL", help=f"some of {', '.join(MODELS)}")
+    parser.add_argument(
+        "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes that check (default: %(default)s)"
+    )
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print(f"No GPU: torch {torch.__version__} sees no CUDA device. Nothing was checked.", file=sys.stderr)
@@ -48,56 +62,31 @@ def main() -> int:
         f" · Python {platform.python_version()}"
     )
     print(machine)
-    failed = check()
-    if options.bench:
+    parts = options.only or (PARTS if options.bench else (CHECKS,))
+    failed = check(options.jobs) if CHECKS in parts else 0
+    if set(parts) - {CHECKS}:
         figures: dict[str, Any] = {"machine": machine, "limits": {}, "kernels": {}, "engine": {}}
-        for _ in bench(figures):  # a part at a time: what was measured is kept, whatever becomes of the rest
+        # A part at a time: what was measured is kept, whatever becomes of the rest.
+        for _ in bench(figures, parts, options.models or list(MODELS)):
             if options.json is not None:
                 options.json.write_text(json.dumps(figures, indent=2) + "\n")
         failed += len(figures.get("failed", ()))
     return 1 if failed else 0
 
 
-def check() -> int:
+def check(num_processes: int) -> int:
     """How many checks fail."""
-    from triton_checks import checks, run_check
-
-    todo = checks()
-    width = max(map(len, todo))
-    results: dict[str, str | None] = {}
-    for name, check_it in todo.items():  # each is told when it is known: the first run compiles for minutes
-        results[name] = run_check(check_it, "cuda")
-        print(f"{name:<{width}}  {results[name] or 'ok'}", flush=True)
-    for name, problem in graph_results():
-        results[name] = problem
-        print(f"{name:<{width}}  {problem or 'ok'}", flush=True)
-    failed = sum(problem is not None for problem in results.values())
-    print(f"{len(results) - failed} of {len(results)} checks passed")
-    return failed
+    num_checks = num_failed = 0
+    for results in run_checks(num_processes):
+        for name, problem in results.items():
+            print(f"{problem or 'ok':<8} {name}", flush=True)
+            num_checks += 1
+            num_failed += problem is not None
+    print(f"{num_checks - num_failed} of {num_checks} checks passed")
+    return num_failed
 
 
-def graph_results() -> Iterator[tuple[str, str | None]]:
-    """As of the kernels: names, and None or what was wrong."""
-    missing = [
-        name for name in ("msgspec", "pydantic", "rich", "safetensors") if importlib.util.find_spec(name) is None
-    ]
-    if missing:
-        print(f"CUDA graphs were not checked: {', '.join(missing)} not installed.", file=sys.stderr)
-        return
-    from graph_checks import CASES, run_graph_checks
-
-    from quire.workers.decode_graphs import CudaGraphBackend
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    for case in CASES:
-        try:
-            yield from run_graph_checks(case, device, lambda: CudaGraphBackend(device)).items()
-        except Exception as error:
-            traceback.print_exc()
-            yield case.name, f"{type(error).__name__}: {error}"
-
-
-def bench(figures: dict[str, Any]) -> Iterator[None]:
+def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Iterator[None]:
     """Print the tables and add to the figures, part by part. A part that fails is named in `failed`."""
     from quire.workers.kernel_bench.cases import GPU_SIZES, GROUPS, cases
     from quire.workers.kernel_bench.measure import Timer, measure, measure_limits
@@ -108,7 +97,7 @@ def bench(figures: dict[str, Any]) -> Iterator[None]:
     limits = measure_limits(timer, device, torch.bfloat16, num_bytes=1 << 30, size=8192)
     print(f"limits: copy {limits.copy_gb_per_s:,.0f} GB/s · matrix product {limits.matmul_tflop_per_s:,.0f} TFLOP/s")
     figures["limits"] = asdict(limits)
-    for name in ("llama-3.1-8b", "qwen3-0.6b", "qwen3-30b-a3b"):
+    for name in (MODELS[model] for model in models if KERNELS in parts):
         print(f"\n{name}, bfloat16")
         measured = figures["kernels"][name] = []
         for case in cases(SHAPES[name], GPU_SIZES, device, torch.bfloat16, 16, GROUPS):
@@ -120,22 +109,26 @@ def bench(figures: dict[str, Any]) -> Iterator[None]:
         yield
     del timer
     torch.cuda.empty_cache()
+    if not {STEPS, MIXED} & set(parts):
+        return
     missing = [name for name in ENGINE_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"\nThe engine was not measured: {', '.join(missing)} not installed.")
         return
-    from tests.gpu import engine_speed
+    from . import engine_speed
 
+    sizes = {"batches": (1, 16, 64, 256), "context": 1024, "prefills": (2048, 8192, 32768)} if STEPS in parts else {}
+    mixed = engine_speed.MIXED if MIXED in parts else None
     for name, config in engine_speed.CONFIGS.items():
+        if name not in models:
+            continue
         print(f"\n{name}, dummy weights, bfloat16")
+        speeds = figures["engine"][name] = []
         with failures_told(figures, name):
-            speeds = engine_speed.measure(
-                config, limits, batches=(1, 16, 64, 256), context=1024, prefills=(2048, 8192, 32768)
-            )
-            for speed in speeds:
+            for speed in engine_speed.measure(config, limits, mixed=mixed, **sizes):
                 rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
-                print(f"{speed.work:<36} {rates}  {speed.share:>4.0%} of the limit", flush=True)
-            figures["engine"][name] = [asdict(speed) | {"share": speed.share} for speed in speeds]
+                print(f"{speed.work:<46} {rates}  {speed.share:>4.0%} of the limit", flush=True)
+                speeds.append(asdict(speed) | {"share": speed.share})
         yield
 
 

@@ -1,7 +1,8 @@
 """How long a step of the engine takes, with dummy weights in the shapes of known models: nothing is downloaded.
 
 A decode step reads every weight, and the keys and values of every request: its limit is their bytes at the speed of a
-copy. A prefill's is the products with the weights at the speed of a matrix product.
+copy. A prefill's is the products with the weights at the speed of a matrix product. That of a mixed load is the sum:
+all prompts as one prefill, then as many decode steps as the longest answer has tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.workers.kernel_bench.measure import Limits
-from quire.workers.kernel_bench.work import attention_work
+from quire.workers.kernel_bench.work import Work, attention_work
 
 # As published with the models.
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -70,32 +71,50 @@ def matrix_elements(config: dict[str, Any]) -> int:
     return int(config["num_hidden_layers"] * layer + config["vocab_size"] * hidden)
 
 
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """Requests that come at once, each with a prompt and an answer of some length, drawn at a temperature."""
+
+    num_requests: int
+    lengths: range
+    temperature: float = 0.6
+
+
+MIXED = Mixed(256, range(100, 1025))  # the recipe of nano-vllm's README
+
+
 def measure(
     config: dict[str, Any],
     limits: Limits,
     *,
-    batches: Sequence[int],
-    context: int,
-    prefills: Sequence[int],
+    batches: Sequence[int] = (),
+    context: int = 0,
+    prefills: Sequence[int] = (),
+    mixed: Mixed | None = None,
     num_steps: int = 64,
     element_size: int = 2,
     **engine: Any,
-) -> list[Speed]:
-    """Decode steps at a context, and whole prefills. `engine`: options of `quire.LLM`."""
+) -> Iterator[Speed]:
+    """Decode steps at a context, whole prefills, and a mixed load. `engine`: options of `quire.LLM`."""
     from quire import LLM
 
-    longest = max(context + num_steps + 2, *prefills, 1) + 2
+    mixed_length = 2 * mixed.lengths[-1] if mixed is not None else 0
+    longest = max(context + num_steps + 2, *prefills, mixed_length, 1) + 2
     with dummy_model(config) as path:
         llm = LLM(
             str(path),
             load_format="dummy",
             max_model_len=longest,
-            max_num_seqs=max(batches),
+            max_num_seqs=max(*batches, mixed.num_requests if mixed is not None else 0, 1),
             **engine,
         )
         try:
-            decodes = [_decode(llm, config, limits, batch, context, num_steps, element_size) for batch in batches]
-            return decodes + [_prefill(llm, config, limits, num_tokens) for num_tokens in prefills]
+            for batch in batches:
+                yield _decode(llm, config, limits, batch, context, num_steps, element_size)
+            for num_tokens in prefills:
+                yield _prefill(llm, config, limits, num_tokens)
+            if mixed is not None:
+                yield _mixed(llm, config, limits, mixed, element_size)
         finally:
             llm.shutdown()
 
@@ -109,16 +128,7 @@ def _decode(
     _seconds(llm, prompts, 2)  # compiles, captures graphs and fills the cache
     short, long = (min(_seconds(llm, prompts, 1 + steps) for _ in range(3)) for steps in (0, num_steps))
     step_s = (long - short) / num_steps
-    cache = attention_work(
-        [(1, context + num_steps // 2)] * batch,
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        size=element_size,
-        cache_size=element_size,
-    )
-    num_bytes = matrix_elements(config) * element_size + config["num_hidden_layers"] * cache.num_bytes
-    limit_s = num_bytes / (limits.copy_gb_per_s * 1e9)
+    limit_s = _decode_limit_s(config, limits, [(1, context + num_steps // 2)] * batch, 1, element_size)
     return Speed(f"decode, batch {batch}, context {context}", step_s * 1e3, batch / step_s, limit_s * 1e3)
 
 
@@ -126,18 +136,61 @@ def _prefill(llm: Any, config: dict[str, Any], limits: Limits, num_tokens: int) 
     first, second = (_prompts(config, 1, num_tokens, seed=num_tokens + i) for i in range(2))
     _seconds(llm, first, 1)
     seconds = _seconds(llm, second, 1)
+    limit_s = _prefill_limit_s(config, limits, [num_tokens])
+    return Speed(f"prefill {num_tokens}", seconds * 1e3, num_tokens / seconds, limit_s * 1e3)
+
+
+def _mixed(llm: Any, config: dict[str, Any], limits: Limits, mixed: Mixed, element_size: int) -> Speed:
+    from quire import SamplingParams
+
+    generator = random.Random(0)
+    lengths = [(generator.choice(mixed.lengths), generator.choice(mixed.lengths)) for _ in range(mixed.num_requests)]
+    prompts = [
+        {"prompt_token_ids": generator.choices(range(3, config["vocab_size"]), k=num_in)} for num_in, _ in lengths
+    ]
+    params = [
+        SamplingParams(max_tokens=num_out, temperature=mixed.temperature, ignore_eos=True) for _, num_out in lengths
+    ]
+    start_s = time.perf_counter()
+    answers = llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start_s
+    num_out = sum(len(answer.outputs[0].token_ids) for answer in answers)
+    assert num_out == sum(num_out for _, num_out in lengths), "all of them are answered in full"
+    reads = [(1, num_in + i) for num_in, num_out in lengths for i in range(num_out)]
+    num_steps = max(num_out for _, num_out in lengths)
+    limit_s = _prefill_limit_s(config, limits, [num_in for num_in, _ in lengths])
+    limit_s += _decode_limit_s(config, limits, reads, num_steps, element_size)
+    first, last = mixed.lengths[0], mixed.lengths[-1]
+    work = f"{mixed.num_requests} requests, {first}-{last} in and out"
+    return Speed(work, seconds * 1e3, num_out / seconds, limit_s * 1e3)
+
+
+def _decode_limit_s(
+    config: dict[str, Any], limits: Limits, lens: list[tuple[int, int]], num_steps: int, element_size: int
+) -> float:
+    """Steps that read all weights, and in all the cache of requests of so many (new tokens, tokens)."""
+    cache = _attention(config, lens, element_size)
+    num_bytes = num_steps * matrix_elements(config) * element_size + config["num_hidden_layers"] * cache.num_bytes
+    return num_bytes / (limits.copy_gb_per_s * 1e9)
+
+
+def _prefill_limit_s(config: dict[str, Any], limits: Limits, lengths: list[int]) -> float:
+    """The products of prompts of so many tokens."""
     head = config["vocab_size"] * config["hidden_size"]
-    attention = attention_work(
-        [(num_tokens, num_tokens)],
+    attention = _attention(config, [(length, length) for length in lengths], 0)
+    flops = 2 * (sum(lengths) * (matrix_elements(config) - head) + len(lengths) * head)
+    return (flops + config["num_hidden_layers"] * attention.flops) / (limits.matmul_tflop_per_s * 1e12)
+
+
+def _attention(config: dict[str, Any], lens: list[tuple[int, int]], size: int) -> Work:
+    return attention_work(
+        lens,
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"],
         head_dim=config["head_dim"],
-        size=0,
-        cache_size=0,
+        size=size,
+        cache_size=size,
     )
-    flops = 2 * (num_tokens * (matrix_elements(config) - head) + head) + config["num_hidden_layers"] * attention.flops
-    limit_s = flops / (limits.matmul_tflop_per_s * 1e12)
-    return Speed(f"prefill {num_tokens}", seconds * 1e3, num_tokens / seconds, limit_s * 1e3)
 
 
 def _prompts(config: dict[str, Any], batch: int, length: int, seed: int) -> list[list[int]]:

@@ -35,6 +35,8 @@ def test_every_kernel_finds_its_tile() -> None:
         assert not short or tile.block_m == 16, "what is short is told by this"
     for kernel, rows, dtype in product(("weight8", "moe"), (0, 1, 17, 33, 5000), dtypes):
         assert tiles.gemm(CPU, kernel, num_rows=rows, dtype=dtype).block_m <= max(16, 2 * rows)
+    for num_features in (1, 2048, 2049, 8192, 1_000_000):
+        assert tiles.row(CPU, num_features).block_n <= 16
 
 
 def test_a_detail_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +70,7 @@ def test_the_fastest_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     after = tiles.read()
     assert after["sm90"]["tiles"] == {**before["sm90"]["tiles"], entry: [16, 64, 128, 4, 3]}
     assert after["sm90"]["source"] == before["sm90"]["source"], "of the others"
-    assert after["sm90"]["measured"] == {entry: "in a test"}
+    assert after["sm90"]["measured"] == {**before["sm90"]["measured"], entry: "in a test"}
     assert after["any"] == before["any"]
     assert path.read_text() == tiles.format_table(after)
     tiles.write_section("sm100", {entry: fast}, "in another")

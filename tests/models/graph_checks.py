@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -52,13 +53,13 @@ class GraphCase:
     experts: bool = False
     quantization: Quantization | None = None
     cache_dtype: torch.dtype | None = None
-    greedy: bool = False  # all requests, so that graphs go on to tokens
+    plain: Literal["greedy", "drawn"] | None = None  # all requests, so that graphs go on to tokens
 
     @property
     def name(self) -> str:
         parts = ["graph", str(self.dtype).removeprefix("torch."), *(["experts"] if self.experts else [])]
         parts += [self.quantization] if self.quantization else []
-        parts += ["greedy"] if self.greedy else []
+        parts += [self.plain] if self.plain else []
         return "-".join([*parts, *(["fp8-cache"] if self.cache_dtype else [])])
 
     @property
@@ -77,7 +78,8 @@ CASES = [
     GraphCase(18, experts=True, quantization="fp8", cache_dtype=fp8.DTYPE),
     GraphCase(18, torch.bfloat16, experts=True, quantization="int8"),
     GraphCase(18, torch.bfloat16, cache_dtype=fp8.DTYPE),
-    GraphCase(18, greedy=True),
+    GraphCase(18, plain="greedy"),
+    GraphCase(18, plain="drawn"),
 ]
 
 
@@ -126,7 +128,7 @@ def make_runner(
     return ModelRunner(model, caches, config, limits, device)
 
 
-def steps_of(num_reqs: int, num_groups: int, *, greedy: bool = False) -> list[SchedulerOutput]:
+def steps_of(num_reqs: int, num_groups: int, plain: str | None = None) -> list[SchedulerOutput]:
     """`num_reqs` prompts of 1 to 16 tokens in one step, then one token of each at a time, with new blocks on the way.
 
     Rows are given out from the last one, and their blocks lie apart.
@@ -143,11 +145,7 @@ def steps_of(num_reqs: int, num_groups: int, *, greedy: bool = False) -> list[Sc
             request_id=str(row),
             token_ids=[(7 * row + i) % VOCAB_SIZE for i in range(length)],
             num_prompt_tokens=length,
-            sampling_params=(
-                SamplingParams(temperature=0, max_tokens=99)
-                if greedy
-                else SamplingParams(temperature=row % 2, presence_penalty=float(row % 5 == 4), max_tokens=99)
-            ),
+            sampling_params=_sampling_params(row, plain),
             seed=row,
             choice_index=0,
             eos_token_ids=(),
@@ -184,6 +182,14 @@ def steps_of(num_reqs: int, num_groups: int, *, greedy: bool = False) -> list[Sc
     return steps
 
 
+def _sampling_params(row: int, plain: str | None) -> SamplingParams:
+    if plain is None:
+        return SamplingParams(temperature=row % 2, presence_penalty=float(row % 5 == 4), max_tokens=99)
+    if plain == "greedy":
+        return SamplingParams(temperature=0, max_tokens=99)
+    return SamplingParams(temperature=1 - 0.5 * (row % 3), top_k=row % 4 * 9, top_p=1 - row % 2 * 0.2, max_tokens=99)
+
+
 def tokens_of(runner: ModelRunner, steps: list[SchedulerOutput]) -> np.ndarray:
     """[num_steps, num_reqs] what the steps sample, each launched before the result of the last one is read."""
     under_way: deque[LaunchedStep] = deque()
@@ -205,9 +211,7 @@ def run_graph_checks(
     graphs.capture_graphs(make_backend())
     results: dict[str, str | None] = {}
     for num_reqs in case.batches:
-        expected, found = (
-            tokens_of(runner, steps_of(num_reqs, num_groups, greedy=case.greedy)) for runner in (eager, graphs)
-        )
+        expected, found = (tokens_of(runner, steps_of(num_reqs, num_groups, case.plain)) for runner in (eager, graphs))
         differ = np.flatnonzero((expected != found).any(axis=0))
         problem = f"requests {differ.tolist()} got other tokens" if len(differ) else None
         if len(np.unique(expected[:, 0])) < 3:

@@ -14,12 +14,13 @@ import sys
 sys.modules.update(dict.fromkeys(%r))
 
 from quire.workers.kernel_bench.measure import Limits
-from tests.gpu.engine_speed import CONFIGS, measure
+from tests.gpu.engine_speed import CONFIGS, Mixed, measure
 
 small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "vocab_size": 500}
 config = {**CONFIGS["Qwen3-0.6B"], **small}
 limits = Limits(copy_gb_per_s=10.0, matmul_tflop_per_s=0.1)
-for speed in measure(config, limits, batches=(1, 3), context=40, prefills=(64,), num_steps=200, device="cpu"):
+sizes = {"batches": (1, 3), "context": 40, "prefills": (64,), "mixed": Mixed(5, range(10, 21)), "num_steps": 200}
+for speed in measure(config, limits, **sizes, device="cpu"):
     assert speed.ms > 0 and speed.limit_ms > 0
     print(speed.work)
 """
@@ -31,4 +32,5 @@ def test_the_engine_is_measured_where_the_service_could_not_run() -> None:
     command = [sys.executable, "-c", SCRIPT % (MISSING,)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[:-1] == ["decode, batch 1, context 40", "decode, batch 3, context 40", "prefill 64"]
+    decodes = ["decode, batch 1, context 40", "decode, batch 3, context 40"]
+    assert done.stdout.split("\n")[:-1] == [*decodes, "prefill 64", "5 requests, 10-20 in and out"]

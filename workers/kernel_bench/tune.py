@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ class Job:
 
 def jobs(device: torch.device, groups: Sequence[str] = GROUPS) -> list[Job]:
     """One for every entry in the table of tiles for bfloat16 and 8 bits; float32 is not for speed."""
-    return [job for job in (*_attention_jobs(device), *_gemm_jobs(device)) if job.group in groups]
+    found = (*_attention_jobs(device), *_row_jobs(device), *_gemm_jobs(device))
+    return [job for job in found if job.group in groups]
 
 
 def _attention_jobs(device: torch.device) -> list[Job]:
@@ -60,6 +62,19 @@ def _attention_jobs(device: torch.device) -> list[Job]:
             )
         )
     return found
+
+
+def _row_jobs(device: torch.device) -> list[Job]:
+    from quire.kernels.triton.tiles import RowTile
+
+    sizes = itertools.product((2, 4, 8, 16), (256, 512, 1024, 2048), (4, 8))
+    tiles = [RowTile(*size) for size in sizes if 16 <= size[0] * size[1] // (32 * size[2]) <= 64]  # of a thread
+    weights = {"n2048": (1024, 2048), "n4096": (4096, 4096), "n8192": (6144, 4096), "nmore": (28672, 4096)}
+    dtype = torch.bfloat16
+    return [
+        Job("linear", f"row.{name}.bf16", tiles, partial(linear_run, 1, rows, columns, device, dtype, dtype))
+        for name, (rows, columns) in weights.items()
+    ]
 
 
 def _gemm_jobs(device: torch.device) -> list[Job]:
