@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..sampling import Draws
 
 _BLOCK = 4096
-_NUM_WARPS = 8
+_DRAW_BLOCK, _DRAW_WARPS = 8192, 32  # all registers of a multiprocessor, and none spilled
 
 INFINITY = tl.constexpr(0x7F800000)  # its bits
 
@@ -59,47 +59,51 @@ def _weights(distance):
 
 @triton.jit
 def _within(logits, vocab, highest, temperature, limit, BLOCK: tl.constexpr):
-    """How many tokens are no farther than `limit`, and their weight: of a tile in float32, of all in float64. Then the
-    farthest distance among them, and the nearest beyond, infinite where there is none."""
+    """How many tokens are no farther than `limit`, and their weight: of every BLOCKth in float32, of all in float64.
+    Then the farthest distance among them, and the nearest beyond, infinite where there is none."""
     farthest = tl.zeros((BLOCK,), tl.float32)
     nearest = tl.full((BLOCK,), float("inf"), tl.float32)
-    count = 0
-    mass = tl.zeros((), tl.float64)
-    for start in range(0, vocab, BLOCK):
+    count = tl.zeros((BLOCK,), tl.int32)
+    mass = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, vocab, BLOCK):  # nothing is added up over a tile here, which all its threads would wait for
         token = start + tl.arange(0, BLOCK)
         distance = _distances(logits, token, vocab, highest, temperature)
         kept = (distance <= limit) & (token < vocab)
-        count += tl.sum(kept.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(kept, _weights(distance), 0.0), axis=0).to(tl.float64)
+        count += kept.to(tl.int32)
+        mass += tl.where(kept, _weights(distance), 0.0)
         farthest = tl.where(kept, tl.maximum(farthest, distance), farthest)
         nearest = tl.where(distance > limit, tl.minimum(nearest, distance), nearest)
-    return count, mass, tl.max(farthest, axis=0), tl.min(nearest, axis=0)
+    all_mass = tl.sum(mass.to(tl.float64), axis=0)
+    return tl.sum(count, axis=0), all_mass, tl.max(farthest, axis=0), tl.min(nearest, axis=0)
 
 
 @triton.jit
 def _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left):
-    """The weights of a tile of tokens, 0 where a filter excludes one, and how many at `farthest` are in it."""
+    """The weights of a tile of tokens, 0 where a filter excludes one, and how many are left of those at `farthest`."""
     distance = _distances(logits, token, vocab, highest, temperature)
-    at_border = ((distance == farthest) & (token < vocab)).to(tl.int32)
-    kept = (distance < farthest) | ((at_border > 0) & (tl.cumsum(at_border, axis=0) <= ties_left))
-    return tl.where(kept & (token < vocab), _weights(distance), 0.0), tl.sum(at_border, axis=0)
+    weights = tl.where((distance <= farthest) & (token < vocab), _weights(distance), 0.0)
+    if ties_left < vocab:
+        at_border = ((distance == farthest) & (token < vocab)).to(tl.int32)
+        is_beyond = (at_border > 0) & (tl.cumsum(at_border, axis=0) > ties_left)
+        weights = tl.where(is_beyond, 0.0, weights)
+        ties_left = tl.maximum(ties_left - tl.sum(at_border, axis=0), 0)
+    return weights, ties_left
 
 
 @triton.jit
 def _highest(logits, vocab, BLOCK: tl.constexpr):
     """The highest logit of a row but for NaN, the first token that has it, and the first NaN, or `vocab`."""
-    highest = -float("inf")
-    first = 0
-    first_nan = vocab
+    tops = tl.full((BLOCK,), -float("inf"), tl.float32)  # of every BLOCKth token
+    places = tl.arange(0, BLOCK)
+    nans = tl.zeros((BLOCK,), tl.int32) + vocab
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
         logit = tl.load(logits + token, mask=token < vocab, other=-float("inf"))
-        first_nan = tl.minimum(first_nan, tl.min(tl.where(logit != logit, token, vocab), axis=0))
-        logit = tl.where(logit != logit, -float("inf"), logit)
-        top = tl.max(logit, axis=0)
-        first = tl.where(top > highest, tl.min(tl.where(logit == top, token, vocab), axis=0), first)
-        highest = tl.maximum(highest, top)
-    return highest, first, first_nan
+        nans = tl.where(logit != logit, tl.minimum(nans, token), nans)
+        places = tl.where(logit > tops, token, places)
+        tops = tl.where(logit > tops, logit, tops)
+    highest = tl.max(tops, axis=0)
+    return highest, tl.min(tl.where(tops == highest, places, vocab), axis=0), tl.min(nans, axis=0)
 
 
 @triton.jit
@@ -173,30 +177,30 @@ def _border(logits, vocab, highest, temperature, k, p, least, BLOCK: tl.constexp
 @triton.jit
 def _picked(logits, vocab, highest, temperature, farthest, ties, number, BLOCK: tl.constexpr):
     """The token at which the running sum of the kept weights passes `number` times their sum."""
-    total = tl.zeros((), tl.float64)
+    totals = tl.zeros((BLOCK,), tl.float32)
     ties_left = ties
     for start in range(0, vocab, BLOCK):
         token = start + tl.arange(0, BLOCK)
-        weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
-        total += tl.sum(weights, axis=0).to(tl.float64)
-        ties_left = tl.maximum(ties_left - at_border, 0)
+        weights, ties_left = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
+        totals += weights
 
-    target = number * total
+    target = number * tl.sum(totals.to(tl.float64), axis=0)
     before = tl.zeros((), tl.float64)
     ties_left = ties
     picked = vocab
-    last = 0  # with any weight: rounding may leave the target to nobody
+    last = tl.zeros((BLOCK,), tl.int32)  # with any weight: rounding may leave the target to nobody
     start = 0
     while (start < vocab) & (picked == vocab):
         token = start + tl.arange(0, BLOCK)
-        weights, at_border = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
-        sums = before + tl.cumsum(weights.to(tl.float64), axis=0)
-        picked = tl.min(tl.where((sums > target) & (weights > 0.0), token, vocab), axis=0)
-        last = tl.maximum(last, tl.max(tl.where(weights > 0.0, token, 0), axis=0))
-        before += tl.sum(weights, axis=0).to(tl.float64)
-        ties_left = tl.maximum(ties_left - at_border, 0)
+        weights, ties_left = _kept_weights(logits, token, vocab, highest, temperature, farthest, ties_left)
+        mass = tl.sum(weights.to(tl.float64), axis=0)
+        if before + mass > target:
+            sums = before + tl.cumsum(weights.to(tl.float64), axis=0)
+            picked = tl.min(tl.where((sums > target) & (weights > 0.0), token, vocab), axis=0)
+        last = tl.where(weights > 0.0, token, last)
+        before += mass
         start += BLOCK
-    return tl.where(picked == vocab, last, picked)
+    return tl.where(picked == vocab, tl.max(last, axis=0), picked)
 
 
 @triton.jit
@@ -243,6 +247,6 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        block = min(_BLOCK, triton.next_power_of_2(vocab))
-        _draw_kernel[(num_rows,)](logits, *draws, out, logits.stride(0), vocab, BLOCK=block, num_warps=_NUM_WARPS)
+        block = min(_DRAW_BLOCK, triton.next_power_of_2(vocab))
+        _draw_kernel[(num_rows,)](logits, *draws, out, logits.stride(0), vocab, BLOCK=block, num_warps=_DRAW_WARPS)
     return out

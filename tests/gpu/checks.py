@@ -41,9 +41,9 @@ def _run(name: str) -> Results:
 
     from quire.workers.decode_graphs import CudaGraphBackend
 
-    device = torch.device("cuda", torch.cuda.current_device())
     (case,) = (case for case in CASES if case.name == name)
     try:
+        device = torch.device("cuda", torch.cuda.current_device())
         return run_graph_checks(case, device, lambda: CudaGraphBackend(device))
     except Exception as error:
         traceback.print_exc()
