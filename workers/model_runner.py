@@ -164,7 +164,7 @@ class ModelRunner:
         return self._graphs.size_for(len(entries.rows), entries.num_tokens)
 
     def _graph_end(self, batch: InputBatch) -> End:
-        """The first one is for all steps."""
+        """How far the graph of a step goes; the first of those that there are is for all steps."""
         if batch.takes_likeliest and End.LIKELIEST in self._graph_ends:
             return End.LIKELIEST
         if batch.is_plain and batch.all_sample and End.TOKENS in self._graph_ends:
@@ -207,20 +207,18 @@ class ModelRunner:
         reads_references = self._graphs_read_references
         given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=reads_references)
         hidden = self._compute(*given)
-        if end in (End.TOKENS, End.DRAWN):
-            is_drawn = end is End.DRAWN
-            tokens = (
-                draw_tokens(self._model.logits(hidden), inputs.draws(size))
-                if is_drawn
-                else self._model.likeliest(hidden)
-            )
-            self._rows.write_tokens(inputs.sampling_rows, tokens)
-            return Decoded(hidden, token_ids=tokens.int())
-        return Decoded(
-            hidden,
-            logits=self._model.logits(hidden) if end is End.LOGITS else None,
-            likeliest=self._model.likeliest(hidden) if end is End.LIKELIEST else None,
-        )
+        if end is End.LOGITS:
+            return Decoded(hidden, logits=self._model.logits(hidden))
+        if end is End.LIKELIEST:
+            return Decoded(hidden, likeliest=self._model.likeliest(hidden))
+        if end is End.HIDDEN:
+            return Decoded(hidden)
+        if end is End.TOKENS:
+            tokens = self._model.likeliest(hidden)
+        else:
+            tokens = draw_tokens(self._model.logits(hidden), inputs.draws(size))
+        self._rows.write_tokens(inputs.sampling_rows, tokens)
+        return Decoded(hidden, token_ids=tokens.int())
 
     def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> LaunchedStep:
         """Sample, and start to copy what the step is asked for to the host."""
