@@ -34,7 +34,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from .. import fp8
@@ -42,6 +41,7 @@ from . import tiles
 from .attention_kernels import long_kernel, merge_kernel, short_kernel
 from .chain import chained
 from .numbers import PLAIN, dot_options, e4m3_format
+from .sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from ..ops import AttentionMetadata
@@ -77,7 +77,7 @@ def paged_attention(
     block_size, num_kv_heads = key_cache.shape[1:3]
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     group = num_heads // num_kv_heads
-    short = max(16, triton.next_power_of_2(group)) // group
+    short = max(16, next_power_of_2(group)) // group
     longest_short, any_long = _lengths(metadata, short)
     in_bytes = key_cache.dtype == fp8.DTYPE
     if in_bytes:
@@ -85,7 +85,7 @@ def paged_attention(
     constants = {
         "GROUP": group,
         "HEAD_DIM": head_dim,
-        "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),
+        "HEAD_DIM_PADDED": max(16, next_power_of_2(head_dim)),
         "BLOCK_SIZE": block_size,
         "SLIDING_WINDOW": sliding_window or 0,
         "USE_SOFTCAP": softcap is not None,
@@ -108,7 +108,7 @@ def paged_attention(
         _launch_short(out, longest_short, metadata, tensors, scalars, strides, constants, tile(True))
     if any_long:
         chosen = tile(False)
-        block_m = max(chosen.block_m, triton.next_power_of_2(group))
+        block_m = max(chosen.block_m, next_power_of_2(group))
         grid = (num_kv_heads, query.shape[0] // (block_m // group) + metadata.num_reqs)
         long_kernel[grid](
             out, *tensors, *scalars, metadata.num_reqs, *strides, **constants,
@@ -143,9 +143,10 @@ def _launch_short(
     most_keys = metadata.block_table.shape[1] * block_size
     if constants["SLIDING_WINDOW"]:  # the first tile may begin before the window
         most_keys = min(most_keys, constants["SLIDING_WINDOW"] + max_query + tile.block_n)
-    num_splits = max(1, min(MAX_SPLITS, triton.cdiv(most_keys, SPLIT)))
-    num_sums = max_query * num_heads * num_splits if num_splits > 1 else 0  # of a request
+    num_splits = max(1, min(MAX_SPLITS, cdiv(most_keys, SPLIT)))
     at_once = metadata.num_reqs
+    all_fold = num_splits <= _splits_each(num_kv_heads * at_once, num_splits)
+    num_sums = 0 if all_fold else max_query * num_heads * num_splits  # of a request, in memory
     if at_once * num_sums * (head_dim + 2) * 4 > MOST_SUMS:  # then some, of whose numbers the addresses are aligned
         at_once = min(at_once, max(4, MOST_SUMS // (num_sums * (head_dim + 2) * 4) // 4 * 4))
     partial = out.new_empty((at_once * num_sums, head_dim), dtype=torch.float32)
@@ -153,13 +154,13 @@ def _launch_short(
     cut = {"BLOCK_N": tile.block_n, "SPLIT": SPLIT, "MAX_SPLITS": MAX_SPLITS}
     query, key_cache, value_cache, *of_requests = tensors
     for first in range(0, metadata.num_reqs, at_once):
-        starts, seq_lens, table = (each[first:] for each in of_requests)
+        starts, seq_lens, table = (tensor[first:] for tensor in of_requests)
         num_reqs = min(at_once, metadata.num_reqs - first)
         each = _splits_each(num_kv_heads * num_reqs, num_splits)
-        short_kernel[(num_kv_heads, triton.cdiv(num_splits, each), num_reqs)](
+        short_kernel[(num_kv_heads, cdiv(num_splits, each), num_reqs)](
             out, partial, partial_softmax, query, key_cache, value_cache, starts, seq_lens, table, *scalars, *strides,
             max_query, num_splits, each, **constants, **cut,
-            BLOCK_M=max(tile.block_m, triton.next_power_of_2(constants["GROUP"])),
+            BLOCK_M=max(tile.block_m, next_power_of_2(constants["GROUP"])),
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         if num_splits > each:

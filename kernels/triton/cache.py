@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import fp8
 from .numbers import to_e4m3
+from .sizes import next_power_of_2
 
 
 @triton.jit(do_not_specialize_on_alignment=["slot_mapping"])
@@ -73,6 +74,6 @@ def write_kv(
         value_scale,
         HEAD_DIM=head_dim,
         TOKEN_SIZE=num_kv_heads * head_dim,
-        BLOCK=triton.next_power_of_2(num_kv_heads * head_dim),
+        BLOCK=next_power_of_2(num_kv_heads * head_dim),
         IN_BYTES=key_cache.dtype == fp8.BYTES,
     )

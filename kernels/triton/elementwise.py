@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import fp8
 from .chain import chained, wait_for_others
 from .numbers import to_e4m3
+from .sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
     from ..elementwise import HeadNorms, Rotation
@@ -228,7 +229,7 @@ def _launch_norm(
     num_rows, size = x.shape[0] * num_heads, weight.shape[0]
     if num_rows == 0:
         return
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _norm_kernel[(num_rows,)](
         x,
         residual,
@@ -254,7 +255,7 @@ def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
-        grid = (num_rows, triton.cdiv(size, _GATE_BLOCK))
+        grid = (num_rows, cdiv(size, _GATE_BLOCK))
         _gate_kernel[grid](
             gate_up, out, gate_up.stride(0), size, ACTIVATION=activation, BLOCK=_GATE_BLOCK, **chained(gate_up.device)
         )
@@ -319,9 +320,9 @@ def _launch_rotate(
         HEAD_DIM=head_dim,
         NUM_PAIRS=rotation.cos.shape[1],
         INTERLEAVED=rotation.interleaved,
-        HEADS_BLOCK=triton.next_power_of_2(num_heads),
-        KV_HEADS_BLOCK=triton.next_power_of_2(max(1, num_kv_heads)),
-        CHANNELS_BLOCK=triton.next_power_of_2(head_dim),
+        HEADS_BLOCK=next_power_of_2(num_heads),
+        KV_HEADS_BLOCK=next_power_of_2(max(1, num_kv_heads)),
+        CHANNELS_BLOCK=next_power_of_2(head_dim),
         IN_BYTES=key_cache is not None and key_cache.dtype == fp8.BYTES,
         NORM=norms is not None,
         **chained(query.device),

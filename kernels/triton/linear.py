@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from ..packed import Packing, unpack
@@ -20,6 +19,7 @@ from .elementwise import activate_and_mul
 from .linear_kernels import row_kernel, weight8_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
 from .sampling import likeliest_tokens
+from .sizes import cdiv, next_power_of_2
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -29,10 +29,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     out_features, in_features = weight.shape
     out = x.new_empty(1, out_features)
     tile = tiles.row(x.device, out_features)
-    row_kernel[(triton.cdiv(out_features, tile.block_n),)](
+    row_kernel[(cdiv(out_features, tile.block_n),)](
         out, x, weight, weight if bias is None else bias, out_features, in_features, weight.stride(0),
         HAS_BIAS=bias is not None, BLOCK_N=tile.block_n,
-        BLOCK_K=min(tile.block_k, triton.next_power_of_2(in_features)), num_warps=tile.num_warps, **chained(x.device),
+        BLOCK_K=min(tile.block_k, next_power_of_2(in_features)), num_warps=tile.num_warps, **chained(x.device),
     )  # fmt: skip
     return out
 
@@ -100,7 +100,7 @@ def _linear_weight8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
     if x.stride(1) != 1 or weight.stride(1) != 1:
         raise ValueError("the last dimensions of x and weight must be contiguous")
     tile = tiles.gemm(x.device, "weight8", num_rows=num_rows, dtype=x.dtype)
-    grid = (triton.cdiv(num_rows, tile.block_m) * triton.cdiv(out_features, tile.block_n),)
+    grid = (cdiv(num_rows, tile.block_m) * cdiv(out_features, tile.block_n),)
     weight8_kernel[grid](
         out, x, weight, scales, scales if bias is None else bias,
         num_rows, out_features, in_features, x.stride(0), weight.stride(0),

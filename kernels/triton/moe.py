@@ -19,13 +19,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from .. import fp8
 from . import tiles
 from .moe_kernels import add_kernel, choose_kernel, down_kernel, gate_up_kernel, sort_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
+from .sizes import cdiv, next_power_of_2
 
 _FEW, _MANY = 512, 4096  # assignments that a program sorts at a time
 _FEATURES = 1024  # that a program adds
@@ -39,7 +39,7 @@ def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool)
     if num_tokens:
         choose_kernel[(num_tokens,)](
             chosen, routing, logits, logits.stride(0), num_experts, EXPERTS_PER_TOKEN=experts_per_token,
-            PLACES_PADDED=triton.next_power_of_2(experts_per_token), EXPERTS_PADDED=triton.next_power_of_2(num_experts),
+            PLACES_PADDED=next_power_of_2(experts_per_token), EXPERTS_PADDED=next_power_of_2(num_experts),
             RENORMALIZE=renormalize, num_warps=1,
         )  # fmt: skip
     return chosen, routing
@@ -69,7 +69,7 @@ def experts(
     most_tiles = min(num_assignments, num_assignments // tile.block_m + num_experts)
     shared: dict[str, Any] = {
         "NUM_EXPERTS": num_experts,
-        "EXPERTS_PADDED": triton.next_power_of_2(num_experts),
+        "EXPERTS_PADDED": next_power_of_2(num_experts),
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
@@ -82,18 +82,18 @@ def experts(
         gate_up, down = gate_up.view(torch.uint8), down.view(torch.uint8)
         shared["WEIGHT_FORMAT"] = e4m3_format(x.device)
     inner = x.new_empty(num_assignments, size)
-    gate_up_kernel[(most_tiles, triton.cdiv(size, tile.block_n))](
+    gate_up_kernel[(most_tiles, cdiv(size, tile.block_n))](
         inner, x, gate_up, ends if gate_up_scales is None else gate_up_scales, order, ends,
         x.stride(0), size, hidden_size, EXPERTS_PER_TOKEN=experts_per_token, ACTIVATION=activation,
         HAS_SCALES=gate_up_scales is not None, **shared,
     )  # fmt: skip
     parts = torch.empty(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
-    down_kernel[(most_tiles, triton.cdiv(hidden_size, tile.block_n))](
+    down_kernel[(most_tiles, cdiv(hidden_size, tile.block_n))](
         parts, inner, down, ends if down_scales is None else down_scales, routing.contiguous(), order, ends,
         size, hidden_size, HAS_SCALES=down_scales is not None, **shared,
     )  # fmt: skip
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
-    add_kernel[(num_tokens, triton.cdiv(hidden_size, _FEATURES))](
+    add_kernel[(num_tokens, cdiv(hidden_size, _FEATURES))](
         out, parts, chosen, hidden_size, NUM_EXPERTS=num_experts, EXPERTS_PER_TOKEN=experts_per_token, BLOCK=_FEATURES
     )
     return out

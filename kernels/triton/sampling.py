@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .sizes import cdiv, next_power_of_2
+
 if TYPE_CHECKING:
     from ..sampling import Draws
 
@@ -233,7 +235,7 @@ def exclude_tokens(logits: Tensor, indices: Tensor, allowed: Tensor) -> None:
     """See `sampling.exclude_tokens`."""
     (num_rows, num_words), vocab = allowed.shape, logits.shape[1]
     if num_rows:
-        grid = (num_rows, triton.cdiv(vocab, _BLOCK))
+        grid = (num_rows, cdiv(vocab, _BLOCK))
         _exclude_kernel[grid](logits, indices, allowed, logits.stride(0), vocab, num_words, BLOCK=_BLOCK)
 
 
@@ -247,6 +249,6 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Tensor:
     num_rows, vocab = logits.shape
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows:
-        block = min(_DRAW_BLOCK, triton.next_power_of_2(vocab))
+        block = min(_DRAW_BLOCK, next_power_of_2(vocab))
         _draw_kernel[(num_rows,)](logits, *draws, out, logits.stride(0), vocab, BLOCK=block, num_warps=_DRAW_WARPS)
     return out
