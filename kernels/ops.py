@@ -168,7 +168,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: [num_rows, in_features].
-        weight: [out_features, in_features], the dtype of `x`.
+        weight: [out_features, in_features], the dtype of `x`. On a GPU it may not be the result of what was launched
+            just before: a kernel begins to read it while that is still running.
         bias: [out_features], the dtype of `x`.
     Returns [num_rows, out_features], a new tensor.
     """

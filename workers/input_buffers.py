@@ -41,9 +41,8 @@ class HostInputs:
     seq_lens: IntArray  # [num_reqs]
     block_entries: Int64Array  # [max_changes], the first ones of it: which entries of the block tables change
     block_ids: IntArray  # [max_changes], the first ones of it: and what they become
-    temperature: (
-        FloatArray  # [num_reqs], the first ones of it, as of `sampling_rows`; then 0. So all below, but for the 0
-    )
+    # [num_reqs] all below, the first ones of it, as of `sampling_rows`; then temperatures of 0, and anything.
+    temperature: FloatArray
     top_k: IntArray
     top_p: FloatArray
     min_p: FloatArray

@@ -4,9 +4,9 @@
 
 From compute capability 9.0 on, a kernel may be launched while the one before it still runs ("programmatic dependent
 launch", CUDA C++ Programming Guide, 2024). Until `wait_for_others` it may read what no kernel of a step writes, which
-is weights; there it waits until all of what came before is done, and lets the next one in. What launches it passes
-`chained(device)`, and every program of it must call `wait_for_others` before it returns: a kernel whose programs had
-not waited could be done before the one before it.
+is weights (none that the kernel just before has made); there it waits until all of what came before is done, and lets
+the next one in. What launches it passes `chained(device)`, and every program of it must call `wait_for_others` before
+it returns: a kernel whose programs had not waited could be done before the one before it.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from .sizes import cdiv, next_power_of_2
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear`."""
-    if len(x) != 1 or x.dtype == torch.float32 or weight.stride(1) != 1:
+    fits = x.dtype == weight.dtype and x.shape[1] == weight.shape[1] and x.stride(1) == weight.stride(1) == 1
+    if len(x) != 1 or x.dtype == torch.float32 or not fits:
         return F.linear(x, weight, bias)
     out_features, in_features = weight.shape
     out = x.new_empty(1, out_features)

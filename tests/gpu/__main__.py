@@ -32,7 +32,9 @@ from typing import Any
 
 import torch
 
-from .checks import run_checks
+from .checks import run_checks  # isort: split
+
+from . import engine_speed
 
 ENGINE_NEEDS = ("pydantic", "msgspec", "tokenizers", "transformers")
 CHECKS, KERNELS, STEPS, MIXED = PARTS = ("checks", "kernels", "steps", "mixed")
@@ -52,6 +54,14 @@ def main() -> int:
         "--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes that check (default: %(default)s)"
     )
     options = parser.parse_args()
+    parts = options.only or (PARTS if options.bench else (CHECKS,))
+    models = options.models or list(MODELS)
+    if set(parts) - {CHECKS} and not options.bench:
+        parser.error(f"--only {' '.join(parts)}: only checks run without --bench")
+    if options.json is not None and not set(parts) - {CHECKS}:
+        parser.error("--json: nothing is measured without --bench")
+    if KERNELS not in parts and {STEPS, MIXED} & set(parts) and not set(models) & set(engine_speed.CONFIGS):
+        parser.error(f"--models: steps are measured of {', '.join(engine_speed.CONFIGS)}")
     if not torch.cuda.is_available():
         print(f"No GPU: torch {torch.__version__} sees no CUDA device. Nothing was checked.", file=sys.stderr)
         return 2
@@ -62,12 +72,11 @@ def main() -> int:
         f" · Python {platform.python_version()}"
     )
     print(machine)
-    parts = options.only or (PARTS if options.bench else (CHECKS,))
     failed = check(options.jobs) if CHECKS in parts else 0
     if set(parts) - {CHECKS}:
         figures: dict[str, Any] = {"machine": machine, "limits": {}, "kernels": {}, "engine": {}}
         # A part at a time: what was measured is kept, whatever becomes of the rest.
-        for _ in bench(figures, parts, options.models or list(MODELS)):
+        for _ in bench(figures, parts, models):
             if options.json is not None:
                 options.json.write_text(json.dumps(figures, indent=2) + "\n")
         failed += len(figures.get("failed", ()))
@@ -97,6 +106,7 @@ def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Itera
     limits = measure_limits(timer, device, torch.bfloat16, num_bytes=1 << 30, size=8192)
     print(f"limits: copy {limits.copy_gb_per_s:,.0f} GB/s · matrix product {limits.matmul_tflop_per_s:,.0f} TFLOP/s")
     figures["limits"] = asdict(limits)
+    yield
     for name in (MODELS[model] for model in models if KERNELS in parts):
         print(f"\n{name}, bfloat16")
         measured = figures["kernels"][name] = []
@@ -115,8 +125,6 @@ def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Itera
     if missing:
         print(f"\nThe engine was not measured: {', '.join(missing)} not installed.")
         return
-    from . import engine_speed
-
     sizes = {"batches": (1, 16, 64, 256), "context": 1024, "prefills": (2048, 8192, 32768)} if STEPS in parts else {}
     mixed = engine_speed.MIXED if MIXED in parts else None
     for name, config in engine_speed.CONFIGS.items():
@@ -129,7 +137,7 @@ def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Itera
                 rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
                 print(f"{speed.work:<46} {rates}  {speed.share:>4.0%} of the limit", flush=True)
                 speeds.append(asdict(speed) | {"share": speed.share})
-        yield
+                yield
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import torch
@@ -22,12 +23,23 @@ Results = dict[str, str | None]  # by name: None, or what is wrong
 
 
 def run_checks(num_processes: int) -> Iterator[Results]:
-    """Each as soon as it is known."""
-    names = [*_kernel_checks(), *_graph_cases()]
+    """Each as soon as it is known. What dies takes down those that ran beside it; they are told as failed."""
+    left = dict.fromkeys([*_kernel_checks(), *_graph_cases()])
     context = multiprocessing.get_context("spawn")  # a process that has forked cannot use the GPU
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        for done in as_completed([pool.submit(_run, name) for name in names]):
-            yield done.result()
+    while left:
+        with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+            names = {pool.submit(_run, name): name for name in left}
+            for done in as_completed(names):
+                try:
+                    results = done.result()
+                except BrokenProcessPool:
+                    continue
+                del left[names[done]]
+                yield results
+        if left:  # the first of them, or one that ran beside it, has ended its process
+            first = next(iter(left))
+            del left[first]
+            yield {first: "its process died, or one beside it"}
 
 
 def _run(name: str) -> Results:

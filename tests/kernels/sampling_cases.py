@@ -11,7 +11,7 @@ from torch import Tensor
 from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens
 
 NUMBERS = (0.0, 1e-9, 0.03, 0.2, 0.5, 0.77, 0.93, 0.9999, 1.0 - 2.0**-53)
-VOCABS = (1000, 1, 7, 256, 5000)  # 5000: more than one tile of any backend
+VOCABS = (1000, 1, 7, 256, 5000)  # 5000: more than one tile of a CPU
 
 
 def rows(vocab: int) -> Tensor:

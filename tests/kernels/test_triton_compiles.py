@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,20 @@ def names(launched: list) -> list[str]:
     for kernel in launched:
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= SHARED_MEMORY
+        if getattr(kernel.metadata, "launch_pdl", False):
+            waits_before_it_reads(kernel)
     return [kernel.name for kernel in launched]
+
+
+def waits_before_it_reads(kernel: Any) -> None:
+    """A kernel that is launched while the one before it runs: all of its programs wait, and none has read or written
+    anything before, but for weights."""
+    before, *after = kernel.asm["ptx"].split("griddepcontrol.wait;")
+    assert len(after) == 1, "it waits once, whatever it finds"
+    entry = before[before.index(".entry") :]
+    assert not re.search(r"\b(ret|st\.global|cp\.async|atom|red)\b", entry)
+    reads = re.search(r"ld\.global", entry) is not None
+    assert reads == (kernel.name == "row_kernel")
 
 
 @pytest.mark.parametrize(
@@ -93,6 +107,18 @@ def test_a_cache_in_8_bits_is_written_by_one_kernel() -> None:
         ops.write_kv(key, value, *caches, torch.arange(5), value_scale=0.5)
     assert names(launched) == ["_rotate_kernel", "_write_kv_kernel"]
     assert all("div.rn.f32" in kernel.asm["ptx"] for kernel in launched), "not the bits that a CPU stores"
+
+
+@pytest.mark.parametrize("out_features", [1024, 4096, 6144, 28672])
+def test_linear_of_one_row(out_features: int) -> None:
+    x, weight = torch.zeros(1, 1536, dtype=BF16), torch.zeros(out_features, 1536, dtype=BF16)
+    with compiled_launches() as launched:
+        ops.linear(x, weight, torch.zeros(out_features, dtype=BF16))
+        ops.linear(x, weight)
+    assert names(launched) == ["row_kernel"] * 2
+    with compiled_launches() as launched, pytest.raises(RuntimeError):
+        ops.linear(x[:, :64], weight)
+    assert not launched
 
 
 @pytest.mark.parametrize("kind", [torch.int8, fp8.DTYPE])

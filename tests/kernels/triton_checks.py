@@ -31,6 +31,8 @@ Check = Callable[[str], str | None]
 # Decodes and longer ones in turn, more than four: some come after the others where there is little room for their sums.
 MANY = Case(((1, 1100), (2, 9), (20, 50), (3, 600), (1, 700), (1, 1), (9, 40), (1, 1030), (2, 520)), padding=2)
 
+SINKS = Case(((1, 900), (1, 300), (1, 5)), num_heads=4, num_kv_heads=1, head_dim=32, sinks=True, softcap=4.0)
+
 
 def attention_error(case: Case, device: str) -> float:
     """Largest deviation from the float32 reference over the tokens that belong to requests."""
@@ -55,13 +57,13 @@ def is_the_same_alone(case: Case, device: str) -> bool:
         )
 
 
-def gives_the_same_with_little(limit: str, case: Case, device: str) -> bool:
-    """Programs that take several splits each give the same bits as programs of one split, and so do requests for whose
-    sums there is not room at once."""
+def gives_the_same_with(limits: dict[str, int], case: Case, device: str) -> bool:
+    """Programs that take several splits of a request, or all, give the same bits as programs of one split, and so do
+    requests for whose sums there is not room at once."""
     inputs = build(case, device)
     with forced_backend("triton"):
         expected = attend(inputs, case)
-        with mock.patch(f"quire.kernels.triton.attention.{limit}", 1):
+        with mock.patch.multiple("quire.kernels.triton.attention", **limits):
             return torch.equal(attend(inputs, case), expected)
 
 
@@ -169,9 +171,9 @@ def elementwise_problem(name: str, dtype: torch.dtype, device: str) -> str | Non
     return None
 
 
-def draws_problem(vocab: int, device: str) -> str | None:
-    """The first few tokens that are drawn wrong. The interpreter takes some of them."""
-    with forced_backend("triton"):
+def draws_problem(vocab: int, device: str, tile: int) -> str | None:
+    """The first few tokens that are drawn wrong, by tiles of so many. The interpreter takes some of them."""
+    with forced_backend("triton"), mock.patch("quire.kernels.triton.sampling._DRAW_BLOCK", tile):
         return "; ".join(sampling_cases.mistakes(vocab, device, 1 if device == "cuda" else 101)[:3]) or None
 
 
@@ -182,8 +184,8 @@ def masks_are_exact(vocab: int, num_words: int, device: str) -> bool:
         return torch.equal(got, sampling_cases.excluded(vocab, num_words, device))
 
 
-def broken_rows_are_right(device: str) -> bool:
-    with forced_backend("triton"):
+def broken_rows_are_right(device: str, tile: int) -> bool:
+    with forced_backend("triton"), mock.patch("quire.kernels.triton.sampling._DRAW_BLOCK", tile):
         drawn = sampling_cases.broken(device)
     with forced_backend("reference"):
         return torch.equal(drawn, sampling_cases.broken(device))
@@ -198,10 +200,16 @@ def checks() -> dict[str, Check]:
         named[f"alone-{case.name}"] = lambda device, case=case: wrong(
             is_the_same_alone(case, device), "other bits than alone"
         )
-    little = [("few-programs", "MOST_PROGRAMS", case) for case in INVARIANT]
-    for kind, limit, case in (*little, ("few-sums", "MOST_SUMS", MANY)):
-        named[f"{kind}-{case.name}"] = lambda device, limit=limit, case=case: wrong(
-            gives_the_same_with_little(limit, case, device), f"other bits with a {limit} of 1"
+    fewer = [
+        *(("few-programs", {"MOST_PROGRAMS": 1}, case) for case in INVARIANT),
+        ("few-sums", {"MOST_SUMS": 1}, MANY),
+        # Some requests have no more splits than a program takes, and others have.
+        *(("three-splits", {"FEW_PAIRS": 1, "MOST_SPLITS_EACH": 3}, case) for case in (*INVARIANT, SINKS)),
+        ("two-splits", {"FEW_PAIRS": 1, "MOST_SPLITS_EACH": 2}, MANY),
+    ]
+    for kind, limits, case in fewer:
+        named[f"{kind}-{case.name}"] = lambda device, limits=limits, case=case: wrong(
+            gives_the_same_with(limits, case, device), f"other bits with {limits}"
         )
     for dtype in ops.DTYPES:
         for name in elementwise_cases.checks(dtype):
@@ -237,9 +245,14 @@ def checks() -> dict[str, Check]:
         named[f"exclude_tokens-{vocab}-{num_words}"] = lambda device, case=(vocab, num_words): wrong(
             masks_are_exact(*case, device), "the logits differ from the reference"
         )
-    named["draw_tokens-broken"] = lambda device: wrong(broken_rows_are_right(device), "not as the reference takes them")
-    for vocab in sampling_cases.VOCABS:
-        named[f"draw_tokens-{vocab}"] = lambda device, vocab=vocab: draws_problem(vocab, device)
+    for tile in (8192, 64):
+        named[f"draw_tokens-broken-by-{tile}"] = lambda device, tile=tile: wrong(
+            broken_rows_are_right(device, tile), "not as the reference takes them"
+        )
+    for vocab, tile in (*((vocab, 8192) for vocab in sampling_cases.VOCABS), (1000, 64), (197, 64), (5000, 2048)):
+        named[f"draw_tokens-{vocab}-by-{tile}"] = lambda device, case=(vocab, tile): draws_problem(
+            case[0], device, case[1]
+        )
     for dtype, cache_dtype in (*((dtype, dtype) for dtype in ops.DTYPES), (torch.bfloat16, fp8.DTYPE)):
         name = "fp8" if cache_dtype == fp8.DTYPE else str(dtype).removeprefix("torch.")
         named[f"write_kv-{name}"] = lambda device, dtype=dtype, cache_dtype=cache_dtype: wrong(

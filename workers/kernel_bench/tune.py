@@ -24,6 +24,8 @@ from .cases import GROUPS, Run, attention_run, experts_run, linear_run
 from .measure import Timer
 from .shapes import LayerShape
 
+_ROWS_IN_A_CHAIN = 8  # products
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -71,10 +73,13 @@ def _row_jobs(device: torch.device) -> list[Job]:
     tiles = [RowTile(*size) for size in sizes if 16 <= size[0] * size[1] // (32 * size[2]) <= 64]  # of a thread
     weights = {"n2048": (1024, 2048), "n4096": (4096, 4096), "n8192": (6144, 4096), "nmore": (28672, 4096)}
     dtype = torch.bfloat16
-    return [
-        Job("linear", f"row.{name}.bf16", tiles, partial(linear_run, 1, rows, columns, device, dtype, dtype))
-        for name, (rows, columns) in weights.items()
-    ]
+
+    def make(size: tuple[int, int]) -> Run:
+        # One behind the other, as in a step: each begins to read while the one before it runs.
+        runs = [linear_run(1, *size, device, dtype, dtype) for _ in range(_ROWS_IN_A_CHAIN)]
+        return lambda: [run() for run in runs]
+
+    return [Job("linear", f"row.{name}.bf16", tiles, partial(make, size)) for name, size in weights.items()]
 
 
 def _gemm_jobs(device: torch.device) -> list[Job]:
