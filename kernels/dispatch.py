@@ -114,7 +114,9 @@ class Backend(Protocol):
 
     def fits_packed(self, shape: tuple[int, int], dtype: torch.dtype, in_int8: bool) -> bool: ...
 
-    def choose_experts(self, logits: Tensor, experts_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]: ...
+    def choose_experts(
+        self, logits: Tensor, experts_per_token: int, *, renormalize: bool, slots: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
 
     def experts(
         self,

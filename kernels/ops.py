@@ -296,12 +296,16 @@ def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device
     return backend_for(device).fits_packed(shape, dtype, in_int8)
 
 
-def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits: Tensor, experts_per_token: int, *, renormalize: bool, slots: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The experts that a router finds likeliest for each token, and how much each counts.
 
     Args:
         logits: [num_tokens, num_experts], the last dimension contiguous, of one of `DTYPES`.
         renormalize: what the chosen ones count adds up to one; else it is their softmax probability among all.
+        slots: [num_tokens] int64, contiguous, where each token is stored (`AttentionMetadata.slot_mapping`). One of -1
+            is padding: a backend may have it choose none, which is -1, as nobody reads what its experts would add.
     Returns `chosen` and `routing` as `experts` takes them: [num_tokens, experts_per_token] int64 and float32, the
     likeliest first; which of equally likely ones is not defined.
     """
@@ -311,7 +315,9 @@ def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool)
         raise TypeError(f"logits must be one of {DTYPES}, got {logits.dtype}")
     if not 0 < experts_per_token <= logits.shape[1]:
         raise ValueError(f"experts_per_token must be 1 to {logits.shape[1]}, got {experts_per_token}")
-    return backend_for(logits.device).choose_experts(logits, experts_per_token, renormalize=renormalize)
+    if slots is not None:
+        check_index("slots", slots, torch.int64, (len(logits),), logits.device)
+    return backend_for(logits.device).choose_experts(logits, experts_per_token, renormalize=renormalize, slots=slots)
 
 
 def experts(
@@ -391,7 +397,7 @@ def check_index(name: str, index: Tensor, dtype: torch.dtype, shape: tuple[int, 
     if index.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {index.dtype}")
     if index.device != device:
-        raise ValueError(f"{name} is on {index.device}, the cache is on {device}")
+        raise ValueError(f"{name} is on {index.device}, the others are on {device}")
     if index.dim() and index.stride(-1) != 1:
         raise ValueError(f"the last dimension of {name} must be contiguous")
 

@@ -8,8 +8,14 @@ from torch import Tensor
 from ..activation import ACTIVATIONS
 
 
-def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """See `ops.choose_experts`."""
+def choose_experts(
+    logits: Tensor,
+    experts_per_token: int,
+    *,
+    renormalize: bool,
+    slots: Tensor | None,  # noqa: ARG001
+) -> tuple[Tensor, Tensor]:
+    """See `ops.choose_experts`. Padding chooses as others do."""
     routing, chosen = logits.float().softmax(dim=-1).topk(experts_per_token, dim=-1)
     return chosen, routing / routing.sum(dim=-1, keepdim=True) if renormalize else routing
 

@@ -31,16 +31,18 @@ _FEW, _MANY = 512, 4096  # assignments that a program sorts at a time
 _FEATURES = 1024  # that a program adds
 
 
-def choose_experts(logits: Tensor, experts_per_token: int, *, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """See `ops.choose_experts`."""
+def choose_experts(
+    logits: Tensor, experts_per_token: int, *, renormalize: bool, slots: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See `ops.choose_experts`. Padding chooses none: a graph reads no expert for it."""
     num_tokens, num_experts = logits.shape
     routing = torch.empty(num_tokens, experts_per_token, dtype=torch.float32, device=logits.device)
     chosen = torch.empty(num_tokens, experts_per_token, dtype=torch.int64, device=logits.device)
     if num_tokens:
         choose_kernel[(num_tokens,)](
-            chosen, routing, logits, logits.stride(0), num_experts, EXPERTS_PER_TOKEN=experts_per_token,
+            chosen, routing, logits, slots, logits.stride(0), num_experts, EXPERTS_PER_TOKEN=experts_per_token,
             PLACES_PADDED=next_power_of_2(experts_per_token), EXPERTS_PADDED=next_power_of_2(num_experts),
-            RENORMALIZE=renormalize, num_warps=1,
+            RENORMALIZE=renormalize, HAS_SLOTS=slots is not None, num_warps=1,
         )  # fmt: skip
     return chosen, routing
 

@@ -10,17 +10,19 @@ import triton.language as tl
 from .numbers import dot, widen
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def choose_kernel(
     chosen,  # [num_tokens, EXPERTS_PER_TOKEN] int64, contiguous
     routing,  # [num_tokens, EXPERTS_PER_TOKEN] float32, contiguous
     logits,  # [num_tokens, num_experts]
+    slots,  # [num_tokens] int64, where HAS_SLOTS: a token of slot -1 chooses none
     stride,
     num_experts,
     EXPERTS_PER_TOKEN: tl.constexpr,
     PLACES_PADDED: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     RENORMALIZE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
 ):
     """The likeliest experts of token `program_id`, the first of those that are equally likely, each once; even where
     probabilities are NaN."""
@@ -43,6 +45,8 @@ def choose_kernel(
         weights = tl.where(place == number, weight, weights)
     if RENORMALIZE:
         weights = weights / tl.sum(weights, axis=0)
+    if HAS_SLOTS:
+        taken = tl.where(tl.load(slots + token) < 0, -1, taken)
     own = token * EXPERTS_PER_TOKEN + place
     tl.store(chosen + own, taken.to(tl.int64), mask=place < EXPERTS_PER_TOKEN)
     tl.store(routing + own, weights, mask=place < EXPERTS_PER_TOKEN)

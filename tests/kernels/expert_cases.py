@@ -105,6 +105,13 @@ def choice_problem(case: ChoiceCase, device: str) -> str | None:
     ranks = torch.rand(case.num_tokens, case.num_experts + 3, generator=generator).argsort(dim=-1)
     logits = (ranks / 16).to(device, case.dtype)[:, : case.num_experts]  # each another, in any dtype; rows lie apart
     chosen, routing = ops.choose_experts(logits, case.experts_per_token, renormalize=case.renormalize)
+    slots = torch.arange(case.num_tokens + 1, device=device)[1:] % 3 - 1  # 0, 1, -1, ...
+    with_slots, _ = ops.choose_experts(
+        logits, case.experts_per_token, renormalize=case.renormalize, slots=slots.contiguous()
+    )
+    is_padding = (slots < 0)[:, None]
+    if not torch.where(is_padding, (with_slots == chosen) | (with_slots == -1), with_slots == chosen).all():
+        return f"with slots {slots.tolist()} chose {with_slots.tolist()}, not {chosen.tolist()}"
     wanted, experts = logits.double().softmax(dim=-1).sort(dim=-1, descending=True)
     wanted, experts = wanted[:, : case.experts_per_token], experts[:, : case.experts_per_token]
     if case.renormalize:

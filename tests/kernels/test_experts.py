@@ -67,3 +67,5 @@ def test_wrong_arguments_are_refused() -> None:
         ops.choose_experts(torch.zeros(8, 3).T, 2, renormalize=True)
     with pytest.raises(TypeError, match=r"got torch\.float64"):
         ops.choose_experts(torch.zeros(3, 8, dtype=torch.float64), 2, renormalize=True)
+    with pytest.raises(ValueError, match=r"slots must have shape \(3,\), got \(4,\)"):
+        ops.choose_experts(torch.zeros(3, 8), 2, renormalize=True, slots=torch.arange(4))

@@ -145,8 +145,9 @@ def test_experts(num_tokens: int, weights: torch.dtype | None) -> None:
 
 def test_choosing_experts() -> None:
     with compiled_launches() as launched:
-        ops.choose_experts(torch.zeros(4, 128, dtype=BF16), 8, renormalize=True)
-    assert names(launched) == ["choose_kernel"]
+        for slots in (None, torch.arange(5)[1:]):
+            ops.choose_experts(torch.zeros(4, 128, dtype=BF16), 8, renormalize=True, slots=slots)
+    assert names(launched) == ["choose_kernel"] * 2
 
 
 def test_sorting_is_compiled_once_for_many_assignments() -> None:

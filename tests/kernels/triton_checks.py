@@ -155,7 +155,10 @@ def experts_error(case: expert_cases.ExpertCase, device: str) -> float:
 
 def choices_problem(case: expert_cases.ChoiceCase, device: str) -> str | None:
     with forced_backend("triton"):
-        return expert_cases.choice_problem(case, device)
+        slots = torch.full((3,), -1, device=device)
+        none, _ = ops.choose_experts(torch.ones(3, case.num_experts, device=device), 2, renormalize=True, slots=slots)
+        problem = expert_cases.choice_problem(case, device)
+        return problem or wrong(bool((none == -1).all()), "an expert is read for padding")
 
 
 def elementwise_problem(name: str, dtype: torch.dtype, device: str) -> str | None:

@@ -77,10 +77,13 @@ class MixtureOfExperts(nn.Module):
         self.gate_up = ExpertWeights(("gate", "up"), (size, hidden_size), shard, split_rows=True)
         self.down = ExpertWeights(("down",), (hidden_size, size), shard, split_rows=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[num_tokens, hidden_size] -> the same shape."""
+    def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
+        """[num_tokens, hidden_size] -> the same shape. `slots`: [num_tokens] int64, -1 of padding, for which no expert
+        need be read."""
         spec, first = self._spec, self._experts.start
-        chosen, routing = ops.choose_experts(self.router(x), spec.num_experts_per_token, renormalize=spec.renormalize)
+        chosen, routing = ops.choose_experts(
+            self.router(x), spec.num_experts_per_token, renormalize=spec.renormalize, slots=slots
+        )
         gate_up, down = self.gate_up.weight, self.down.weight
         out = ops.experts(
             x,

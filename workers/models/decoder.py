@@ -43,6 +43,7 @@ class DecoderLayer(nn.Module):
         self.attention_out_norm = optional_norm(spec.attention_out_norm, hidden_size)
         self.mlp_norm = optional_norm(spec.mlp_norm, hidden_size)
         self.mlp = _mlp(spec.mlp, hidden_size, parallel)
+        self._has_experts = isinstance(spec.mlp, MoESpec)
         self.mlp_out_norm = optional_norm(spec.mlp_out_norm, hidden_size)
 
     def forward(
@@ -66,10 +67,15 @@ class DecoderLayer(nn.Module):
         attended = self.attention_out_norm(self.attention(normed, rotation, cache, metadata))
         if spec.parallel:
             mlp_input = normed if spec.mlp_norm is None else self.mlp_norm(x)
-            attended += self.mlp_out_norm(self.mlp(mlp_input))
+            attended += self.mlp_out_norm(self._feed(mlp_input, metadata))
             return x, Update(attended, spec.residual_multiplier)
         normed, x = self.mlp_norm.after_adding(attended, x, spec.residual_multiplier)
-        return x, Update(self.mlp_out_norm(self.mlp(normed)), spec.residual_multiplier)
+        return x, Update(self.mlp_out_norm(self._feed(normed, metadata)), spec.residual_multiplier)
+
+    def _feed(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """[num_tokens, hidden_size] -> the same shape."""
+        out: Tensor = self.mlp(x, metadata.slot_mapping) if self._has_experts else self.mlp(x)
+        return out
 
 
 class Decoder(nn.Module):
