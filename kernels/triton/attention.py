@@ -164,8 +164,8 @@ def _launch_short(
             num_warps=tile.num_warps, num_stages=tile.num_stages,
         )  # fmt: skip
         if num_splits > each:
-            kept = ("HEAD_DIM", "HEAD_DIM_PADDED", "SLIDING_WINDOW", "SHORT", *chained(out.device))
-            shared = {name: constants[name] for name in kept}
+            kept = ("HEAD_DIM", "HEAD_DIM_PADDED", "SLIDING_WINDOW", "SHORT")
+            shared = {name: constants[name] for name in kept} | chained(out.device)
             merge_kernel[(num_heads, max_query, num_reqs)](
                 out, partial, partial_softmax, starts, seq_lens, scalars[3], max_query, num_splits, each,
                 **shared, **cut, num_warps=4,

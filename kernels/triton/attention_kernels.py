@@ -43,6 +43,43 @@ def _fold(acc, highest, total, next_acc, next_highest, next_total):
 
 
 @triton.jit
+def _store_softmax(place, highest, total, row_used):
+    """What `_fold` needs of a split beside its sum."""
+    tl.store(place, highest, mask=row_used)
+    tl.store(place + 1, total, mask=row_used)
+
+
+@triton.jit
+def _scores(
+    q,  # [BLOCK_M, HEAD_DIM_PADDED]
+    k,  # [BLOCK_N, HEAD_DIM_PADDED]
+    query_position,  # [BLOCK_M]
+    position,  # [BLOCK_N]
+    loaded,  # [BLOCK_N] whether it is a key
+    scale,
+    softcap,
+    SLIDING_WINDOW: tl.constexpr,
+    USE_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """[BLOCK_M, BLOCK_N] times log2(e), -inf where a row does not see a key."""
+    scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], k.shape[0]], tl.float32), PRECISION, UPCAST)
+    if USE_SOFTCAP:
+        # tanh(x) = 2 sigmoid(2 x) - 1
+        scores = (softcap * LOG2_E) * (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0)
+    else:
+        scores = scores * (scale * LOG2_E)
+    if MASKED:
+        visible = loaded[None, :] & (position[None, :] <= query_position[:, None])
+        if SLIDING_WINDOW > 0:
+            visible = visible & (position[None, :] > query_position[:, None] - SLIDING_WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    return scores
+
+
+@triton.jit
 def _attend_tiles(
     acc,  # [BLOCK_M, HEAD_DIM_PADDED] float32: the running softmax of the rows,
     highest,  # [BLOCK_M] their highest score times log2(e),
@@ -96,17 +133,10 @@ def _attend_tiles(
         if MASKED:
             cache_mask = loaded[:, None] & cache_mask
         k = widen(tl.load(key_cache + offset, mask=cache_mask, other=0), q.dtype, CACHE_FORMAT, UPCAST)
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION, UPCAST)
-        if USE_SOFTCAP:
-            # tanh(x) = 2 sigmoid(2 x) - 1
-            scores = (softcap * LOG2_E) * (2.0 * tl.sigmoid(scores * (2.0 * scale / softcap)) - 1.0)
-        else:
-            scores = scores * (scale * LOG2_E)
-        if MASKED:
-            visible = loaded[None, :] & (position[None, :] <= query_position[:, None])
-            if SLIDING_WINDOW > 0:
-                visible = visible & (position[None, :] > query_position[:, None] - SLIDING_WINDOW)
-            scores = tl.where(visible, scores, float("-inf"))
+        scores = _scores(
+            q, k, query_position, position, loaded, scale, softcap, SLIDING_WINDOW, USE_SOFTCAP, MASKED, PRECISION,
+            UPCAST,
+        )  # fmt: skip
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))
         # A row may have seen no visible key yet (window): -inf - -inf would be NaN.
         base = tl.where(new_highest == float("-inf"), 0.0, new_highest) if MASKED else new_highest
@@ -126,11 +156,9 @@ def _attend_tiles(
                 else:
                     split = (done - 1) // tiles_each
                     tl.store(partial + split * HEAD_DIM, acc, mask=used)
-                    tl.store(partial_softmax + 2 * split, highest, mask=row_used)
-                    tl.store(partial_softmax + 2 * split + 1, total, mask=row_used)
-                acc = tl.zeros_like(acc)
+                    _store_softmax(partial_softmax + 2 * split, highest, total, row_used)
+                acc, total = tl.zeros_like(acc), tl.zeros_like(total)
                 highest = tl.full([q.shape[0]], float("-inf"), tl.float32)
-                total = tl.zeros([q.shape[0]], tl.float32)
     return acc, highest, total, folded, folded_highest, folded_total
 
 
