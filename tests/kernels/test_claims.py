@@ -103,12 +103,11 @@ def test_who_only_helps_waits_no_longer_than_that_took() -> None:
     renew(address, 3, RUN + UNTIL_COMPUTED, 1000)
     assert [enter(address) for _ in thread] == thread
     assert [take_item(address, 3, num_items, other, -1, 0) for other in (1, 2)] == [(0, 0), (1, 0)]
-    item, lap = take_item(address, 3, num_items, 0, -1, 0)
-    assert item == 0
+    first, lap = take_item(address, 3, num_items, 0, -1, 0)
     assert 1000 <= _patience(address, _place(address, 0)) < 10**11, "not since the machine was started"
-    item, lap = take_item(address, 3, num_items, 0, item, lap)
-    assert item == 1
-    assert take_item(address, 3, num_items, 0, item, lap)[0] == -1
+    second, lap = take_item(address, 3, num_items, 0, first, lap)
+    assert {first, second} == {0, 1}, "in either order: the clock may run out between two looks"
+    assert take_item(address, 3, num_items, 0, second, lap)[0] == -1
 
 
 @pytest.mark.parametrize("lag", [0, LAG])
