@@ -6,9 +6,9 @@ safetensors as well, and a line says when they were not checked.) Exits with 1 w
 is no GPU.
 
 `python -m tests.gpu --bench` goes on to speed: every kernel, then steps of the engine with dummy weights in the shapes
-of Qwen3-0.6B and Llama-3.1-8B, and many requests of mixed lengths, each beside the limits measured in the same run;
-`--json FILE` keeps the figures. Still no Ray and no download; the engine needs Quire's own dependencies besides
-(pydantic, msgspec), and is left out without.
+of Qwen3-0.6B and Llama-3.1-8B, many requests of mixed lengths, and profiles of steps (which kernels take their time),
+each beside the limits measured in the same run; `--json FILE` keeps the figures. Still no Ray and no download; the
+engine needs Quire's own dependencies besides (pydantic, msgspec), and is left out without.
 
     python -m tests.gpu                                            # all checks, a process for each of 8 cores
     python -m tests.gpu --bench --json gpu.json                    # and all figures
@@ -37,7 +37,8 @@ from .checks import run_checks  # isort: split
 from . import engine_speed
 
 ENGINE_NEEDS = ("pydantic", "msgspec", "tokenizers", "transformers")
-CHECKS, KERNELS, STEPS, MIXED = PARTS = ("checks", "kernels", "steps", "mixed")
+CHECKS, KERNELS, STEPS, MIXED, PROFILE = PARTS = ("checks", "kernels", "steps", "mixed", "profile")
+OF_ENGINE = {STEPS, MIXED, PROFILE}
 # By the shapes of its layers, and by its configuration.
 MODELS = {"Llama-3.1-8B": "llama-3.1-8b", "Qwen3-0.6B": "qwen3-0.6b", "Qwen3-30B-A3B": "qwen3-30b-a3b"}
 
@@ -60,7 +61,7 @@ def main() -> int:
         parser.error(f"--only {' '.join(parts)}: only checks run without --bench")
     if options.json is not None and not set(parts) - {CHECKS}:
         parser.error("--json: nothing is measured without --bench")
-    if KERNELS not in parts and {STEPS, MIXED} & set(parts) and not set(models) & set(engine_speed.CONFIGS):
+    if KERNELS not in parts and OF_ENGINE & set(parts) and not set(models) & set(engine_speed.CONFIGS):
         parser.error(f"--models: steps are measured of {', '.join(engine_speed.CONFIGS)}")
     if not torch.cuda.is_available():
         print(f"No GPU: torch {torch.__version__} sees no CUDA device. Nothing was checked.", file=sys.stderr)
@@ -119,13 +120,15 @@ def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Itera
         yield
     del timer
     torch.cuda.empty_cache()
-    if not {STEPS, MIXED} & set(parts):
+    if not OF_ENGINE & set(parts):
         return
     missing = [name for name in ENGINE_NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         print(f"\nThe engine was not measured: {', '.join(missing)} not installed.")
         return
-    sizes = {"batches": (1, 16, 64, 256), "context": 1024, "prefills": (2048, 8192, 32768)} if STEPS in parts else {}
+    sizes: dict[str, Any] = {"context": 1024}
+    sizes |= {"batches": (1, 16, 64, 256), "prefills": (2048, 8192, 32768)} if STEPS in parts else {}
+    sizes |= {"profiled": (1, 64), "profiled_prefills": (2048,)} if PROFILE in parts else {}
     mixed = engine_speed.MIXED if MIXED in parts else None
     for name, config in engine_speed.CONFIGS.items():
         if name not in models:
@@ -136,6 +139,8 @@ def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Itera
             for speed in engine_speed.measure(config, limits, mixed=mixed, **sizes):
                 rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
                 print(f"{speed.work:<46} {rates}  {speed.share:>4.0%} of the limit", flush=True)
+                if speed.profile:
+                    print(speed.profile, flush=True)
                 speeds.append(asdict(speed) | {"share": speed.share})
                 yield
 

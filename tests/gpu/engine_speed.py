@@ -2,7 +2,8 @@
 
 A decode step reads every weight, and the keys and values of every request: its limit is their bytes at the speed of a
 copy. A prefill's is the products with the weights at the speed of a matrix product. That of a mixed load is the sum:
-all prompts as one prefill, then as many decode steps as the longest answer has tokens.
+all prompts as one prefill, then as many decode steps as the longest answer has tokens. A profile says which kernels a
+step's time goes to, and how much of it they are.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity
 
 from quire.workers.kernel_bench.measure import Limits
 from quire.workers.kernel_bench.work import Work, attention_work
@@ -37,14 +42,18 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_MOST_KERNELS = 24  # that a profile names
+
+
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """`limit_ms` is what the step would take at the limits measured beside it."""
+    """`limit_ms` is what the step would take at the limits measured beside it. A profile's time is that of kernels."""
 
     work: str
     ms: float
     tokens_per_s: float
     limit_ms: float
+    profile: str = ""  # lines: kernel, how often a step calls it, microseconds of a step
 
     @property
     def share(self) -> float:
@@ -91,21 +100,26 @@ def measure(
     context: int = 0,
     prefills: Sequence[int] = (),
     mixed: Mixed | None = None,
+    profiled: Sequence[int] = (),
+    profiled_prefills: Sequence[int] = (),
     num_steps: int = 64,
     element_size: int = 2,
     **engine: Any,
 ) -> Iterator[Speed]:
-    """Decode steps at a context, whole prefills, and a mixed load. `engine`: options of `quire.LLM`."""
+    """Decode steps of some batches at a context, whole prefills, a mixed load, and profiles of the former two.
+
+    `engine`: options of `quire.LLM`.
+    """
     from quire import LLM
 
     mixed_length = 2 * mixed.lengths[-1] if mixed is not None else 0
-    longest = max(context + num_steps + 2, *prefills, mixed_length, 1) + 2
+    longest = max(context + num_steps + 2, *prefills, *profiled_prefills, mixed_length, 1) + 2
     with dummy_model(config) as path:
         llm = LLM(
             str(path),
             load_format="dummy",
             max_model_len=longest,
-            max_num_seqs=max(*batches, mixed.num_requests if mixed is not None else 0, 1),
+            max_num_seqs=max(*batches, *profiled, mixed.num_requests if mixed is not None else 0, 1),
             **engine,
         )
         try:
@@ -115,6 +129,10 @@ def measure(
                 yield _prefill(llm, config, limits, num_tokens)
             if mixed is not None:
                 yield _mixed(llm, config, limits, mixed, element_size)
+            for batch in profiled:
+                yield _decode_profile(llm, config, limits, batch, context, num_steps, element_size)
+            for num_tokens in profiled_prefills:
+                yield _prefill_profile(llm, config, limits, num_tokens)
         finally:
             llm.shutdown()
 
@@ -163,6 +181,46 @@ def _mixed(llm: Any, config: dict[str, Any], limits: Limits, mixed: Mixed, eleme
     first, last = mixed.lengths[0], mixed.lengths[-1]
     work = f"{mixed.num_requests} requests, {first}-{last} in and out"
     return Speed(work, seconds * 1e3, num_out / seconds, limit_s * 1e3)
+
+
+def _decode_profile(
+    llm: Any, config: dict[str, Any], limits: Limits, batch: int, context: int, num_steps: int, element_size: int
+) -> Speed:
+    prompts = _prompts(config, batch, context, seed=batch)
+    _seconds(llm, prompts, 2)
+    kernels = _profile(lambda: _seconds(llm, prompts, 1 + num_steps))
+    limit_s = _decode_limit_s(config, limits, [(1, context + num_steps // 2)] * batch, 1, element_size)
+    return _profiled(f"kernels of decode, batch {batch}, context {context}", kernels, 1 + num_steps, batch, limit_s)
+
+
+def _prefill_profile(llm: Any, config: dict[str, Any], limits: Limits, num_tokens: int) -> Speed:
+    prompts = _prompts(config, 1, num_tokens, seed=num_tokens + 2)
+    kernels = _profile(lambda: _seconds(llm, prompts, 1))
+    limit_s = _prefill_limit_s(config, limits, [num_tokens])
+    return _profiled(f"kernels of prefill {num_tokens}", kernels, 1, num_tokens, limit_s)
+
+
+def _profile(run: Callable[[], object]) -> list[tuple[str, int, float]]:
+    """Name, calls and microseconds, most of these first, of all kernels that a GPU runs meanwhile; of what torch calls,
+    where there is none."""
+    has_gpu = torch.cuda.is_available()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
+    with torch.profiler.profile(activities=activities) as profiler:
+        run()
+    found = [
+        (event.key, event.count, event.self_device_time_total if has_gpu else event.self_cpu_time_total)
+        for event in profiler.key_averages()
+        if event.device_type == (DeviceType.CUDA if has_gpu else DeviceType.CPU)
+    ]
+    return sorted(found, key=lambda kernel: -kernel[2])
+
+
+def _profiled(
+    work: str, kernels: list[tuple[str, int, float]], num_steps: int, num_tokens: int, limit_s: float
+) -> Speed:
+    seconds = sum(us for _, _, us in kernels) * 1e-6 / num_steps
+    lines = [f"    {name[:72]:<72} {calls / num_steps:>8.1f} {us / num_steps:>10.1f} us" for name, calls, us in kernels]
+    return Speed(work, seconds * 1e3, num_tokens / seconds, limit_s * 1e3, "\n".join(lines[:_MOST_KERNELS]))
 
 
 def _decode_limit_s(

@@ -20,9 +20,14 @@ small = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256, "
 config = {**CONFIGS["Qwen3-0.6B"], **small}
 limits = Limits(copy_gb_per_s=10.0, matmul_tflop_per_s=0.1)
 sizes = {"batches": (1, 3), "context": 40, "prefills": (64,), "mixed": Mixed(5, range(10, 21)), "num_steps": 200}
-for speed in measure(config, limits, **sizes, device="cpu"):
+profiled = {"profiled": (2,), "profiled_prefills": (48,)}
+for speed in measure(config, limits, **sizes, **profiled, device="cpu"):
     assert speed.ms > 0 and speed.limit_ms > 0
     print(speed.work)
+    if speed.profile:
+        rows = [line.split() for line in speed.profile.split("\\n")]
+        total_us = sum(float(row[-2]) for row in rows)
+        assert len(rows) > 5 and 0.5 * speed.ms < total_us / 1e3 < 1.01 * speed.ms, speed
 """
 MISSING = ("ray", "llguidance", "fastapi", "starlette", "uvicorn", "grpc", "google.protobuf", "gguf", "aiohttp",
            "prometheus_client")  # fmt: skip
@@ -33,4 +38,5 @@ def test_the_engine_is_measured_where_the_service_could_not_run() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     decodes = ["decode, batch 1, context 40", "decode, batch 3, context 40"]
-    assert done.stdout.split("\n")[:-1] == [*decodes, "prefill 64", "5 requests, 10-20 in and out"]
+    profiles = ["kernels of decode, batch 2, context 40", "kernels of prefill 48"]
+    assert done.stdout.split("\n")[:-1] == [*decodes, "prefill 64", "5 requests, 10-20 in and out", *profiles]
