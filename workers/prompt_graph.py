@@ -1,8 +1,11 @@
-"""Steps with prompts as one graph, of any number of tokens up to some thousands. On CPU (`kernels.cpu.any_rows`).
+"""Steps with prompts as a graph, of any number of tokens up to some thousands. On CPU (`kernels.cpu.any_rows`).
 
 Prompts come in every length, so what differs between two steps is placed where the graph reads it: tokens at the
 beginning of memory that has room for the largest step, and who is in the batch in the metadata that it was recorded
 with, whose plans are made anew in each step.
+
+Few tokens, as what is left of a prompt that is in the cache, are multiplied by other kernels than many: those that one
+record is not for are another's, which is made when they first come.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ from quire.kernels.ops import AttentionMetadata
 
 _LEAST_RECORDED = 32  # tokens: fewer are multiplied by other kernels than most prompts
 _MOST_RECORDED = 2048  # with more, what lies between the calls hardly counts, and all memory has room for them
+_FEW_RECORDED = 7  # with up to so many: a prime number, and nearly as many as any kernel for few rows takes
 
 # token_ids, positions [num_tokens], metadata of each KV cache group -> hidden states [num_tokens, hidden_size]
 Compute = Callable[[Tensor, Tensor, Sequence[AttentionMetadata]], Tensor]
@@ -28,6 +32,7 @@ class Record(Protocol):
     """A forward that can be repeated."""
 
     least_rows: int
+    most_rows: int
 
     def replay(self, num_rows: int) -> Tensor: ...
 
@@ -45,19 +50,27 @@ class AnyRowsBackend(Protocol):
         ...
 
 
+class _Recorded(NamedTuple):
+    record: Record
+    metadata: list[AttentionMetadata]  # what it was made with
+
+    def is_for(self, num_tokens: int) -> bool:
+        return self.record.least_rows <= num_tokens <= self.record.most_rows
+
+
 class PromptGraph:
-    """Computes steps: from the first that can be recorded on, those of so many tokens or more as its graph.
+    """Computes steps: from the first that can be recorded on, those of about as many tokens or more as its graph.
 
     It does not keep the runner, whose cache is to be freed before the next one is made.
     """
 
     def __init__(self, backend: AnyRowsBackend, max_num_tokens: int, num_groups: int) -> None:
-        self._backend: AnyRowsBackend | None = backend  # until it has tried
+        self._backend = backend
         self._capacity = _next_prime(min(max_num_tokens, _MOST_RECORDED))
         # Token ids, positions, and slots by group.
-        self._inputs = torch.zeros(2 + num_groups, self._capacity, dtype=torch.int64)
-        self._metadata: list[AttentionMetadata] = []  # what the record was made with
-        self._record: Record | None = None
+        self._inputs = torch.zeros(2 + num_groups, max(self._capacity, _FEW_RECORDED), dtype=torch.int64)
+        self._recorded: list[_Recorded] = []
+        self._untried = {_FEW_RECORDED, _MOST_RECORDED}
 
     def forward(
         self, compute: Compute, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]
@@ -66,17 +79,23 @@ class PromptGraph:
         num_tokens = len(token_ids)
         if num_tokens > self._capacity:
             return compute(token_ids, positions, by_group)
-        if self._record is not None and num_tokens >= self._record.least_rows:
+        for recorded in self._recorded:
+            if recorded.is_for(num_tokens):
+                self._place(token_ids, positions, by_group)
+                for placed, metadata in zip(recorded.metadata, by_group, strict=True):
+                    _place_all_but_slots(metadata, placed)
+                return recorded.record.replay(num_tokens)
+        hidden = None
+        if num_tokens <= _FEW_RECORDED and _FEW_RECORDED in self._untried:
+            self._untried.remove(_FEW_RECORDED)
             self._place(token_ids, positions, by_group)
-            for placed, metadata in zip(self._metadata, by_group, strict=True):
-                _place_all_but_slots(metadata, placed)
-            return self._record.replay(num_tokens)
-        if self._backend is not None and num_tokens >= _LEAST_RECORDED:
+            most = min(_LEAST_RECORDED, self._inputs.shape[1])
+            hidden = self._capture(compute, num_tokens, _FEW_RECORDED, most, by_group)
+        elif num_tokens >= _LEAST_RECORDED and _MOST_RECORDED in self._untried:
+            self._untried.remove(_MOST_RECORDED)
             self._place(token_ids, positions, by_group)
-            hidden = self._capture(self._backend, compute, num_tokens, by_group)
-            if hidden is not None:
-                return hidden
-        return compute(token_ids, positions, by_group)
+            hidden = self._capture(compute, num_tokens, _next_prime(num_tokens), self._capacity, by_group)
+        return compute(token_ids, positions, by_group) if hidden is None else hidden
 
     def _place(self, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]) -> None:
         rows = (token_ids, positions, *(metadata.slot_mapping for metadata in by_group))
@@ -84,22 +103,27 @@ class PromptGraph:
             place[: len(token_ids)].copy_(given)
 
     def _capture(
-        self, backend: AnyRowsBackend, compute: Compute, num_tokens: int, by_group: Sequence[AttentionMetadata]
+        self,
+        compute: Compute,
+        num_tokens: int,
+        num_recorded: int,
+        most_tokens: int,
+        by_group: Sequence[AttentionMetadata],
     ) -> Tensor | None:
-        """With padding up to a prime number, which is hardly a size of the model as well."""
-        num_recorded = _next_prime(num_tokens)
+        """With padding up to `num_recorded`, a prime number, which is hardly a size of the model as well. None where
+        that cannot be recorded, or so few would be computed otherwise."""
         self._inputs[:2, num_tokens:num_recorded] = 0
         self._inputs[2:, num_tokens:num_recorded] = -1  # stored nowhere
         token_ids, positions, *slots = (place[:num_recorded] for place in self._inputs)
         placed = [replace(each, slot_mapping=own, plans={}) for each, own in zip(by_group, slots, strict=True)]
-        self._backend = None
-        captured = backend.capture_any_rows(
-            lambda: compute(token_ids, positions, placed), num_recorded, self._capacity, [self._inputs]
+        captured = self._backend.capture_any_rows(
+            lambda: compute(token_ids, positions, placed), num_recorded, most_tokens, [self._inputs]
         )
         if captured is None:
             return None
-        self._metadata, (self._record, hidden) = placed, captured
-        return hidden[:num_tokens]
+        record, hidden = captured
+        self._recorded.append(_Recorded(record, placed))
+        return hidden[:num_tokens] if self._recorded[-1].is_for(num_tokens) else None
 
 
 def _next_prime(number: int) -> int:

@@ -35,14 +35,14 @@ class AnyRows:
         self, actions: Sequence[Callable[[int], object]], result: Tensor, pool: Pool, least_rows: int, most_rows: int
     ) -> None:
         """`result` is what the first run gave, in memory for `most_rows`."""
-        self.least_rows = least_rows
+        self.least_rows, self.most_rows = least_rows, most_rows
         self._actions = actions
         self._kept = result, pool
         self._result = borrowed(result, most_rows)
 
     def replay(self, num_rows: int) -> Tensor:
-        """With the first `num_rows` rows, `least_rows` or more, of the inputs. The result is overwritten by the next
-        replay."""
+        """With the first `num_rows` rows, `least_rows` to `most_rows`, of the inputs. The result is overwritten by the
+        next replay."""
         for action in self._actions:
             action(num_rows)
         return self._result[:num_rows]
@@ -59,7 +59,8 @@ def capture(
     listener = _Recorder(pool, num_rows, most_rows, inputs)
     with listener, recorded_by(listener):
         result = run()
-    return AnyRows(listener.finish_with(result), result, pool, listener.least_rows, most_rows), result
+    actions = listener.finish_with(result)
+    return AnyRows(actions, result, pool, listener.least_rows, listener.fitting_rows), result
 
 
 class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -67,7 +68,7 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it u
         super().__init__(pool)
         self.most_rows = self._most_rows = most_rows
         self._growth = Fraction(-(-most_rows // _MULTIPLE) * _MULTIPLE, num_rows)
-        self.least_rows = 1
+        self.least_rows, self.fitting_rows = 1, most_rows  # of how many its calls are the ones to be made
         self._num_rows = num_rows
         self._memory_by_rows = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         self._lent |= self._memory_by_rows
@@ -77,6 +78,7 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it u
         if call.rows is None:
             raise NotCapturableError("a compiled call is for one number of rows")
         self.least_rows = max(self.least_rows, call.least_rows)
+        self.fitting_rows = min(self.fitting_rows, call.most_rows)
         super().add_call(call)
 
     def add_preparation(self, action: Callable[[], object]) -> None:

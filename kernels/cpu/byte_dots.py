@@ -149,7 +149,7 @@ def multiply(
     num_digits = num_digits or _DIGITS[x.dtype]
     entry = _entry(packing.name, num_digits, has_short_x, out.dtype == torch.bfloat16, activation)
     if num_rows <= ROWS:
-        run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=None, chosen=chosen)
+        run_product(entry, x.data_ptr(), in_features, weight, bias, out, most_rows=ROWS, chosen=chosen)
         return
     row_bytes = in_features // BLOCK * x_block_bytes(Way(packing, num_digits))
     most_rows = -(-num_rows // ROWS) * ROWS  # that are read, whatever is behind the last

@@ -140,7 +140,7 @@ def _multiply(
     entry = _entry(packing.name, num_parts, out.dtype == torch.bfloat16, activation)
     group_size = -(-num_rows // num_groups) * in_features
     split(num_rows, group_size, x.data_ptr(), in_features, first, num_rows, per=TILE, also="num_x")
-    run_product(entry, first, in_features, weight, bias, out, least_rows=1)
+    run_product(entry, first, in_features, weight, bias, out)
 
 
 @cache

@@ -105,7 +105,7 @@ def multiply(
 ) -> None:
     """`linear` or `linear_gated` into `out`. `chosen`: see `run_product`."""
     x, entry = x.contiguous(), _entry(packing.name, out.dtype == torch.bfloat16, activation)
-    run_product(entry, x.data_ptr(), x.shape[1], weight, bias, out, least_rows=1, chosen=chosen)
+    run_product(entry, x.data_ptr(), x.shape[1], weight, bias, out, chosen=chosen)
 
 
 @cache

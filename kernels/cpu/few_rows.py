@@ -11,6 +11,7 @@ take their time together.
 from __future__ import annotations
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, quantize_row
-from .recording import CompiledCall
+from .recording import CompiledCall, Rows
 from .sources import digest_of, filed_as
 from .threads import run_call
 from .tiles import FORMATS, Format, Places, tile, widen_row
@@ -51,12 +52,20 @@ _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles
 ) = range(13)
 
 
-def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+def linear(
+    name: str,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None,
+    bias: Tensor | None,
+    most_rows: int | None = None,
+) -> Tensor:
     """(x @ weight.T) * scales + bias in format `name`, which the CPU has.
 
     `in_features` is a multiple of the format's step and `out_features` of `tiles.TILE_ROWS`, and at least what its
     largest tile takes; `weight` is contiguous.
-    x, bias and the result have the format's dtype, or float32 or bfloat16 for x in digits.
+    x, bias and the result have the format's dtype, or float32 or bfloat16 for x in digits. most_rows: up to how many
+    it is this kernel, whoever else has some for more; None if that is not all.
     """
     form = FORMATS[name]
     if form.parts > 1 and len(x) > MAX_PREPARED:
@@ -82,7 +91,9 @@ def linear(name: str, x: Tensor, weight: Tensor, scales: Tensor | None, bias: Te
         num_threads,
         ctypes.addressof(claims),
     )
-    run_call(CompiledCall(_entry(name), arguments, claims, is_idempotent=True))
+    rows = None if most_rows is None else (Rows(8 * _NUM_ROWS),)
+    most_rows = min(most_rows or sys.maxsize, MAX_PREPARED if form.parts > 1 else sys.maxsize)
+    run_call(CompiledCall(_entry(name), arguments, claims, rows, is_idempotent=True, most_rows=most_rows))
     return out
 
 

@@ -122,7 +122,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if _is_many(x, weight) or (not is_few and many_rows.fits(weight) and len(x) <= MAX_ROWS):
         return many_rows.linear(x, weight, None, bias, least_rows=_from_rows(weight))
     if is_few:  # any number of rows in float32 of a weight that `many_rows` does not take: for the same bits
-        return few_rows.linear(name, x, weight, None, bias)
+        return few_rows.linear(name, x, weight, None, bias, most_rows=_to_rows(weight))
     if x.dtype != torch.float32 and _widens_bfloat16() and len(x) > FEW_ROWS["float32"]:
         return _widened(x, weight, None, bias, torch.float32)
     return F.linear(x, weight, bias)
@@ -141,9 +141,9 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
     if _is_many(x, weight):
         return many_rows.linear(x, weight, scales, bias, least_rows=_from_rows(weight))
     if in_digits and _fits(x, weight, "int8 dot", FEW_ROWS[products(torch.int8)[0]]):
-        return few_rows.linear("int8 dot", x, weight, scales, bias)
+        return few_rows.linear("int8 dot", x, weight, scales, bias, most_rows=_to_rows(weight))
     if x.dtype == torch.float32 and _fits(x, weight, "int8", FEW_ROWS["float32"]):
-        return few_rows.linear("int8", x, weight, scales, bias)
+        return few_rows.linear("int8", x, weight, scales, bias, most_rows=_to_rows(weight))
     return _widened(x, weight, scales, bias, torch.float32)
 
 
@@ -249,6 +249,11 @@ def _least_many(weight: Tensor) -> int:
 def _from_rows(weight: Tensor) -> int | None:
     """From how many rows on it is always `many_rows`, on a CPU where it is."""
     return _least_many(weight) if sys.maxsize == MAX_ROWS else None
+
+
+def _to_rows(weight: Tensor) -> int | None:
+    """Up to how many rows it is always `few_rows`, where that takes some."""
+    return _least_many(weight) - 1 if many_rows.fits(weight) else None
 
 
 @cache

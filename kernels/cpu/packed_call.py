@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Any
 
 import torch
@@ -35,14 +36,16 @@ def run_product(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-    least_rows: int | None,
+    *,
+    least_rows: int = 1,
+    most_rows: int = sys.maxsize,
     chosen: Tensor | None = None,
 ) -> None:
     """Fill `out` [num_rows, out_features] by the worker `entry` (a ctypes function pointer).
 
-    `x` is the address of what it takes for x; `least_rows`: from how many on it is this worker, None if it is for these
-    rows alone. `chosen`: the pairs of panels that are multiplied, uint8, by workers that can choose; the results of the
-    others are left alone.
+    `x` is the address of what it takes for x; `least_rows` and `most_rows`: of how many it is this worker that takes x
+    so. `chosen`: the pairs of panels that are multiplied, uint8, by workers that can choose; the results of the others
+    are left alone.
     """
     num_threads = torch.get_num_threads()
     claims = new_claims(num_threads)
@@ -57,5 +60,5 @@ def run_product(
         ctypes.addressof(claims),
         0 if chosen is None else chosen.data_ptr(),
     )
-    rows = None if least_rows is None else (Rows(8 * NUM_ROWS),)
-    run_call(CompiledCall(entry, arguments, claims, rows, is_idempotent=True, least_rows=least_rows or 1))
+    rows = (Rows(8 * NUM_ROWS),)
+    run_call(CompiledCall(entry, arguments, claims, rows, True, least_rows=least_rows, most_rows=most_rows))

@@ -17,6 +17,7 @@ Sums take their products in the order of `tile_product`, so that results have th
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from typing import Any
 
@@ -106,7 +107,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out
     out, are_few = x.new_empty(num_rows, weight.shape[0], dtype=out_dtype), num_rows <= FEW[-1]
     entry = _entry(packing.name, x.dtype == torch.bfloat16, out_dtype == torch.bfloat16)
     x = x.contiguous() if are_few else turn_rows(x)
-    run_product(entry, x.data_ptr(), in_features, weight, bias, out, None if are_few else FEW[-1] + 1)
+    least, most = (1, FEW[-1]) if are_few else (FEW[-1] + 1, sys.maxsize)
+    run_product(entry, x.data_ptr(), in_features, weight, bias, out, least_rows=least, most_rows=most)
     return out
 
 

@@ -13,6 +13,7 @@ from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.recording import NotCapturableError, recorder
+from quire.kernels.cpu.tiles import best_format
 from quire.kernels.elementwise import activate_and_mul, rms_norm
 
 NUM_ROWS, MOST_ROWS, SIZE = 41, 163, 64
@@ -52,6 +53,28 @@ def test_any_number_of_rows(num_threads: int) -> None:
                 assert torch.equal(found, forward(x[:num_rows], ids[:num_rows]))
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("in_int8", [False, True])
+def test_few_rows(in_int8: bool, dtype: torch.dtype) -> None:
+    """They are another kernel's than many: on a CPU with matrix tiles up to four, elsewhere some more."""
+    if in_int8 and dtype == torch.bfloat16 and best_format("int8 dot", "int8") == "int8":
+        pytest.skip("this CPU multiplies few such rows as numbers")
+    x = torch.randn(MOST_ROWS, SIZE).to(dtype)
+    weight = torch.randint(-127, 128, (2 * SIZE, SIZE)).to(torch.int8 if in_int8 else dtype)
+    scales = torch.rand(2 * SIZE)
+
+    def run(x: Tensor) -> Tensor:
+        return ops.linear_int8(x, weight, scales) if in_int8 else ops.linear(x, weight)
+
+    with torch.inference_mode():
+        (few, first), (many, _) = (capture(lambda n=n: run(x[:n]), Pool(), n, MOST_ROWS, [x]) for n in (3, NUM_ROWS))
+        assert torch.equal(first, run(x[:3]))
+        assert (few.least_rows, few.most_rows + 1, many.most_rows) == (1, many.least_rows, MOST_ROWS)
+        for num_rows in range(few.least_rows, few.most_rows + 1):
+            x.copy_(torch.randn(MOST_ROWS, SIZE))
+            assert torch.equal(few.replay(num_rows), run(x[:num_rows]))
 
 
 def test_records_share_memory() -> None:

@@ -482,6 +482,12 @@ def test_gated_bits_are_those_of_both_steps(
             assert (memory[num_rows:] == 7.0).all()
 
 
+def rows_of_a_record(kernel: Any, recorded: int) -> tuple[int, int]:
+    """Of how many rows, the least and the most, a record of so many is, in memory for 163."""
+    others = LEAST_ROWS.get(kernel, 1)
+    return (others, 163) if recorded >= others else (1, others - 1)
+
+
 @of_codes
 @packings
 @pytest.mark.parametrize("recorded", [5, 20, 41])
@@ -489,17 +495,15 @@ def test_any_number_of_rows_of_gates(recorded: int, kernel: Any, dtype: torch.dt
     """And of results in float32 with a bias in bfloat16: a record of some rows is repeated with others."""
     bias = torch.randn(160).to(dtype)
     weight, x = kernel.lay_out(packed(packing, 160, 96), packing), torch.randn(163, 96).to(dtype)
-    least = LEAST_ROWS.get(kernel, 1)
-    if recorded < least:
-        pytest.skip("so few rows are not recorded for others")
+    least, most = rows_of_a_record(kernel, recorded)
     for run in (
         lambda x: kernel.linear_gated(x, weight, bias, packing, "silu"),
         lambda x: kernel.linear(x, weight, bias, packing, torch.float32),
     ):
         with torch.inference_mode():
             record, _ = capture(lambda run=run: run(x[:recorded]), Pool(), recorded, 163, [x])
-            assert record.least_rows == least
-            for num_rows in (163, least, 16, 17, 32, 33, 41, 100):
+            assert (record.least_rows, record.most_rows) == (least, most)
+            for num_rows in {most, least, 2, 7, 16, 17, 32, 33, 41, 100} & set(range(least, most + 1)):
                 x.copy_(torch.randn(163, 96))
                 found = record.replay(num_rows).clone()
                 assert torch.equal(found, run(x[:num_rows]))
@@ -611,10 +615,8 @@ def test_no_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("recorded", [5, 20, 41])
 @pytest.mark.skipif(not IS_X86, reason="other layers of any number of rows are compiled on x86 alone")
 def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
-    """A record of some rows is repeated with others, but not with so few that another kernel would take them."""
-    least = LEAST_ROWS.get(kernel, 1)
-    if recorded < least:
-        pytest.skip("so few rows are not recorded for others")
+    """A record of some rows is repeated with others, but not with so few or so many that they are taken otherwise."""
+    least, most = rows_of_a_record(kernel, recorded)
     bias = torch.randn(80).to(dtype)
     weight = kernel.lay_out(packed(packing, 80, 96), packing)
     x = torch.randn(163, 96).to(dtype)
@@ -622,8 +624,8 @@ def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel:
         record, _ = capture(
             lambda: kernel.linear(x[:recorded], weight, bias, packing, dtype), Pool(), recorded, 163, [x]
         )
-        assert record.least_rows == least
-        for num_rows in (163, record.least_rows, 16, 17, 32, 33, 41, 100):
+        assert (record.least_rows, record.most_rows) == (least, most)
+        for num_rows in {most, least, 2, 7, 16, 17, 32, 33, 41, 100} & set(range(least, most + 1)):
             x.copy_(torch.randn(163, 96))
             found = record.replay(num_rows).clone()
             assert torch.equal(found, kernel.linear(x[:num_rows], weight, bias, packing, dtype))

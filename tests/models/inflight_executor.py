@@ -37,7 +37,8 @@ class RepeatedCalls:
 
 class CountedRecord:
     def __init__(self, record: Record, replayed: list[int]) -> None:
-        self.least_rows, self._record, self._replayed = record.least_rows, record, replayed
+        self.least_rows, self.most_rows = record.least_rows, record.most_rows
+        self._record, self._replayed = record, replayed
 
     def replay(self, num_rows: int) -> Tensor:
         self._replayed.append(num_rows)
@@ -50,7 +51,7 @@ class CountedBackend(CpuGraphBackend):
     def __init__(self) -> None:
         super().__init__()
         self.num_captured = self.num_replays = 0
-        self.prompts_recorded_with: int | None = None  # tokens
+        self.prompts_recorded_with: list[int] = []  # tokens
         self.prompts_replayed: list[int] = []
 
     def capture_any_rows(
@@ -60,7 +61,7 @@ class CountedBackend(CpuGraphBackend):
         if captured is None:
             return None
         record, result = captured
-        self.prompts_recorded_with = num_rows
+        self.prompts_recorded_with.append(num_rows)
         return CountedRecord(record, self.prompts_replayed), result
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
