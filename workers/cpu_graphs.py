@@ -36,5 +36,5 @@ class CpuGraphBackend:
         try:
             return any_rows.capture(run, self._pool, num_rows, most_rows, inputs)
         except NotCapturableError as reason:
-            logger.info("steps with prompts are not recorded: %s", reason)
+            logger.info("steps of prompts are not recorded by one of %d tokens: %s", num_rows, reason)
             return None

@@ -22,7 +22,8 @@ from quire.kernels.ops import AttentionMetadata
 
 _LEAST_RECORDED = 32  # tokens: fewer are multiplied by other kernels than most prompts
 _MOST_RECORDED = 2048  # with more, what lies between the calls hardly counts, and all memory has room for them
-_FEW_RECORDED = 7  # with up to so many: a prime number, and nearly as many as any kernel for few rows takes
+_FEW_RECORDED = 7  # with up to so many, a prime number; most kernels for few rows take 8 or more (of the rest, 4)
+_MOST_FEW = 24  # with more, none is a kernel for few rows, and not all that multiply them say so
 
 # token_ids, positions [num_tokens], metadata of each KV cache group -> hidden states [num_tokens, hidden_size]
 Compute = Callable[[Tensor, Tensor, Sequence[AttentionMetadata]], Tensor]
@@ -79,23 +80,25 @@ class PromptGraph:
         num_tokens = len(token_ids)
         if num_tokens > self._capacity:
             return compute(token_ids, positions, by_group)
-        for recorded in self._recorded:
-            if recorded.is_for(num_tokens):
-                self._place(token_ids, positions, by_group)
-                for placed, metadata in zip(recorded.metadata, by_group, strict=True):
-                    _place_all_but_slots(metadata, placed)
-                return recorded.record.replay(num_tokens)
+        recorded = self._record_for(num_tokens)
+        if recorded is not None:
+            self._place(token_ids, positions, by_group)
+            for placed, metadata in zip(recorded.metadata, by_group, strict=True):
+                _place_all_but_slots(metadata, placed)
+            return recorded.record.replay(num_tokens)
         hidden = None
         if num_tokens <= _FEW_RECORDED and _FEW_RECORDED in self._untried:
             self._untried.remove(_FEW_RECORDED)
-            self._place(token_ids, positions, by_group)
-            most = min(_LEAST_RECORDED, self._inputs.shape[1])
-            hidden = self._capture(compute, num_tokens, _FEW_RECORDED, most, by_group)
+            if self._record_for(_FEW_RECORDED) is None:
+                most = min(_MOST_FEW, self._inputs.shape[1])
+                hidden = self._capture(compute, token_ids, positions, by_group, _FEW_RECORDED, most)
         elif num_tokens >= _LEAST_RECORDED and _MOST_RECORDED in self._untried:
             self._untried.remove(_MOST_RECORDED)
-            self._place(token_ids, positions, by_group)
-            hidden = self._capture(compute, num_tokens, _next_prime(num_tokens), self._capacity, by_group)
+            hidden = self._capture(compute, token_ids, positions, by_group, _next_prime(num_tokens), self._capacity)
         return compute(token_ids, positions, by_group) if hidden is None else hidden
+
+    def _record_for(self, num_tokens: int) -> _Recorded | None:
+        return next((each for each in self._recorded if each.is_for(num_tokens)), None)
 
     def _place(self, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]) -> None:
         rows = (token_ids, positions, *(metadata.slot_mapping for metadata in by_group))
@@ -105,13 +108,16 @@ class PromptGraph:
     def _capture(
         self,
         compute: Compute,
-        num_tokens: int,
+        token_ids: Tensor,
+        positions: Tensor,
+        by_group: Sequence[AttentionMetadata],
         num_recorded: int,
         most_tokens: int,
-        by_group: Sequence[AttentionMetadata],
     ) -> Tensor | None:
         """With padding up to `num_recorded`, a prime number, which is hardly a size of the model as well. None where
         that cannot be recorded, or so few would be computed otherwise."""
+        num_tokens = len(token_ids)
+        self._place(token_ids, positions, by_group)
         self._inputs[:2, num_tokens:num_recorded] = 0
         self._inputs[2:, num_tokens:num_recorded] = -1  # stored nowhere
         token_ids, positions, *slots = (place[:num_recorded] for place in self._inputs)

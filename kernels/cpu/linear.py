@@ -252,8 +252,8 @@ def _from_rows(weight: Tensor) -> int | None:
 
 
 def _to_rows(weight: Tensor) -> int | None:
-    """Up to how many rows it is always `few_rows`, where that takes some."""
-    return _least_many(weight) - 1 if many_rows.fits(weight) else None
+    """Up to how many rows it is always `few_rows`, where that takes some, on a CPU where `many_rows` takes the rest."""
+    return _least_many(weight) - 1 if sys.maxsize == MAX_ROWS and many_rows.fits(weight) else None
 
 
 @cache

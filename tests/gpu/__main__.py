@@ -138,9 +138,10 @@ def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Itera
         with failures_told(figures, name):
             for speed in engine_speed.measure(config, limits, mixed=mixed, **sizes):
                 rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
-                print(f"{speed.work:<46} {rates}  {speed.share:>4.0%} of the limit", flush=True)
                 if speed.profile:
-                    print(speed.profile, flush=True)
+                    print(f"{speed.work:<46} {speed.ms:>9.2f} ms in all\n{speed.profile}", flush=True)
+                else:
+                    print(f"{speed.work:<46} {rates}  {speed.share:>4.0%} of the limit", flush=True)
                 speeds.append(asdict(speed) | {"share": speed.share})
                 yield
 

@@ -3,7 +3,8 @@
 A decode step reads every weight, and the keys and values of every request: its limit is their bytes at the speed of a
 copy. A prefill's is the products with the weights at the speed of a matrix product. That of a mixed load is the sum:
 all prompts as one prefill, then as many decode steps as the longest answer has tokens. A profile says which kernels a
-step's time goes to, and how much of it they are.
+step's time goes to: the time of each is from its launch to its end, so that those of kernels that are launched before
+the last one is done add up to more than the step's.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ _MOST_KERNELS = 24  # that a profile names
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """`limit_ms` is what the step would take at the limits measured beside it. A profile's time is that of kernels."""
+    """`limit_ms` is what the step would take at the limits measured beside it. A profile's time is the sum of its
+    kernels'."""
 
     work: str
     ms: float
@@ -186,6 +188,7 @@ def _mixed(llm: Any, config: dict[str, Any], limits: Limits, mixed: Mixed, eleme
 def _decode_profile(
     llm: Any, config: dict[str, Any], limits: Limits, batch: int, context: int, num_steps: int, element_size: int
 ) -> Speed:
+    """The last tokens of the prompts, which no cache keeps, are the first of the steps."""
     prompts = _prompts(config, batch, context, seed=batch)
     _seconds(llm, prompts, 2)
     kernels = _profile(lambda: _seconds(llm, prompts, 1 + num_steps))
@@ -219,8 +222,10 @@ def _profiled(
     work: str, kernels: list[tuple[str, int, float]], num_steps: int, num_tokens: int, limit_s: float
 ) -> Speed:
     seconds = sum(us for _, _, us in kernels) * 1e-6 / num_steps
-    lines = [f"    {name[:72]:<72} {calls / num_steps:>8.1f} {us / num_steps:>10.1f} us" for name, calls, us in kernels]
-    return Speed(work, seconds * 1e3, num_tokens / seconds, limit_s * 1e3, "\n".join(lines[:_MOST_KERNELS]))
+    named, others = kernels[:_MOST_KERNELS], kernels[_MOST_KERNELS:]
+    named += [("others", sum(calls for _, calls, _ in others), sum(us for *_, us in others))]
+    lines = [f"    {name[:72]:<72} {calls / num_steps:>8.1f} {us / num_steps:>10.1f} us" for name, calls, us in named]
+    return Speed(work, seconds * 1e3, num_tokens / seconds, limit_s * 1e3, "\n".join(lines))
 
 
 def _decode_limit_s(

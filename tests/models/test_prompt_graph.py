@@ -97,6 +97,7 @@ def test_types(tmp_path: Path, backend: CountedBackend, model: dict, cache: dict
     eager, recorded = (driver(tmp_path, eager, model, **sections) for eager in (True, False))
     assert answers_of(recorded) == answers_of(eager)
     assert len(set(backend.prompts_replayed)) >= 5 or not IS_X86
+    assert min(backend.prompts_replayed, default=0) < 10
 
 
 def test_more_decodes_than_have_graphs(tmp_path: Path, backend: CountedBackend) -> None:
@@ -120,6 +121,21 @@ def test_largest_steps(tmp_path: Path, backend: CountedBackend, monkeypatch: pyt
     sections = {"scheduler": {"max_num_batched_tokens": 96}}
     assert answers_of(driver(tmp_path, False, **sections)) == expected
     assert max(backend.prompts_replayed, default=96) == 96
+
+
+@pytest.mark.parametrize("most_tokens", [4, 20, 90])
+def test_few_tokens_first(tmp_path: Path, backend: CountedBackend, most_tokens: int) -> None:
+    """Steps of a few, in records of their own, and larger ones where there may be some."""
+    WIDE.make(tmp_path)
+    sections = {"scheduler": {"max_num_batched_tokens": most_tokens}}
+    eager, recorded = (driver(tmp_path, eager, **sections) for eager in (True, False))
+    for lengths in ((3,), (2,), (4,), (2, 2), (5, 4), (19,), (60,), (3, 1), (75, 2)):
+        prompts = prompts_of(lengths)
+        assert recorded.greedy(prompts, 3, 4) == eager.greedy(prompts, 3, 4)
+    if IS_X86:
+        assert backend.prompts_recorded_with == ([7, 61] if most_tokens == 90 else [7])
+        assert {2, 4} <= set(backend.prompts_replayed)
+        assert max(backend.prompts_replayed) == {4: 4, 20: 20, 90: 77}[most_tokens]
 
 
 @pytest.mark.parametrize("model", [{"enforce_eager": True}, {"quantization": "fp8"}], ids=["enforce_eager", "fp8"])
