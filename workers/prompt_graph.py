@@ -20,9 +20,9 @@ from torch import Tensor
 
 from quire.kernels.ops import AttentionMetadata
 
-_LEAST_RECORDED = 32  # tokens: fewer are multiplied by other kernels than most prompts
-_MOST_RECORDED = 2048  # with more, what lies between the calls hardly counts, and all memory has room for them
-_FEW_RECORDED = 7  # with up to so many, a prime number; most kernels for few rows take 8 or more (of the rest, 4)
+# With more tokens, what lies between the calls hardly counts, and all memory has room for them.
+_MOST_RECORDED = 2048
+_LEAST_RECORDED = 7  # tokens, with padding: a prime number; most kernels for few rows take 8 or more (of the rest, 4)
 _MOST_FEW = 24  # with more, none is a kernel for few rows, and not all that multiply them say so
 
 # token_ids, positions [num_tokens], metadata of each KV cache group -> hidden states [num_tokens, hidden_size]
@@ -51,6 +51,14 @@ class AnyRowsBackend(Protocol):
         ...
 
 
+class _Sizes(NamedTuple):
+    """Steps of `least` to `most` tokens are recorded, in memory for `room`: the first of them that comes."""
+
+    least: int
+    most: int
+    room: int
+
+
 class _Recorded(NamedTuple):
     record: Record
     metadata: list[AttentionMetadata]  # what it was made with
@@ -69,9 +77,13 @@ class PromptGraph:
         self._backend = backend
         self._capacity = _next_prime(min(max_num_tokens, _MOST_RECORDED))
         # Token ids, positions, and slots by group.
-        self._inputs = torch.zeros(2 + num_groups, max(self._capacity, _FEW_RECORDED), dtype=torch.int64)
+        self._inputs = torch.zeros(2 + num_groups, max(self._capacity, _LEAST_RECORDED), dtype=torch.int64)
         self._recorded: list[_Recorded] = []
-        self._untried = {_FEW_RECORDED, _MOST_RECORDED}
+        # Between them, it is not known which kernels a record with padding would have.
+        self._untried = [
+            _Sizes(1, _LEAST_RECORDED, min(_MOST_FEW, self._inputs.shape[1])),
+            _Sizes(32, self._capacity, self._capacity),
+        ]
 
     def forward(
         self, compute: Compute, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]
@@ -86,15 +98,8 @@ class PromptGraph:
             for placed, metadata in zip(recorded.metadata, by_group, strict=True):
                 _place_all_but_slots(metadata, placed)
             return recorded.record.replay(num_tokens)
-        hidden = None
-        if num_tokens <= _FEW_RECORDED and _FEW_RECORDED in self._untried:
-            self._untried.remove(_FEW_RECORDED)
-            if self._record_for(_FEW_RECORDED) is None:
-                most = min(_MOST_FEW, self._inputs.shape[1])
-                hidden = self._capture(compute, token_ids, positions, by_group, _FEW_RECORDED, most)
-        elif num_tokens >= _LEAST_RECORDED and _MOST_RECORDED in self._untried:
-            self._untried.remove(_MOST_RECORDED)
-            hidden = self._capture(compute, token_ids, positions, by_group, _next_prime(num_tokens), self._capacity)
+        sizes = next((each for each in self._untried if each.least <= num_tokens <= each.most), None)
+        hidden = None if sizes is None else self._capture(compute, token_ids, positions, by_group, sizes)
         return compute(token_ids, positions, by_group) if hidden is None else hidden
 
     def _record_for(self, num_tokens: int) -> _Recorded | None:
@@ -111,19 +116,21 @@ class PromptGraph:
         token_ids: Tensor,
         positions: Tensor,
         by_group: Sequence[AttentionMetadata],
-        num_recorded: int,
-        most_tokens: int,
+        sizes: _Sizes,
     ) -> Tensor | None:
-        """With padding up to `num_recorded`, a prime number, which is hardly a size of the model as well. None where
-        that cannot be recorded, or so few would be computed otherwise."""
-        num_tokens = len(token_ids)
+        """With padding up to a prime number, which is hardly a size of the model as well. None where that cannot be
+        recorded, or so few would be computed otherwise."""
+        num_tokens, num_recorded = len(token_ids), _next_prime(max(len(token_ids), _LEAST_RECORDED))
+        self._untried.remove(sizes)
+        if self._record_for(num_recorded) is not None:
+            return None
         self._place(token_ids, positions, by_group)
         self._inputs[:2, num_tokens:num_recorded] = 0
         self._inputs[2:, num_tokens:num_recorded] = -1  # stored nowhere
         token_ids, positions, *slots = (place[:num_recorded] for place in self._inputs)
         placed = [replace(each, slot_mapping=own, plans={}) for each, own in zip(by_group, slots, strict=True)]
         captured = self._backend.capture_any_rows(
-            lambda: compute(token_ids, positions, placed), num_recorded, most_tokens, [self._inputs]
+            lambda: compute(token_ids, positions, placed), num_recorded, sizes.room, [self._inputs]
         )
         if captured is None:
             return None

@@ -152,8 +152,8 @@ def multiply(
         run_product(entry, x.data_ptr(), in_features, weight, bias, out, most_rows=ROWS, chosen=chosen)
         return
     row_bytes = in_features // BLOCK * x_block_bytes(Way(packing, num_digits))
-    most_rows = -(-num_rows // ROWS) * ROWS  # that are read, whatever is behind the last
-    digits = torch.empty(most_rows * row_bytes + STEP_BYTES, dtype=torch.int8)
+    rows_read = -(-num_rows // ROWS) * ROWS  # whatever is behind the last
+    digits = torch.empty(rows_read * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then whole lines of the cache
     _splitter(packing.name, num_digits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
     run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1, chosen=chosen)

@@ -60,5 +60,5 @@ def run_product(
         ctypes.addressof(claims),
         0 if chosen is None else chosen.data_ptr(),
     )
-    rows = (Rows(8 * NUM_ROWS),)
-    run_call(CompiledCall(entry, arguments, claims, rows, True, least_rows=least_rows, most_rows=most_rows))
+    call = CompiledCall(entry, arguments, claims, (Rows(8 * NUM_ROWS),), is_idempotent=True)
+    run_call(call._replace(least_rows=least_rows, most_rows=most_rows))

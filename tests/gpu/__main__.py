@@ -136,13 +136,9 @@ def bench(figures: dict[str, Any], parts: list[str], models: list[str]) -> Itera
         print(f"\n{name}, dummy weights, bfloat16")
         speeds = figures["engine"][name] = []
         with failures_told(figures, name):
-            for speed in engine_speed.measure(config, limits, mixed=mixed, **sizes):
-                rates = f"{speed.ms:>9.2f} ms {speed.tokens_per_s:>10,.0f} tok/s"
-                if speed.profile:
-                    print(f"{speed.work:<46} {speed.ms:>9.2f} ms in all\n{speed.profile}", flush=True)
-                else:
-                    print(f"{speed.work:<46} {rates}  {speed.share:>4.0%} of the limit", flush=True)
-                speeds.append(asdict(speed) | {"share": speed.share})
+            for measured in engine_speed.measure(config, limits, mixed=mixed, **sizes):
+                print(measured, flush=True)
+                speeds.append(measured.figures())
                 yield
 
 

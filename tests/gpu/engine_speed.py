@@ -15,7 +15,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,23 +44,45 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-_MOST_KERNELS = 24  # that a profile names
+_MOST_NAMED = 24  # kernels of a profile, when it is printed
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """`limit_ms` is what the step would take at the limits measured beside it. A profile's time is the sum of its
-    kernels'."""
+    """`limit_ms` is what the step would take at the limits measured beside it."""
 
     work: str
     ms: float
     tokens_per_s: float
     limit_ms: float
-    profile: str = ""  # lines: kernel, how often a step calls it, microseconds of a step
 
     @property
     def share(self) -> float:
         return self.limit_ms / self.ms
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(self) | {"share": self.share}
+
+    def __str__(self) -> str:
+        rates = f"{self.ms:>9.2f} ms {self.tokens_per_s:>10,.0f} tok/s"
+        return f"{self.work:<46} {rates}  {self.share:>4.0%} of the limit"
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Of a step: the name of each kernel, how often it is called, and its microseconds in all; most of these first."""
+
+    work: str
+    kernels: list[tuple[str, float, float]]
+
+    def figures(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __str__(self) -> str:
+        named, others = self.kernels[:_MOST_NAMED], self.kernels[_MOST_NAMED:]
+        rest = ("others", sum(calls for _, calls, _ in others), sum(us for *_, us in others))
+        lines = [f"    {name[:72]:<72} {calls:>8.1f} {us:>10.1f} us" for name, calls, us in [*named, rest]]
+        return "\n".join([f"{self.work:<46} {sum(us for *_, us in self.kernels) / 1e3:>9.2f} ms in all", *lines])
 
 
 @contextmanager
@@ -107,7 +130,7 @@ def measure(
     num_steps: int = 64,
     element_size: int = 2,
     **engine: Any,
-) -> Iterator[Speed]:
+) -> Iterator[Speed | Profile]:
     """Decode steps of some batches at a context, whole prefills, a mixed load, and profiles of the former two.
 
     `engine`: options of `quire.LLM`.
@@ -132,9 +155,10 @@ def measure(
             if mixed is not None:
                 yield _mixed(llm, config, limits, mixed, element_size)
             for batch in profiled:
-                yield _decode_profile(llm, config, limits, batch, context, num_steps, element_size)
+                yield _decode_profile(llm, config, batch, context, num_steps)
             for num_tokens in profiled_prefills:
-                yield _prefill_profile(llm, config, limits, num_tokens)
+                prompts = _prompts(config, 1, num_tokens, seed=num_tokens + 2)
+                yield _profile(f"kernels of prefill {num_tokens}", 1, partial(_seconds, llm, prompts, 1))
         finally:
             llm.shutdown()
 
@@ -185,47 +209,27 @@ def _mixed(llm: Any, config: dict[str, Any], limits: Limits, mixed: Mixed, eleme
     return Speed(work, seconds * 1e3, num_out / seconds, limit_s * 1e3)
 
 
-def _decode_profile(
-    llm: Any, config: dict[str, Any], limits: Limits, batch: int, context: int, num_steps: int, element_size: int
-) -> Speed:
+def _decode_profile(llm: Any, config: dict[str, Any], batch: int, context: int, num_steps: int) -> Profile:
     """The last tokens of the prompts, which no cache keeps, are the first of the steps."""
     prompts = _prompts(config, batch, context, seed=batch)
     _seconds(llm, prompts, 2)
-    kernels = _profile(lambda: _seconds(llm, prompts, 1 + num_steps))
-    limit_s = _decode_limit_s(config, limits, [(1, context + num_steps // 2)] * batch, 1, element_size)
-    return _profiled(f"kernels of decode, batch {batch}, context {context}", kernels, 1 + num_steps, batch, limit_s)
+    work = f"kernels of decode, batch {batch}, context {context}"
+    return _profile(work, 1 + num_steps, partial(_seconds, llm, prompts, 1 + num_steps))
 
 
-def _prefill_profile(llm: Any, config: dict[str, Any], limits: Limits, num_tokens: int) -> Speed:
-    prompts = _prompts(config, 1, num_tokens, seed=num_tokens + 2)
-    kernels = _profile(lambda: _seconds(llm, prompts, 1))
-    limit_s = _prefill_limit_s(config, limits, [num_tokens])
-    return _profiled(f"kernels of prefill {num_tokens}", kernels, 1, num_tokens, limit_s)
-
-
-def _profile(run: Callable[[], object]) -> list[tuple[str, int, float]]:
-    """Name, calls and microseconds, most of these first, of all kernels that a GPU runs meanwhile; of what torch calls,
-    where there is none."""
+def _profile(work: str, num_steps: int, run: Callable[[], object]) -> Profile:
+    """Of all kernels that a GPU runs meanwhile; of what torch calls, where there is none."""
     has_gpu = torch.cuda.is_available()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if has_gpu else [])]
     with torch.profiler.profile(activities=activities) as profiler:
         run()
-    found = [
-        (event.key, event.count, event.self_device_time_total if has_gpu else event.self_cpu_time_total)
+    kind, time_us = (DeviceType.CUDA, "self_device_time_total") if has_gpu else (DeviceType.CPU, "self_cpu_time_total")
+    kernels = [
+        (event.key, event.count / num_steps, getattr(event, time_us) / num_steps)
         for event in profiler.key_averages()
-        if event.device_type == (DeviceType.CUDA if has_gpu else DeviceType.CPU)
+        if event.device_type == kind
     ]
-    return sorted(found, key=lambda kernel: -kernel[2])
-
-
-def _profiled(
-    work: str, kernels: list[tuple[str, int, float]], num_steps: int, num_tokens: int, limit_s: float
-) -> Speed:
-    seconds = sum(us for _, _, us in kernels) * 1e-6 / num_steps
-    named, others = kernels[:_MOST_KERNELS], kernels[_MOST_KERNELS:]
-    named += [("others", sum(calls for _, calls, _ in others), sum(us for *_, us in others))]
-    lines = [f"    {name[:72]:<72} {calls / num_steps:>8.1f} {us / num_steps:>10.1f} us" for name, calls, us in named]
-    return Speed(work, seconds * 1e3, num_tokens / seconds, limit_s * 1e3, "\n".join(lines))
+    return Profile(work, sorted(kernels, key=lambda kernel: -kernel[2]))
 
 
 def _decode_limit_s(

@@ -231,11 +231,11 @@ def run_graph_checks(
         with mock.patch.object(DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay) as replay:
             found = tokens_of(graphs, steps_of(num_reqs, num_groups, case.plain))
         ends = {call.args[3] for call in replay.call_args_list[-(NUM_STEPS - 1) :]}
-        differ, where = np.flatnonzero((expected != found).any(axis=0)), ""
-        if case.apart and len(differ) == 0:
-            found = tokens_of(eager, steps_of(num_reqs, num_groups, case.plain))
-            differ, where = np.flatnonzero((expected != found).any(axis=0)), " kernel by kernel"
-        problem = f"requests {differ.tolist()} got other tokens{where}" if len(differ) else None
+        ways = {"in graphs": found}
+        if case.apart:
+            ways["kernel by kernel"] = tokens_of(eager, steps_of(num_reqs, num_groups, case.plain))
+        differ = {way: np.flatnonzero((expected != tokens).any(axis=0)).tolist() for way, tokens in ways.items()}
+        problem = f"requests got other tokens: {differ}" if any(differ.values()) else None
         if case.plain is not None and ends != {End.TOKENS if case.plain == "greedy" else End.DRAWN}:
             problem = f"the graphs went to {sorted(end.name for end in ends)}"
         if len(np.unique(expected[:, 0])) < 3:
