@@ -31,6 +31,7 @@ BLOCK = 16  # weight rows that a thread takes at a time: whole tiles
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
+NEAR_BYTES = 16 << 10  # of the weight that one or two rows of x are multiplied with at a time: half of a first cache
 
 _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
@@ -162,8 +163,8 @@ def _compiled(
     most, beside_most, eight, beside_eight = (
         sizes  # rows of x and of the weight in the largest tile, and for eight of x
     )
-    beside_few = beside_most if FORMATS[name].rows > 1 else 4  # of x: one or two
-    beside_four = beside_few if most > 4 else beside_most
+    in_quarters = FORMATS[name].rows > 1
+    beside_few, beside_four = 4, beside_most if in_quarters or most <= 4 else 4  # one or two rows of x, and four
     x_bytes, weight_bytes = element_bytes
     meta_bytes = META_BYTES if in_digits else 0
 
@@ -215,7 +216,8 @@ def _compiled(
                     scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
                     bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
                     out = a[_OUT] + (row * out_features + j) * size
-                    places = Places(x, w, in_features, fetch, fetch_shift, scales, bias, out, out_features, size)
+                    near = 1 if in_quarters and num_rows <= 2 and n * weight_row <= NEAR_BYTES else 0
+                    places = Places(x, w, in_features, fetch, fetch_shift, near, scales, bias, out, out_features, size)
                     if num_x == most:
                         tile(name, most, beside_most, places)
                     elif num_x == eight:

@@ -142,6 +142,7 @@ class Places(NamedTuple):
     in_features: int
     fetch: int  # what is fetched into the caches on the way,
     fetch_shift: int  # as long as the tile's rows of the weight, or a half (1) or a quarter (2) of that
+    fetch_near: int  # in quarters, 1: into the first cache too; 0: it is too much for that
     scales: int  # of float32, multiply the columns; 0: none
     bias: int  # is added to the columns; 0: none
     out: int
@@ -156,7 +157,7 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, pl
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         values = [b.extract_value(arguments[3], i) for i in range(len(Places._fields))]
-        x, weight, in_features, fetch, fetch_shift, scales, bias, out, out_features, out_bytes = values
+        x, weight, in_features, fetch, fetch_shift, fetch_near, scales, bias, out, out_features, out_bytes = values
         x_row = b.mul(in_features, INT64(form.x_bytes * form.parts))
         if form.digits > 1:
             x_row = b.add(x_row, INT64(META_BYTES))
@@ -166,12 +167,23 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, pl
         multiply = _in_quarters if form.rows > 1 else _in_vectors
 
         def fetch_lines(k: Any, step: int) -> None:
-            """What belongs to elements k to k + step - 1: not into the first cache, for which it is too much."""
+            """What belongs to elements k to k + step - 1."""
             distance = b.lshr(INT64(STEP_BYTES), fetch_shift)
-            line = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
-            for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
-                prefetch(b, line, level=2)
-                line = b.add(line, distance)
+            start = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
+
+            def into(level: int) -> None:
+                line = start
+                for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
+                    prefetch(b, line, level=level)
+                    line = b.add(line, distance)
+
+            if form.rows == 1:
+                into(2)
+                return
+            with b.if_else(b.icmp_signed("!=", fetch_near, INT64(0))) as branches:
+                for level, branch in enumerate(branches, start=1):
+                    with branch:
+                        into(level)
 
         for row, column, part in multiply(b, form, x_rows, weight_rows, in_features, fetch_lines):
             if form.digits > 1:
