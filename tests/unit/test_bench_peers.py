@@ -14,14 +14,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire.cluster.bench.latency import RequestTiming, summarize
+from quire.cluster.bench.latency import RequestTiming, Summary, summarize
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.workers.loader.checkpoint import open_checkpoint
 from tests.benchmarks.peers import servers
 from tests.benchmarks.peers.checkpoint import export
-from tests.benchmarks.peers.compare import Comparison
-from tests.benchmarks.peers.limits import Limits
+from tests.benchmarks.peers.compare import Comparison, level
+from tests.benchmarks.peers.limits import Limits, reading_gb_per_s
 from tests.benchmarks.peers.measure import Served, Workload, workloads
 from tests.benchmarks.peers.report import faults, markdown
 from tests.benchmarks.peers.servers import PeerError, Server, paused, running, wait_until_at_rest
@@ -32,7 +32,8 @@ EIGHT = Workload(8, 16, 0, 128, 128)
 
 def served(round_: int, server: str, workload: Workload, rate: float, itl_ms: float) -> Served:
     tpot_ms = itl_ms * 0.8  # some tokens come without text, which the next one brings
-    return Served(round_, server, "float32", workload, rate, 100.0, itl_ms, tpot_ms, 0.5, 0.01)
+    memory = (16.0, 24.0)[round_] if workload.concurrency == 1 else None
+    return Served(round_, server, "float32", workload, rate, 100.0, itl_ms, tpot_ms, 0.5, 0.01, memory)
 
 
 def comparison() -> Comparison:
@@ -66,19 +67,44 @@ def test_tables_show_medians_and_ratios() -> None:
         " 21.0 | **1.50×** |" in text
     )
     assert "| float32 | 128 in, 128 out | 8 | 150.0 | 100 | 50.0 | 50% |  |  |  |  |  |  |  |" in text
-    assert "| float32 | quire | 33.3 | 200.0 | **17%** |" in text
-    assert "| float32 | unpacked | 50.0 | 40.0 | **125%** |" in text
+    assert "| float32 | quire | 33.3 | 20.0 | 200.0 | **17%** |" in text
+    assert "| float32 | unpacked | 50.0 | 16.0 | 32.0 | **156%** |" in text
     assert "| float32 | 8 | 75.0 | 150.0 | **2.00×** (aim 2×) |" in text
     assert "| float32 | 65.0 | 75.0 | **85%** (aim 90%) |" in text
     assert "- vllm float32: 1 of 2 greedy answers" in text
 
 
+def test_memory_is_looked_at_around_one_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = summarize([RequestTiming(0.0, 2.0, (1.0, 1.8, 2.0), num_prompt_tokens=128, num_output_tokens=11)], 1)
+    events: list[str] = []
+
+    def load(*_: object, **__: object) -> Summary:
+        events.append("load")
+        return summary
+
+    def look(num_threads: int) -> float:
+        assert num_threads == torch.get_num_threads()
+        events.append("look")
+        return 10.0 * len(events)
+
+    monkeypatch.setattr("tests.benchmarks.peers.compare.load_server", load)
+    monkeypatch.setattr("tests.benchmarks.peers.compare.reading_gb_per_s", look)
+    one, eight = (level("", "quire", "float32", 0, w, 0, lambda _: None) for w in (ONE, EIGHT))
+    assert events == ["look", "load", "look", "load"]
+    assert (one.memory_gb_per_s, eight.memory_gb_per_s) == (20.0, None)
+
+
+def test_memory_is_read_at_some_speed() -> None:
+    threads = torch.get_num_threads()
+    assert 0.1 < reading_gb_per_s(threads) < 10_000
+
+
 def test_a_share_of_the_limit_counts_tokens_and_not_events() -> None:
     timing = RequestTiming(0.0, 2.0, (1.0, 1.8, 2.0), num_prompt_tokens=128, num_output_tokens=11)
-    kept = Served.of(summarize([timing], 1), 0, "quire", "float32", ONE)
+    kept = Served.of(summarize([timing], 1), 0, "quire", "float32", ONE, memory_gb_per_s=10.0)
     assert (kept.itl_ms, kept.tpot_ms) == (pytest.approx(500.0), pytest.approx(100.0))
-    only = Comparison(limits=[Limits(2, 20.0, 10.0, 0.2, 0.4)], packed_bytes={"float32": 500_000_000}, served=[kept])
-    assert "| float32 | quire | 10.0 | 20.0 | **50%** |" in markdown(only)
+    only = Comparison(limits=[Limits(2, 20.0, 40.0, 0.2, 0.4)], packed_bytes={"float32": 500_000_000}, served=[kept])
+    assert "| float32 | quire | 10.0 | 10.0 | 20.0 | **50%** |" in markdown(only)
 
 
 def test_answers_that_must_not_be() -> None:
@@ -120,7 +146,7 @@ def test_shared_prefix_is_put_on_the_second_level() -> None:
         Workload(8, 24, 512, 32, 64),
         Workload(8, 16, 0, 128, 64, is_sampled=True),
     ]
-    assert [w.num_requests for w in workloads((1, 8, 32), 128)] == [3, 16, 32, 24, 16]
+    assert [w.num_requests for w in workloads((1, 8, 32), 128)] == [8, 16, 32, 24, 16]
 
 
 SERVER = """

@@ -6,14 +6,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from statistics import median
 
 import torch
+from torch import Tensor
 
 from quire.workers.host_memory import zeros
 
 GIB = 1 << 30
 GEMM_SIZE = 2048
 REPEATS = 5
+_LOOK_BYTES, _LOOK_S = 1 << 28, 0.5  # more than the caches hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +30,6 @@ class Limits:
     float32_tflop_per_s: float
     bfloat16_tflop_per_s: float
 
-    def tokens_per_s(self, weight_bytes: int) -> float:
-        """The most that one stream can have when each of its tokens reads all weights."""
-        return self.sum_gb_per_s * 1e9 / weight_bytes
-
 
 def measure(num_threads: int) -> Limits:
     """Takes some seconds and 2 GiB."""
@@ -39,6 +39,23 @@ def measure(num_threads: int) -> Limits:
     copy_s = _best_s(lambda: target.copy_(source))
     sum_s = _best_s(lambda: source.sum())
     return Limits(num_threads, 2 * GIB / copy_s / 1e9, GIB / sum_s / 1e9, _gemm(torch.float32), _gemm(torch.bfloat16))
+
+
+def reading_gb_per_s(num_threads: int) -> float:
+    """The speed of a sum right now, the median of half a second: where others share a machine's memory it may double
+    from one second to the next, and what ran in a slow one is not to be held against a fast one."""
+    torch.set_num_threads(num_threads)
+    buffer, rates, end_s = _look_buffer(), [], time.perf_counter() + _LOOK_S
+    while time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        buffer.sum()
+        rates.append(_LOOK_BYTES / (time.perf_counter() - start_s) / 1e9)
+    return median(rates)
+
+
+@cache
+def _look_buffer() -> Tensor:
+    return zeros(_LOOK_BYTES).view(torch.float32).fill_(1.0)
 
 
 def _gemm(dtype: torch.dtype) -> float:

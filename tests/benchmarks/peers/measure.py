@@ -17,7 +17,7 @@ from quire.engine.errors import QuireError
 
 from .servers import engine_options
 
-MAX_REQUESTS = 32  # of a level: one with many streams takes long enough with one request each
+MIN_REQUESTS, MAX_REQUESTS = 8, 32  # of a level: one with many streams takes long enough with one request each
 VOCAB_SIZE = 10_000
 WAVES = 3  # over HTTP and offline
 TEMPERATURE, TOP_P = 0.8, 0.95  # where tokens are sampled
@@ -60,9 +60,18 @@ class Served:
     tpot_ms: float  # unlike `itl_ms`, of every token, whether its text comes at once or with that of the next
     cached_share: float  # of the prompt tokens
     client_cpu_share: float
+    memory_gb_per_s: float | None = None  # of a sum right before and after, for one stream
 
     @classmethod
-    def of(cls, summary: Summary, round_: int, server: str, precision: str, workload: Workload) -> Served:
+    def of(
+        cls,
+        summary: Summary,
+        round_: int,
+        server: str,
+        precision: str,
+        workload: Workload,
+        memory_gb_per_s: float | None = None,
+    ) -> Served:
         return cls(
             round_,
             server,
@@ -74,6 +83,7 @@ class Served:
             summary.tpot_ms.p50,
             summary.num_cached_tokens / summary.num_prompt_tokens,
             summary.client_cpu_share,
+            memory_gb_per_s,
         )
 
 
@@ -88,7 +98,7 @@ def workloads(concurrency: Sequence[int], output_len: int) -> list[Workload]:
 
 
 def _num_requests(num_streams: int) -> int:
-    return min(MAX_REQUESTS, max(3, 2 * num_streams))
+    return min(MAX_REQUESTS, max(MIN_REQUESTS, 2 * num_streams))
 
 
 def waves(num_streams: int, output_len: int) -> Workload:

@@ -92,7 +92,6 @@ def _of(found: Comparison, server: str, precision: str, workload: Workload) -> t
 
 
 def _share_of_limit(found: Comparison) -> str:
-    bandwidth = median(limits.sum_gb_per_s for limits in found.limits)
     rows = []
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
         if workload.concurrency != 1 or not workload.is_plain:
@@ -101,13 +100,15 @@ def _share_of_limit(found: Comparison) -> str:
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
             if chosen and (name, precision) != ("vllm", "int8"):  # which has its head in bfloat16
                 sizes = found.weight_bytes | (found.packed_bytes if name == "quire" else {})
-                limit = bandwidth * 1e9 / sizes[precision]
+                memory = median(s.memory_gb_per_s for s in chosen if s.memory_gb_per_s is not None)
+                limit = memory * 1e9 / sizes[precision]
                 # What a token costs once the prompt is computed: the limit is one of decoding.
                 rate = 1e3 / median(s.tpot_ms for s in chosen)
-                rows.append((precision, name, f"{rate:.1f}", f"{limit:.1f}", f"**{rate / limit:.0%}**"))
-    title = "One stream, decoding (1 / TPOT), against the weights read once per token at the speed of the sum"
+                share = f"**{rate / limit:.0%}**"
+                rows.append((precision, name, f"{rate:.1f}", f"{memory:.1f}", f"{limit:.1f}", share))
+    title = "One stream, decoding (1 / TPOT), against the weights read once per token at the memory's speed around it"
     return f"{title} (aim for our best precision: {AIM_LIMIT:.0%}):\n\n" + _table(
-        ("precision", "", "tok/s", "limit tok/s", "share"), rows
+        ("precision", "", "tok/s", "memory GB/s", "limit tok/s", "share"), rows
     )
 
 
