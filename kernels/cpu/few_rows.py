@@ -25,13 +25,15 @@ from .digits import META_BYTES, quantize_row
 from .recording import CompiledCall, Rows
 from .sources import digest_of, filed_as
 from .threads import run_call
-from .tiles import FORMATS, Format, Places, tile, widen_row
+from .tiles import FORMATS, TILE_ROWS, Format, Places, tile, widen_row
 
 BLOCK = 16  # weight rows that a thread takes at a time: whole tiles
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
-NEAR_BYTES = 16 << 10  # of the weight that one or two rows of x are multiplied with at a time: half of a first cache
+# What comes next is too much for the first cache, unless it is for so many rows of x, and of the weight so many bytes:
+NEAR_ROWS, NEAR_BYTES = 2, 16 << 10
+NEAR, FAR = 1, 2  # caches that are fetched into
 
 _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
@@ -105,10 +107,7 @@ def _prepared_row(form: Format, in_features: int) -> int:
 @cache
 def _worker(name: str) -> Any:
     """The compiled worker of a format. It is kept on disk for CPUs of one kind."""
-    form = FORMATS[name]
-    element_bytes = form.x_bytes, form.weight_bytes
-    sizes = *form.largest, *form.of_eight
-    return _compiled(name, sizes, form.parts, form.digits > 1, element_bytes, digest_of(*_SOURCES))
+    return _compiled(name, digest_of(*_SOURCES))
 
 
 @cache
@@ -152,21 +151,12 @@ def _num_tiles(num_rows: int, most: int, eight: int) -> int:
     return count
 
 
-def _compiled(
-    name: str,
-    sizes: tuple[int, int, int, int],
-    parts: int,
-    in_digits: bool,
-    element_bytes: tuple[int, int],
-    sources: str,
-) -> Any:
-    most, beside_most, eight, beside_eight = (
-        sizes  # rows of x and of the weight in the largest tile, and for eight of x
-    )
-    in_quarters = FORMATS[name].rows > 1
-    beside_few, beside_four = 4, beside_most if in_quarters or most <= 4 else 4  # one or two rows of x, and four
-    x_bytes, weight_bytes = element_bytes
-    meta_bytes = META_BYTES if in_digits else 0
+def _compiled(name: str, sources: str) -> Any:
+    form = FORMATS[name]
+    most, eight = form.largest[0], form.of_eight[0]  # rows of x in the largest tile, and in those of eight
+    beside_most, beside_eight, beside_four, beside_few = (form.beside(num_x) for num_x in (most, eight, 4, 1))
+    parts, in_digits, in_quarters = form.parts, form.digits > 1, form.rows > 1
+    x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if in_digits else 0
 
     @cfunc(types.void(types.voidptr), cache=True)
     @filed_as(name)
@@ -192,6 +182,7 @@ def _compiled(
         # How often a block is multiplied with rows of x.
         num_groups = _num_tiles(min(chunk_rows, num_rows), most, eight)
         fetch_shift = 0 if num_groups == 1 else 1 if num_groups < 4 else 2  # a tile fetches a half, or a quarter
+        is_near = in_quarters and num_rows <= NEAR_ROWS and TILE_ROWS * weight_row <= NEAR_BYTES
         item, lap = -1, 0
         while True:
             item, lap = take_item(claims, num_threads, num_blocks * num_chunks, thread, item, lap)
@@ -206,7 +197,7 @@ def _compiled(
                 num_x = _rows_of_tile(last_row - row, most, eight)
                 x, j = first_x + row * x_row, block * BLOCK
                 while j < end:
-                    n = beside_four if num_x == 4 else beside_few
+                    n = beside_four if num_x == 4 else TILE_ROWS if is_near else beside_few
                     n = beside_most if num_x == most else beside_eight if num_x == eight else n
                     # The last rows may be multiplied twice, by two threads even: to the same bits.
                     j = min(j, out_features - n)
@@ -216,18 +207,21 @@ def _compiled(
                     scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
                     bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
                     out = a[_OUT] + (row * out_features + j) * size
-                    near = 1 if in_quarters and num_rows <= 2 and n * weight_row <= NEAR_BYTES else 0
-                    places = Places(x, w, in_features, fetch, fetch_shift, near, scales, bias, out, out_features, size)
+                    places = Places(x, w, in_features, fetch, fetch_shift, scales, bias, out, out_features, size)
                     if num_x == most:
-                        tile(name, most, beside_most, places)
+                        tile(name, most, beside_most, FAR, places)
                     elif num_x == eight:
-                        tile(name, eight, beside_eight, places)
+                        tile(name, eight, beside_eight, FAR, places)
                     elif num_x == 4:
-                        tile(name, 4, beside_four, places)
+                        tile(name, 4, beside_four, FAR, places)
+                    elif num_x == 2 and is_near:
+                        tile(name, 2, TILE_ROWS, NEAR, places)
                     elif num_x == 2:
-                        tile(name, 2, beside_few, places)
+                        tile(name, 2, beside_few, FAR, places)
+                    elif is_near:
+                        tile(name, 1, TILE_ROWS, NEAR, places)
                     else:
-                        tile(name, 1, beside_few, places)
+                        tile(name, 1, beside_few, FAR, places)
                     j += n
                     fetch = min(fetch + (n * weight_row >> fetch_shift), fetch_end)
                 row += num_x

@@ -74,6 +74,13 @@ class Format:
     digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
     rows: int = 1  # of the weight that a vector holds: 1, or 4, for the order of `tile_product`
 
+    def beside(self, num_x: int) -> int:
+        """The rows of the weight in a tile of so many rows of x."""
+        for rows, beside in (self.largest, self.of_eight):
+            if num_x == rows:
+                return beside
+        return self.largest[1] if self.rows > 1 or num_x > self.largest[0] else TILE_ROWS
+
 
 def _widen_int8(b: ir.IRBuilder, weights: Any) -> Any:
     return b.sitofp(b.sext(weights, INTS), FLOATS)
@@ -142,7 +149,6 @@ class Places(NamedTuple):
     in_features: int
     fetch: int  # what is fetched into the caches on the way,
     fetch_shift: int  # as long as the tile's rows of the weight, or a half (1) or a quarter (2) of that
-    fetch_near: int  # in quarters, 1: into the first cache too; 0: it is too much for that
     scales: int  # of float32, multiply the columns; 0: none
     bias: int  # is added to the columns; 0: none
     out: int
@@ -151,13 +157,15 @@ class Places(NamedTuple):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, places: Any) -> Any:
-    """Compute `num_x` x `num_weights` results (constants, like the format) and store them. See `Places`."""
+def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, fetch_level: Any, places: Any) -> Any:
+    """Compute `num_x` x `num_weights` results and store them. See `Places`; `fetch_level`: the first of the caches that
+    it fetches into. All but places are constants."""
     form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
+    level = fetch_level.literal_value
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        values = [b.extract_value(arguments[3], i) for i in range(len(Places._fields))]
-        x, weight, in_features, fetch, fetch_shift, fetch_near, scales, bias, out, out_features, out_bytes = values
+        values = [b.extract_value(arguments[4], i) for i in range(len(Places._fields))]
+        x, weight, in_features, fetch, fetch_shift, scales, bias, out, out_features, out_bytes = values
         x_row = b.mul(in_features, INT64(form.x_bytes * form.parts))
         if form.digits > 1:
             x_row = b.add(x_row, INT64(META_BYTES))
@@ -169,21 +177,10 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, pl
         def fetch_lines(k: Any, step: int) -> None:
             """What belongs to elements k to k + step - 1."""
             distance = b.lshr(INT64(STEP_BYTES), fetch_shift)
-            start = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
-
-            def into(level: int) -> None:
-                line = start
-                for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
-                    prefetch(b, line, level=level)
-                    line = b.add(line, distance)
-
-            if form.rows == 1:
-                into(2)
-                return
-            with b.if_else(b.icmp_signed("!=", fetch_near, INT64(0))) as branches:
-                for level, branch in enumerate(branches, start=1):
-                    with branch:
-                        into(level)
+            line = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
+            for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
+                prefetch(b, line, level=level)
+                line = b.add(line, distance)
 
         for row, column, part in multiply(b, form, x_rows, weight_rows, in_features, fetch_lines):
             if form.digits > 1:
@@ -194,7 +191,7 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, pl
             _finish(b, part, bias, offset, address, out_bytes)
         return _context.get_dummy_value()
 
-    return types.void(format_name, num_x, num_weights, places), generate
+    return types.void(format_name, num_x, num_weights, fetch_level, places), generate
 
 
 def _in_vectors(
