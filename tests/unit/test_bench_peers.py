@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quire.cluster.bench.latency import RequestTiming, Summary, summarize
+from quire.cluster.bench.latency import RequestTiming, summarize
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.workers.loader.checkpoint import open_checkpoint
-from tests.benchmarks.peers import servers
+from tests.benchmarks.peers import compare, limits, servers
 from tests.benchmarks.peers.checkpoint import export
-from tests.benchmarks.peers.compare import Comparison, level
-from tests.benchmarks.peers.limits import Limits, reading_gb_per_s
+from tests.benchmarks.peers.compare import Comparison
+from tests.benchmarks.peers.limits import Limits, readable, reading_gb_per_s
 from tests.benchmarks.peers.measure import Served, Workload, workloads
 from tests.benchmarks.peers.report import faults, markdown
 from tests.benchmarks.peers.servers import PeerError, Server, paused, running, wait_until_at_rest
@@ -67,43 +69,60 @@ def test_tables_show_medians_and_ratios() -> None:
         " 21.0 | **1.50×** |" in text
     )
     assert "| float32 | 128 in, 128 out | 8 | 150.0 | 100 | 50.0 | 50% |  |  |  |  |  |  |  |" in text
-    assert "| float32 | quire | 33.3 | 20.0 | 200.0 | **17%** |" in text
+    assert "| float32 | quire | 37.5 | 20.0 | 200.0 | **21%** |" in text
     assert "| float32 | unpacked | 50.0 | 16.0 | 32.0 | **156%** |" in text
     assert "| float32 | 8 | 75.0 | 150.0 | **2.00×** (aim 2×) |" in text
     assert "| float32 | 65.0 | 75.0 | **85%** (aim 90%) |" in text
     assert "- vllm float32: 1 of 2 greedy answers" in text
 
 
-def test_memory_is_looked_at_around_one_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    summary = summarize([RequestTiming(0.0, 2.0, (1.0, 1.8, 2.0), num_prompt_tokens=128, num_output_tokens=11)], 1)
-    events: list[str] = []
+def test_memory_is_looked_at_around_one_stream_while_its_server_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, speeds = list[str](), iter((10.0, 30.0))
+    given = served(0, "quire", EIGHT, 150.0, 50.0)
 
-    def load(*_: object, **__: object) -> Summary:
-        events.append("load")
-        return summary
+    @contextlib.contextmanager
+    def stopped(process: object) -> Iterator[None]:
+        events.append("stop")
+        yield
+        events.append("go on")
 
-    def look(num_threads: int) -> float:
-        assert num_threads == torch.get_num_threads()
+    def look(memory: object, num_threads: int) -> float:
+        assert num_threads == 2
         events.append("look")
-        return 10.0 * len(events)
+        return next(speeds)
 
-    monkeypatch.setattr("tests.benchmarks.peers.compare.load_server", load)
-    monkeypatch.setattr("tests.benchmarks.peers.compare.reading_gb_per_s", look)
-    one, eight = (level("", "quire", "float32", 0, w, 0, lambda _: None) for w in (ONE, EIGHT))
-    assert events == ["look", "load", "look", "load"]
-    assert (one.memory_gb_per_s, eight.memory_gb_per_s) == (20.0, None)
+    def load() -> Served:
+        events.append("load")
+        return given
+
+    monkeypatch.setattr(compare, "readable", lambda num_bytes: None)
+    monkeypatch.setattr(compare, "paused", stopped)
+    monkeypatch.setattr(compare, "reading_gb_per_s", look)
+    monkeypatch.setattr(compare, "wait_until_at_rest", lambda process: events.append("rest"))
+    found = compare.beside_memory(load, psutil.Process(), 2)
+    assert events == ["stop", "look", "go on", "rest", "load", "stop", "look", "go on"]
+    assert found == replace(given, memory_gb_per_s=20.0)
 
 
-def test_memory_is_read_at_some_speed() -> None:
-    threads = torch.get_num_threads()
-    assert 0.1 < reading_gb_per_s(threads) < 10_000
+def test_the_speed_of_memory_is_the_median_of_half_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks that end 0.1, 0.2 and 0.6 s after the first begins, of 4,000 bytes each; nothing is between them."""
+    clock = iter((0.0, 0.0, 0.1, 0.1, 0.1, 0.2, 0.2, 0.2, 0.6, 0.6))
+    monkeypatch.setattr(limits, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    memory = readable(4_000)
+    assert memory.sum() == 1_000
+    assert reading_gb_per_s(memory, torch.get_num_threads()) == pytest.approx(4e-5)
+    assert next(clock, None) is None
 
 
 def test_a_share_of_the_limit_counts_tokens_and_not_events() -> None:
     timing = RequestTiming(0.0, 2.0, (1.0, 1.8, 2.0), num_prompt_tokens=128, num_output_tokens=11)
-    kept = Served.of(summarize([timing], 1), 0, "quire", "float32", ONE, memory_gb_per_s=10.0)
+    kept = Served.of(summarize([timing], 1), 0, "quire", "float32", ONE)
     assert (kept.itl_ms, kept.tpot_ms) == (pytest.approx(500.0), pytest.approx(100.0))
-    only = Comparison(limits=[Limits(2, 20.0, 40.0, 0.2, 0.4)], packed_bytes={"float32": 500_000_000}, served=[kept])
+    only = Comparison(
+        limits=[Limits(2, 20.0, 40.0, 0.2, 0.4)],
+        packed_bytes={"float32": 500_000_000},
+        served=[replace(kept, memory_gb_per_s=10.0)],
+    )
     assert "| float32 | quire | 10.0 | 10.0 | 20.0 | **50%** |" in markdown(only)
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 
+import psutil
 import torch
 
 from quire.kernels.ops import fits_packed
 
 from . import answers
 from .checkpoint import export, num_parameters, packed_bytes
-from .limits import Limits, measure, reading_gb_per_s
+from .limits import GIB, Limits, measure, readable, reading_gb_per_s
 from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, waves, workloads
 from .servers import Server, paused, quire_server, running, unpacked_server, vllm_server, wait_until_at_rest
 
@@ -108,12 +109,13 @@ def _load(
         found.answers.setdefault(f"{server.name} {precision}", []).append(answered)
         wait_until_at_rest(process)
         for number, workload in enumerate(workloads(plan.concurrency, plan.output_len)):
-            found.served.append(level(url, server.name, precision, index, workload, number, say))
+            load = partial(_level, url, server.name, precision, index, workload, number, say)
+            found.served.append(beside_memory(load, process, plan.threads) if workload.concurrency == 1 else load())
         if server.name != "quire":
             return
         several, number = waves(STREAMS, plan.output_len), len(plan.concurrency) + 2
         for turn in range(TURNS):
-            http = level(url, server.name, precision, index, several, number + turn, say).output_tokens_per_s
+            http = _level(url, server.name, precision, index, several, number + turn, say).output_tokens_per_s
             say(f"offline, {turn + 1} of {TURNS}")
             with paused(process):
                 offline = offline_tokens_per_s(precision, STREAMS, plan.output_len, plan.folder)
@@ -121,15 +123,24 @@ def _load(
             found.waves.append((precision, http, offline))
 
 
-def level(
+def beside_memory(load: Callable[[], Served], process: psutil.Process, threads: int) -> Served:
+    """With what the memory gave right before and right after, while the server stood still."""
+    memory = readable(GIB)
+
+    def look() -> float:
+        with paused(process):
+            return reading_gb_per_s(memory, threads)
+
+    before = look()
+    wait_until_at_rest(process)
+    served = load()
+    return replace(served, memory_gb_per_s=mean((before, look())))
+
+
+def _level(
     url: str, name: str, precision: str, index: int, workload: Workload, number: int, say: Callable[[str], None]
 ) -> Served:
-    """Put one load on a server."""
-    done, speeds = 0, list[float]()
-
-    def look_at_memory() -> None:
-        if workload.concurrency == 1:
-            speeds.append(reading_gb_per_s(torch.get_num_threads()))
+    done = 0
 
     def on_request() -> None:
         nonlocal done
@@ -137,7 +148,5 @@ def level(
         say(f"{workload.concurrency} streams, {workload.title}: {done} of {workload.num_requests}")
 
     # A seed of its own for every level, so that no prompt is cached; the same for all contestants.
-    look_at_memory()
     summary = load_server(url, workload, seed=1000 * index + 10 * number, on_request=on_request)
-    look_at_memory()
-    return Served.of(summary, index, name, precision, workload, mean(speeds) if speeds else None)
+    return Served.of(summary, index, name, precision, workload)

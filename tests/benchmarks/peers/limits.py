@@ -6,7 +6,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from statistics import median
 
 import torch
@@ -17,7 +16,7 @@ from quire.workers.host_memory import zeros
 GIB = 1 << 30
 GEMM_SIZE = 2048
 REPEATS = 5
-_LOOK_BYTES, _LOOK_S = 1 << 28, 0.5  # more than the caches hold
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +40,21 @@ def measure(num_threads: int) -> Limits:
     return Limits(num_threads, 2 * GIB / copy_s / 1e9, GIB / sum_s / 1e9, _gemm(torch.float32), _gemm(torch.bfloat16))
 
 
-def reading_gb_per_s(num_threads: int) -> float:
+def readable(num_bytes: int) -> Tensor:
+    """Memory for `reading_gb_per_s`: more than the caches hold."""
+    return zeros(num_bytes).view(torch.float32).fill_(1.0)
+
+
+def reading_gb_per_s(memory: Tensor, num_threads: int) -> float:
     """The speed of a sum right now, the median of half a second: where others share a machine's memory it may double
     from one second to the next, and what ran in a slow one is not to be held against a fast one."""
     torch.set_num_threads(num_threads)
-    buffer, rates, end_s = _look_buffer(), [], time.perf_counter() + _LOOK_S
-    while time.perf_counter() < end_s:
+    num_bytes, rates, end_s = memory.numel() * memory.itemsize, [], time.perf_counter() + _LOOK_S
+    while not rates or time.perf_counter() < end_s:
         start_s = time.perf_counter()
-        buffer.sum()
-        rates.append(_LOOK_BYTES / (time.perf_counter() - start_s) / 1e9)
+        memory.sum()
+        rates.append(num_bytes / (time.perf_counter() - start_s) / 1e9)
     return median(rates)
-
-
-@cache
-def _look_buffer() -> Tensor:
-    return zeros(_LOOK_BYTES).view(torch.float32).fill_(1.0)
 
 
 def _gemm(dtype: torch.dtype) -> float:

@@ -60,18 +60,10 @@ class Served:
     tpot_ms: float  # unlike `itl_ms`, of every token, whether its text comes at once or with that of the next
     cached_share: float  # of the prompt tokens
     client_cpu_share: float
-    memory_gb_per_s: float | None = None  # of a sum right before and after, for one stream
+    memory_gb_per_s: float | None = None  # of a sum right before and after one stream
 
     @classmethod
-    def of(
-        cls,
-        summary: Summary,
-        round_: int,
-        server: str,
-        precision: str,
-        workload: Workload,
-        memory_gb_per_s: float | None = None,
-    ) -> Served:
+    def of(cls, summary: Summary, round_: int, server: str, precision: str, workload: Workload) -> Served:
         return cls(
             round_,
             server,
@@ -83,7 +75,6 @@ class Served:
             summary.tpot_ms.p50,
             summary.num_cached_tokens / summary.num_prompt_tokens,
             summary.client_cpu_share,
-            memory_gb_per_s,
         )
 
 

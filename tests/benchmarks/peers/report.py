@@ -100,12 +100,14 @@ def _share_of_limit(found: Comparison) -> str:
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
             if chosen and (name, precision) != ("vllm", "int8"):  # which has its head in bfloat16
                 sizes = found.weight_bytes | (found.packed_bytes if name == "quire" else {})
-                memory = median(s.memory_gb_per_s for s in chosen if s.memory_gb_per_s is not None)
-                limit = memory * 1e9 / sizes[precision]
-                # What a token costs once the prompt is computed: the limit is one of decoding.
-                rate = 1e3 / median(s.tpot_ms for s in chosen)
-                share = f"**{rate / limit:.0%}**"
-                rows.append((precision, name, f"{rate:.1f}", f"{memory:.1f}", f"{limit:.1f}", share))
+                # What a token costs once the prompt is computed, as the limit is one of decoding; each beside its own.
+                loads = [(1e3 / s.tpot_ms, s.memory_gb_per_s) for s in chosen if s.memory_gb_per_s is not None]
+                rate, memory = (median(values) for values in zip(*loads, strict=True))
+                limits = [gb_per_s * 1e9 / sizes[precision] for _, gb_per_s in loads]
+                share = median(own / limit for (own, _), limit in zip(loads, limits, strict=True))
+                rows.append(
+                    (precision, name, f"{rate:.1f}", f"{memory:.1f}", f"{median(limits):.1f}", f"**{share:.0%}**")
+                )
     title = "One stream, decoding (1 / TPOT), against the weights read once per token at the memory's speed around it"
     return f"{title} (aim for our best precision: {AIM_LIMIT:.0%}):\n\n" + _table(
         ("precision", "", "tok/s", "memory GB/s", "limit tok/s", "share"), rows
