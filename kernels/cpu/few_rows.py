@@ -25,15 +25,14 @@ from .digits import META_BYTES, quantize_row
 from .recording import CompiledCall, Rows
 from .sources import digest_of, filed_as
 from .threads import run_call
-from .tiles import FORMATS, TILE_ROWS, Format, Places, tile, widen_row
+from .tiles import FAR, FORMATS, TILE_ROWS, Format, Places, tile, widen_row
 
 BLOCK = 16  # weight rows that a thread takes at a time: whole tiles
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
-# What comes next is too much for the first cache, unless it is for so many rows of x, and of the weight so many bytes:
-NEAR_ROWS, NEAR_BYTES = 2, 16 << 10
-NEAR, FAR = 1, 2  # caches that are fetched into
+# Rows of x that are very few, where a tile's rows of the weight have no more bytes than stay in the first cache.
+VERY_FEW, NEAR_BYTES = 2, 16 << 10
 
 _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
@@ -155,7 +154,7 @@ def _compiled(name: str, sources: str) -> Any:
     form = FORMATS[name]
     most, eight = form.largest[0], form.of_eight[0]  # rows of x in the largest tile, and in those of eight
     beside_most, beside_eight, beside_four, beside_few = (form.beside(num_x) for num_x in (most, eight, 4, 1))
-    parts, in_digits, in_quarters = form.parts, form.digits > 1, form.rows > 1
+    parts, in_digits, of_few = form.parts, form.digits > 1, form.of_few
     x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if in_digits else 0
 
     @cfunc(types.void(types.voidptr), cache=True)
@@ -182,7 +181,7 @@ def _compiled(name: str, sources: str) -> Any:
         # How often a block is multiplied with rows of x.
         num_groups = _num_tiles(min(chunk_rows, num_rows), most, eight)
         fetch_shift = 0 if num_groups == 1 else 1 if num_groups < 4 else 2  # a tile fetches a half, or a quarter
-        is_near = in_quarters and num_rows <= NEAR_ROWS and TILE_ROWS * weight_row <= NEAR_BYTES
+        are_few = of_few != FAR and num_rows <= VERY_FEW and TILE_ROWS * weight_row <= NEAR_BYTES
         item, lap = -1, 0
         while True:
             item, lap = take_item(claims, num_threads, num_blocks * num_chunks, thread, item, lap)
@@ -197,7 +196,7 @@ def _compiled(name: str, sources: str) -> Any:
                 num_x = _rows_of_tile(last_row - row, most, eight)
                 x, j = first_x + row * x_row, block * BLOCK
                 while j < end:
-                    n = beside_four if num_x == 4 else TILE_ROWS if is_near else beside_few
+                    n = beside_four if num_x == 4 else TILE_ROWS if are_few else beside_few
                     n = beside_most if num_x == most else beside_eight if num_x == eight else n
                     # The last rows may be multiplied twice, by two threads even: to the same bits.
                     j = min(j, out_features - n)
@@ -214,12 +213,12 @@ def _compiled(name: str, sources: str) -> Any:
                         tile(name, eight, beside_eight, FAR, places)
                     elif num_x == 4:
                         tile(name, 4, beside_four, FAR, places)
-                    elif num_x == 2 and is_near:
-                        tile(name, 2, TILE_ROWS, NEAR, places)
+                    elif num_x == 2 and are_few:
+                        tile(name, 2, TILE_ROWS, of_few, places)
                     elif num_x == 2:
                         tile(name, 2, beside_few, FAR, places)
-                    elif is_near:
-                        tile(name, 1, TILE_ROWS, NEAR, places)
+                    elif are_few:
+                        tile(name, 1, TILE_ROWS, of_few, places)
                     else:
                         tile(name, 1, beside_few, FAR, places)
                     j += n

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -54,6 +55,10 @@ from .vectors import (
 
 TILE_ROWS = 4  # of a weight: must divide `out_features`
 
+# How a tile reads its rows of the weight: side by side, while what comes next is fetched into the second-level cache or
+# into the first; or one after the other, as they lie in memory, where the CPU sees for itself what comes next.
+FAR, NEAR, IN_ORDER = range(3)
+
 
 @dataclass(frozen=True, slots=True)
 class Format:
@@ -73,6 +78,7 @@ class Format:
     parts: int = 1  # that a row of x has become, one behind the other
     digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
     rows: int = 1  # of the weight that a vector holds: 1, or 4, for the order of `tile_product`
+    of_few: int = FAR  # how the weight is read for very few rows of x; IN_ORDER only where a vector holds one of its
 
     def beside(self, num_x: int) -> int:
         """The rows of the weight in a tile of so many rows of x."""
@@ -108,9 +114,11 @@ _LONG_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((4, 4), (4, 4))
 _DIGITS = ((4, 2), (4, 2))
 
 FORMATS = {
-    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, fma, *_QUARTERS, rows=4),
-    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, dot_bfloat16, *_WIDE, "avx512bf16"),
-    "bfloat16": Format(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, *_LONG_QUARTERS, parts=2, rows=4),
+    "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, fma, *_QUARTERS, rows=4, of_few=NEAR),
+    "bfloat16 dot": Format(32, 2, 2, INTS, INTS, _same, dot_bfloat16, *_WIDE, "avx512bf16", of_few=IN_ORDER),
+    "bfloat16": Format(
+        *(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, *_LONG_QUARTERS), parts=2, rows=4, of_few=NEAR
+    ),
     "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_DIGITS, "avx512vnni", NUM_DIGITS, NUM_DIGITS),
     "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, fma, *_LONG),
 }
@@ -157,11 +165,11 @@ class Places(NamedTuple):
 
 
 @intrinsic(prefer_literal=True)
-def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, fetch_level: Any, places: Any) -> Any:
-    """Compute `num_x` x `num_weights` results and store them. See `Places`; `fetch_level`: the first of the caches that
-    it fetches into. All but places are constants."""
+def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, reading: Any, places: Any) -> Any:
+    """Compute `num_x` x `num_weights` results and store them. See `Places`; `reading`: FAR, NEAR or IN_ORDER. All but
+    places are constants."""
     form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
-    level = fetch_level.literal_value
+    level, at_once = {FAR: (2, n), NEAR: (1, n), IN_ORDER: (None, 1)}[reading.literal_value]
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         values = [b.extract_value(arguments[4], i) for i in range(len(Places._fields))]
@@ -172,10 +180,12 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, fe
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
         weight_row = b.mul(in_features, INT64(form.weight_bytes))
         weight_rows = [b.add(weight, b.mul(weight_row, INT64(j))) for j in range(n)]
-        multiply = _in_quarters if form.rows > 1 else _in_vectors
+        multiply = _in_quarters if form.rows > 1 else partial(_in_vectors, at_once=at_once)
 
         def fetch_lines(k: Any, step: int) -> None:
             """What belongs to elements k to k + step - 1."""
+            if level is None:
+                return
             distance = b.lshr(INT64(STEP_BYTES), fetch_shift)
             line = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
             for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
@@ -191,32 +201,45 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, fe
             _finish(b, part, bias, offset, address, out_bytes)
         return _context.get_dummy_value()
 
-    return types.void(format_name, num_x, num_weights, fetch_level, places), generate
+    return types.void(format_name, num_x, num_weights, reading, places), generate
 
 
 def _in_vectors(
-    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetch: Any
+    b: ir.IRBuilder,
+    form: Format,
+    x_rows: list[Any],
+    weight_rows: list[Any],
+    in_features: Any,
+    fetch: Any,
+    *,
+    at_once: int,
 ) -> Iterator[tuple[int, int, Any]]:
-    """Rows and first columns of results, and a vector of them. The lanes of a sum are added in a tree."""
+    """Rows and first columns of results, and a vector of them. The lanes of a sum are added in a tree. `at_once` rows
+    of the weight are walked side by side."""
     n = len(weight_rows)
-    starts = [
-        _sums_start(b, form, row, in_features, digit)
-        for row in x_rows
-        for _ in range(n)
-        for digit in range(form.digits)
-    ]
+    by_rows = []
+    for first in range(0, n, at_once):
+        some = weight_rows[first : first + at_once]
+        starts = [
+            _sums_start(b, form, row, in_features, digit)
+            for row in x_rows
+            for _ in some
+            for digit in range(form.digits)
+        ]
 
-    def step(k: Any, sums: list[Any]) -> list[Any]:
-        offset = b.mul(k, INT64(form.weight_bytes))
-        fetch(k, form.step)
-        weights = [form.prepare(b, load(b, b.add(row, offset), form.weight_vector)) for row in weight_rows]
-        totals, added = iter(sums), []
-        for row in x_rows:
-            parts = [load(b, place, form.x_vector) for place in _parts(b, form, row, k, in_features)]
-            added += [form.multiply(b, x, prepared, next(totals)) for prepared in weights for x in parts]
-        return added
+        def step(k: Any, sums: list[Any], some: list[Any] = some) -> list[Any]:
+            offset = b.mul(k, INT64(form.weight_bytes))
+            fetch(k, form.step)
+            weights = [form.prepare(b, load(b, b.add(row, offset), form.weight_vector)) for row in some]
+            totals, added = iter(sums), []
+            for row in x_rows:
+                parts = [load(b, place, form.x_vector) for place in _parts(b, form, row, k, in_features)]
+                added += [form.multiply(b, x, prepared, next(totals)) for prepared in weights for x in parts]
+            return added
 
-    sums = loop_over(b, in_features, form.step, starts, step)
+        by_rows.append(loop_over(b, in_features, form.step, starts, step))
+    each = at_once * form.digits  # sums of a row of x
+    sums = [one for i in range(len(x_rows)) for found in by_rows for one in found[i * each : (i + 1) * each]]
     for i in range(0, len(x_rows) * n, 4):
         digits = [sum_lanes(b, sums[d :: form.digits][i : i + 4]) for d in range(form.digits)]
         totals = digits[0] if form.digits == 1 else join_digits(b, *digits)
