@@ -49,7 +49,7 @@ Step = Callable[[], None]  # generates something
 Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a panel: [row][number of the pair]
 
 _HALVES = ir.VectorType(INT16, LANES)
-_AHEAD = 8192  # bytes, of what is unpacked later
+_AHEAD = 16384  # bytes, of what is unpacked later
 
 
 class Place(NamedTuple):

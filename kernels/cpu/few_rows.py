@@ -31,8 +31,9 @@ BLOCK = 16  # weight rows that a thread takes at a time: whole tiles
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
-# Rows of x that are very few, where a tile's rows of the weight have no more bytes than stay in the first cache.
-VERY_FEW, NEAR_BYTES = 2, 16 << 10
+FIRST_CACHE = 32 << 10  # bytes, of most CPUs
+# Rows of x that are very few, where a tile's rows of the weight have no more bytes than stay there until they are read.
+VERY_FEW, NEAR_BYTES = 2, FIRST_CACHE // 2
 
 _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
@@ -155,6 +156,7 @@ def _compiled(name: str, sources: str) -> Any:
     most, eight = form.largest[0], form.of_eight[0]  # rows of x in the largest tile, and in those of eight
     beside_most, beside_eight, beside_four, beside_few = (form.beside(num_x) for num_x in (most, eight, 4, 1))
     parts, in_digits, of_few = form.parts, form.digits > 1, form.of_few
+    is_narrow = form.of_eight[1] < form.largest[1]  # eight rows of x are read anew for fewer rows of the weight
     x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if in_digits else 0
 
     @cfunc(types.void(types.voidptr), cache=True)
@@ -178,8 +180,9 @@ def _compiled(name: str, sources: str) -> Any:
         num_blocks = (out_features + BLOCK - 1) // BLOCK
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
         chunk_rows = (num_rows + num_chunks * most - 1) // (num_chunks * most) * most
+        of_eight = 4 if is_narrow and eight * x_row >= FIRST_CACHE else eight
         # How often a block is multiplied with rows of x.
-        num_groups = _num_tiles(min(chunk_rows, num_rows), most, eight)
+        num_groups = _num_tiles(min(chunk_rows, num_rows), most, of_eight)
         fetch_shift = 0 if num_groups == 1 else 1 if num_groups < 4 else 2  # a tile fetches a half, or a quarter
         are_few = of_few != FAR and num_rows <= VERY_FEW and TILE_ROWS * weight_row <= NEAR_BYTES
         item, lap = -1, 0
@@ -193,7 +196,7 @@ def _compiled(name: str, sources: str) -> Any:
             fetch = a[_WEIGHT] + end * weight_row
             fetch_end = fetch + BLOCK * weight_row
             while row < last_row:
-                num_x = _rows_of_tile(last_row - row, most, eight)
+                num_x = _rows_of_tile(last_row - row, most, of_eight)
                 x, j = first_x + row * x_row, block * BLOCK
                 while j < end:
                     n = beside_four if num_x == 4 else TILE_ROWS if are_few else beside_few
