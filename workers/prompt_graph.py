@@ -136,6 +136,8 @@ class PromptGraph:
             return None
         record, hidden = captured
         self._recorded.append(_Recorded(record, placed))
+        if record.most_rows < sizes.most:  # it has kernels for few, and more have others
+            self._untried.append(sizes._replace(least=record.most_rows + 1))
         return hidden[:num_tokens] if self._recorded[-1].is_for(num_tokens) else None
 
 
