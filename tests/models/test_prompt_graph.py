@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from core_driver import Answer, Driver
 from inflight_executor import CountedBackend
 from tiny_families import TINY_FAMILIES, VOCAB_SIZE
+from torch import Tensor
 
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.model_source import load_model_info
@@ -19,6 +20,7 @@ from quire.engine.pooling import PoolingParams
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.workers.local_executor import LocalExecutor
+from quire.workers.prompt_graph import PromptGraph
 
 BATCHES = (
     (40,), (1, 33, 97), (33,), (16, 17), (40, 97), (126,), (2, 3), (4, 5), (25,), (6,), (60, 1, 60, 1), (24,)
@@ -136,6 +138,39 @@ def test_few_tokens_first(tmp_path: Path, backend: CountedBackend, most_tokens: 
         assert backend.prompts_recorded_with == ([7, 61] if most_tokens == 90 else [7])
         assert {2, 4} <= set(backend.prompts_replayed)
         assert max(backend.prompts_replayed) == {4: 4, 20: 20, 90: 77}[most_tokens]
+
+
+@dataclass
+class _FewOrMany:
+    """A record, and its backend: up to 48 rows have kernels of their own."""
+
+    least_rows: int = 1
+    most_rows: int = 48
+    recorded: list[int] = field(default_factory=list)
+    replayed: list[int] = field(default_factory=list)
+    inputs: Sequence[Tensor] = ()
+
+    def capture_any_rows(
+        self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+    ) -> tuple[_FewOrMany, Tensor]:
+        self.recorded.append(num_rows)
+        least, most = (1, 48) if num_rows <= 48 else (49, most_rows)
+        return _FewOrMany(least, most, replayed=self.replayed, inputs=inputs), run()
+
+    def replay(self, num_rows: int) -> Tensor:
+        self.replayed.append(num_rows)
+        return self.inputs[0][0, :num_rows, None]
+
+
+def test_a_record_of_few_leaves_larger_ones_to_be_made() -> None:
+    backend = _FewOrMany()
+    graph = PromptGraph(backend, 256, num_groups=0)
+    for num_tokens in (40, 33, 100, 128, 49, 12):
+        token_ids = torch.arange(num_tokens)
+        found = graph.forward(lambda tokens, _positions, _groups: tokens[:, None], token_ids, token_ids, [])
+        assert torch.equal(found[:, 0], token_ids)
+    assert backend.recorded == [41, 101]
+    assert backend.replayed == [33, 128, 49, 12]
 
 
 @pytest.mark.parametrize("model", [{"enforce_eager": True}, {"quantization": "fp8"}], ids=["enforce_eager", "fp8"])
