@@ -23,7 +23,7 @@ from quire.kernels.ops import AttentionMetadata
 # With more tokens, what lies between the calls hardly counts, and all memory has room for them.
 _MOST_RECORDED = 2048
 _LEAST_RECORDED = 7  # tokens, with padding: a prime number; most kernels for few rows take 8 or more (of the rest, 4)
-_MOST_FEW = 24  # with more, none is a kernel for few rows, and not all that multiply them say so
+_MOST_FEW = 24  # with more, kernels for few rows say that they are, and not all of those for many do
 
 # token_ids, positions [num_tokens], metadata of each KV cache group -> hidden states [num_tokens, hidden_size]
 Compute = Callable[[Tensor, Tensor, Sequence[AttentionMetadata]], Tensor]
@@ -121,6 +121,8 @@ class PromptGraph:
         """With padding up to a prime number, which is hardly a size of the model as well. None where that cannot be
         recorded, or so few would be computed otherwise."""
         num_tokens, num_recorded = len(token_ids), _next_prime(max(len(token_ids), _LEAST_RECORDED))
+        if num_recorded > sizes.most:
+            return None
         self._untried.remove(sizes)
         if self._record_for(num_recorded) is not None:
             return None
@@ -136,8 +138,12 @@ class PromptGraph:
             return None
         record, hidden = captured
         self._recorded.append(_Recorded(record, placed))
-        if record.most_rows < sizes.most:  # it has kernels for few, and more have others
+        # It has kernels for few, and more have others; or the other way round.
+        if record.most_rows < sizes.most:
             self._untried.append(sizes._replace(least=record.most_rows + 1))
+        if record.least_rows > _MOST_FEW + 1:
+            most = record.least_rows - 1
+            self._untried.append(_Sizes(_MOST_FEW + 1, most, most))
         return hidden[:num_tokens] if self._recorded[-1].is_for(num_tokens) else None
 
 

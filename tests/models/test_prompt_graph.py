@@ -162,15 +162,23 @@ class _FewOrMany:
         return self.inputs[0][0, :num_rows, None]
 
 
-def test_a_record_of_few_leaves_larger_ones_to_be_made() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "recorded", "replayed"),
+    [
+        ((40, 33, 100, 128, 49, 12, 48), [41, 101], [33, 128, 49, 12, 48]),
+        ((100, 128, 48, 49, 27, 33, 48, 25, 60), [101, 29], [128, 49, 33, 48, 25, 60]),  # 53 would be many
+    ],
+)
+def test_few_and_many_have_records_of_their_own(lengths: list[int], recorded: list[int], replayed: list[int]) -> None:
+    """Whichever come first."""
     backend = _FewOrMany()
     graph = PromptGraph(backend, 256, num_groups=0)
-    for num_tokens in (40, 33, 100, 128, 49, 12):
+    for num_tokens in lengths:
         token_ids = torch.arange(num_tokens)
         found = graph.forward(lambda tokens, _positions, _groups: tokens[:, None], token_ids, token_ids, [])
         assert torch.equal(found[:, 0], token_ids)
-    assert backend.recorded == [41, 101]
-    assert backend.replayed == [33, 128, 49, 12]
+    assert backend.recorded == recorded
+    assert backend.replayed == replayed
 
 
 @pytest.mark.parametrize("model", [{"enforce_eager": True}, {"quantization": "fp8"}], ids=["enforce_eager", "fp8"])
