@@ -5,7 +5,7 @@
 A thread has its own contiguous part of the weight, of which it takes BLOCK rows at a time, so that it reads forwards;
 when it is done it takes blocks of the others. A block is multiplied with all rows of x, in tiles (see `tiles`), while
 it stands in the caches. What comes next is fetched meanwhile, by each pass a part of it: memory and arithmetic then
-take their time together.
+take their time together. (But where rows of the weight are read in the order of memory: see `tiles.IN_ORDER`.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
 FIRST_CACHE = 32 << 10  # bytes, of most CPUs
-# Rows of x that are very few, where a tile's rows of the weight have no more bytes than stay there until they are read.
+# Rows of x that are very few, and bytes of a tile's rows of the weight, up to which these are read as their format says
+# for few: what is fetched into the first cache stays there until then, or x stays there beside them.
 VERY_FEW, NEAR_BYTES = 2, FIRST_CACHE // 2
 
 _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")

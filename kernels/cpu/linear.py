@@ -56,7 +56,8 @@ from .turned_tiles import products
 
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
 FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 48, "int8 dot": 20, "float32": 24}
-MAX_ROWS_FEW = 48  # for `few_rows`, not in float32 on x86, of weights that do not fit `many_rows`
+# For `few_rows`, not in float32 on x86, of weights that do not fit `many_rows`; of others it takes no more either.
+MAX_ROWS_FEW = 48
 MAX_ROWS = sys.maxsize if IS_X86 else 64  # for `many_rows`
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once

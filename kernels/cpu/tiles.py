@@ -78,7 +78,7 @@ class Format:
     parts: int = 1  # that a row of x has become, one behind the other
     digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
     rows: int = 1  # of the weight that a vector holds: 1, or 4, for the order of `tile_product`
-    of_few: int = FAR  # how the weight is read for very few rows of x; IN_ORDER only where a vector holds one of its
+    of_few: int = FAR  # how the weight is read for very few rows of x; IN_ORDER only where `rows` is 1
 
     def beside(self, num_x: int) -> int:
         """The rows of the weight in a tile of so many rows of x."""
