@@ -51,14 +51,6 @@ class AnyRowsBackend(Protocol):
         ...
 
 
-class _Sizes(NamedTuple):
-    """Steps of `least` to `most` tokens are recorded, in memory for `room`: the first of them that comes."""
-
-    least: int
-    most: int
-    room: int
-
-
 class _Recorded(NamedTuple):
     record: Record
     metadata: list[AttentionMetadata]  # what it was made with
@@ -79,11 +71,10 @@ class PromptGraph:
         # Token ids, positions, and slots by group.
         self._inputs = torch.zeros(2 + num_groups, max(self._capacity, _LEAST_RECORDED), dtype=torch.int64)
         self._recorded: list[_Recorded] = []
-        # Between them, it is not known which kernels a record with padding would have.
-        self._untried = [
-            _Sizes(1, _LEAST_RECORDED, min(_MOST_FEW, self._inputs.shape[1])),
-            _Sizes(32, self._capacity, self._capacity),
-        ]
+        # Of how many tokens steps may begin a record. Between these, it is not known which kernels one with padding
+        # would have.
+        self._few, self._many = range(1, _LEAST_RECORDED + 1), range(_MOST_FEW + 1, self._capacity + 1)
+        self._recordable = [self._few, self._many]
 
     def forward(
         self, compute: Compute, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]
@@ -98,7 +89,7 @@ class PromptGraph:
             for placed, metadata in zip(recorded.metadata, by_group, strict=True):
                 _place_all_but_slots(metadata, placed)
             return recorded.record.replay(num_tokens)
-        sizes = next((each for each in self._untried if each.least <= num_tokens <= each.most), None)
+        sizes = next((each for each in self._recordable if num_tokens in each), None)
         hidden = None if sizes is None else self._capture(compute, token_ids, positions, by_group, sizes)
         return compute(token_ids, positions, by_group) if hidden is None else hidden
 
@@ -116,34 +107,30 @@ class PromptGraph:
         token_ids: Tensor,
         positions: Tensor,
         by_group: Sequence[AttentionMetadata],
-        sizes: _Sizes,
+        sizes: range,
     ) -> Tensor | None:
         """With padding up to a prime number, which is hardly a size of the model as well. None where that cannot be
-        recorded, or so few would be computed otherwise."""
+        recorded, or so few would be computed otherwise. It is for more up to those that another record is for."""
         num_tokens, num_recorded = len(token_ids), _next_prime(max(len(token_ids), _LEAST_RECORDED))
-        if num_recorded > sizes.most:
+        others = (each.record.least_rows for each in self._recorded)
+        room = min((least - 1 for least in others if least > num_tokens), default=self._inputs.shape[1])
+        if num_recorded > room:
             return None
-        self._untried.remove(sizes)
-        if self._record_for(num_recorded) is not None:
-            return None
+        if sizes is self._few:
+            room = min(room, _MOST_FEW)
         self._place(token_ids, positions, by_group)
         self._inputs[:2, num_tokens:num_recorded] = 0
         self._inputs[2:, num_tokens:num_recorded] = -1  # stored nowhere
         token_ids, positions, *slots = (place[:num_recorded] for place in self._inputs)
         placed = [replace(each, slot_mapping=own, plans={}) for each, own in zip(by_group, slots, strict=True)]
         captured = self._backend.capture_any_rows(
-            lambda: compute(token_ids, positions, placed), num_recorded, sizes.room, [self._inputs]
+            lambda: compute(token_ids, positions, placed), num_recorded, room, [self._inputs]
         )
         if captured is None:
+            self._recordable.remove(sizes)
             return None
         record, hidden = captured
         self._recorded.append(_Recorded(record, placed))
-        # It has kernels for few, and more have others; or the other way round.
-        if record.most_rows < sizes.most:
-            self._untried.append(sizes._replace(least=record.most_rows + 1))
-        if record.least_rows > _MOST_FEW + 1:
-            most = record.least_rows - 1
-            self._untried.append(_Sizes(_MOST_FEW + 1, most, most))
         return hidden[:num_tokens] if self._recorded[-1].is_for(num_tokens) else None
 
 

@@ -54,10 +54,9 @@ from .tile_product import TILE
 from .tiles import FORMATS, TILE_ROWS, best_format
 from .turned_tiles import products
 
+MAX_ROWS_FEW = 48  # for `few_rows`, whatever the weight, but in float32 on x86
 # The most rows for `few_rows`, by what multiplies more of them in `many_rows`.
-FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": 48, "int8 dot": 20, "float32": 24}
-# For `few_rows`, not in float32 on x86, of weights that do not fit `many_rows`; of others it takes no more either.
-MAX_ROWS_FEW = 48
+FEW_ROWS = {"tdpbf16ps": 4, "tdpbssd": 4, "bfloat16 dot": MAX_ROWS_FEW, "int8 dot": 20, "float32": 24}
 MAX_ROWS = sys.maxsize if IS_X86 else 64  # for `many_rows`
 _COMPILED = (torch.float32, torch.bfloat16)
 _WIDENED_ROWS = 4096  # of a weight at once

@@ -146,39 +146,55 @@ class _FewOrMany:
 
     least_rows: int = 1
     most_rows: int = 48
-    recorded: list[int] = field(default_factory=list)
+    recorded: list[tuple[int, int]] = field(default_factory=list)  # with so many rows, and room for so many
     replayed: list[int] = field(default_factory=list)
     inputs: Sequence[Tensor] = ()
+    is_capable: bool = True
 
     def capture_any_rows(
         self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
-    ) -> tuple[_FewOrMany, Tensor]:
-        self.recorded.append(num_rows)
-        least, most = (1, 48) if num_rows <= 48 else (49, most_rows)
+    ) -> tuple[_FewOrMany, Tensor] | None:
+        self.recorded.append((num_rows, most_rows))
+        if not self.is_capable:
+            return None
+        least, most = (1, min(48, most_rows)) if num_rows <= 48 else (49, most_rows)
         return _FewOrMany(least, most, replayed=self.replayed, inputs=inputs), run()
 
     def replay(self, num_rows: int) -> Tensor:
         self.replayed.append(num_rows)
         return self.inputs[0][0, :num_rows, None]
 
+    def compute(self, lengths: Sequence[int]) -> None:
+        """Steps of so many tokens, up to 256."""
+        graph = PromptGraph(self, 256, num_groups=0)
+        for num_tokens in lengths:
+            token_ids = torch.arange(num_tokens)
+            found = graph.forward(lambda tokens, _positions, _groups: tokens[:, None], token_ids, token_ids, [])
+            assert torch.equal(found[:, 0], token_ids)
+
 
 @pytest.mark.parametrize(
     ("lengths", "recorded", "replayed"),
     [
-        ((40, 33, 100, 128, 49, 12, 48), [41, 101], [33, 128, 49, 12, 48]),
-        ((100, 128, 48, 49, 27, 33, 48, 25, 60), [101, 29], [128, 49, 33, 48, 25, 60]),  # 53 would be many
+        ((40, 33, 100, 128, 49, 12, 48), [(41, 257), (101, 257)], [33, 128, 49, 12, 48]),
+        # 48 would be padded to 53, which are many.
+        ((100, 128, 48, 49, 27, 33, 48, 25, 60), [(101, 257), (29, 48)], [128, 49, 33, 48, 25, 60]),
+        ((3, 20, 300, 25, 60, 24), [(7, 24), (29, 257), (61, 257)], [20, 24]),
     ],
 )
-def test_few_and_many_have_records_of_their_own(lengths: list[int], recorded: list[int], replayed: list[int]) -> None:
+def test_few_and_many_have_records_of_their_own(
+    lengths: tuple[int, ...], recorded: list[tuple[int, int]], replayed: list[int]
+) -> None:
     """Whichever come first."""
     backend = _FewOrMany()
-    graph = PromptGraph(backend, 256, num_groups=0)
-    for num_tokens in lengths:
-        token_ids = torch.arange(num_tokens)
-        found = graph.forward(lambda tokens, _positions, _groups: tokens[:, None], token_ids, token_ids, [])
-        assert torch.equal(found[:, 0], token_ids)
-    assert backend.recorded == recorded
-    assert backend.replayed == replayed
+    backend.compute(lengths)
+    assert (backend.recorded, backend.replayed) == (recorded, replayed)
+
+
+def test_what_cannot_be_recorded_is_tried_once() -> None:
+    backend = _FewOrMany(is_capable=False)
+    backend.compute((3, 2, 100, 128, 30, 7))
+    assert backend.recorded == [(7, 24), (101, 257)]
 
 
 @pytest.mark.parametrize("model", [{"enforce_eager": True}, {"quantization": "fp8"}], ids=["enforce_eager", "fp8"])
