@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -110,18 +111,53 @@ class Target:
 _decoder = msgspec.json.Decoder(_Event)
 
 
+@dataclass(slots=True)
+class _Sending:
+    """What is known of a request while its answer has not begun."""
+
+    on_kept_connection: bool = False
+    is_answered: bool = False
+
+    def may_repeat(self, error: Exception) -> bool:
+        """The server closed, while it was at rest, a connection that it had left open: the request had nowhere to go.
+
+        llama.cpp's does so after each stream, whatever its headers say of keeping connections.
+        """
+        is_closed = isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError)
+        return is_closed and self.on_kept_connection and not self.is_answered
+
+
+def connection_traces() -> list[aiohttp.TraceConfig]:
+    """What a session needs for `timed_request` to know whether a connection had been used before."""
+
+    async def note(_session: aiohttp.ClientSession, context: SimpleNamespace, _params: object) -> None:
+        if isinstance(context.trace_request_ctx, _Sending):
+            context.trace_request_ctx.on_kept_connection = True
+
+    trace = aiohttp.TraceConfig()
+    trace.on_connection_reuseconn.append(note)
+    return [trace]
+
+
 async def timed_request(session: aiohttp.ClientSession, target: Target, question: Question) -> RequestTiming:
-    """Send one request and read its stream to the end. A failure is told in the timing's `error`."""
+    """Send one request and read its stream to the end. A failure is told in the timing's `error`.
+
+    `session` has `connection_traces`. A request that met a closed connection is sent again, at its own cost in time.
+    """
     body = target.body(question)
     start_s = time.perf_counter()
-    try:
-        async with session.post(target.url, data=body) as response:
-            if response.status != 200:
-                message = error_message(response.status, await response.read())
-                return RequestTiming(start_s, time.perf_counter(), error=message)
-            return await _read_stream(response.content, start_s)
-    except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
-        return RequestTiming(start_s, time.perf_counter(), error=f"{type(error).__name__}: {error}")
+    while True:
+        sending = _Sending()
+        try:
+            async with session.post(target.url, data=body, trace_request_ctx=sending) as response:
+                sending.is_answered = True
+                if response.status != 200:
+                    message = error_message(response.status, await response.read())
+                    return RequestTiming(start_s, time.perf_counter(), error=message)
+                return await _read_stream(response.content, start_s)
+        except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
+            if not sending.may_repeat(error):
+                return RequestTiming(start_s, time.perf_counter(), error=f"{type(error).__name__}: {error}")
 
 
 async def _read_stream(content: aiohttp.StreamReader, start_s: float) -> RequestTiming:

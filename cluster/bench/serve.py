@@ -17,7 +17,7 @@ import numpy as np
 
 from ..cli_http import base_url_of
 from . import Endpoint
-from .client import BenchError, Target, timed_request
+from .client import BenchError, Target, connection_traces, timed_request
 from .latency import RequestTiming, Summary, summarize
 from .slo import Objective, num_good
 from .workload import Lengths, Question, questions
@@ -94,7 +94,10 @@ async def run(load: Load, on_level: Callable[[Level], None], on_request: Callabl
         headers["Authorization"] = f"Bearer {load.api_key}"
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=load.timeout_s)
     async with aiohttp.ClientSession(
-        headers=headers, timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
+        headers=headers,
+        timeout=timeout,
+        connector=aiohttp.TCPConnector(limit=0),
+        trace_configs=connection_traces(),
     ) as session:
         target, server_version = await _meet(session, load)
         levels: list[Summary] = []

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from rich.console import Console
 
 from quire.cluster.bench.machine import describe_machine, package_versions
 
+from .peers.programs import PEERS, add_options, given
 from .peers.servers import end
 
 COLUMNS = "200"  # of tables that are made for a terminal
@@ -49,15 +50,16 @@ class Outcome:
     printed: str
 
 
-def cpu_parts(vllm_python: Path | None, rounds: int) -> list[Part]:
-    peers = f"--vllm-python {shlex.quote(str(vllm_python))}" if vllm_python else "--only quire,unpacked,hf"
+def cpu_parts(programs: Mapping[str, Path], rounds: int) -> list[Part]:
+    """`programs`: by peer, what starts it; the others are left out."""
+    peers = "".join(f"{PEERS[name].option} {shlex.quote(str(path))} " for name, path in programs.items())
     own = "python -m tests.benchmarks"
     decodes = "--concurrency 8 --num-requests 64 --output-len 128"
     return [
         Part(
             "peers",
             "Beside peers, and the limits of the machine",
-            f"{own}.peers {peers} --rounds {rounds} --folder {{folder}}/peers --json {{folder}}/peers.json",
+            f"{own}.peers {peers}--rounds {rounds} --folder {{folder}}/peers --json {{folder}}/peers.json",
         ),
         Part("kernels-float32", "Operations of a layer, float32", "quire bench kernels --dtype float32", False),
         Part("kernels-bfloat16", "Operations of a layer, bfloat16", "quire bench kernels --dtype bfloat16", False),
@@ -157,15 +159,13 @@ def main() -> int:
         description="All tables of this machine as one report, in half an hour. Its cores should have no other work.",
         epilog="Example: python -m tests.benchmarks --vllm-python ~/vllm/bin/python --folder results",
     )
-    parser.add_argument("--vllm-python", type=Path, help="a Python with vllm (for CPUs); it is left out without")
+    add_options(parser)
     parser.add_argument("--rounds", type=int, default=1, help="of the comparison with peers")
     parser.add_argument("--only", metavar="NAMES", help="some parts, as scheduler,router")
     parser.add_argument("--folder", type=Path, default=Path("results"), help="for the report; default results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts end as with Ctrl-C
-    of_cpu, of_gpu = (
-        {part.name: part for part in each} for each in (cpu_parts(args.vllm_python, args.rounds), gpu_parts())
-    )
+    of_cpu, of_gpu = ({part.name: part for part in each} for each in (cpu_parts(given(args), args.rounds), gpu_parts()))
     parts = of_cpu | of_gpu
     names = args.only.split(",") if args.only else list(of_cpu if describe_machine()["gpu"] == "none" else of_gpu)
     if unknown := sorted(set(names) - set(parts)):

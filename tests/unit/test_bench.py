@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -157,6 +158,7 @@ class FakeServer:
     def __init__(self, *, takes_ignore_eos: bool = True, fail: bool = False) -> None:
         self.takes_ignore_eos = takes_ignore_eos
         self.fail = fail
+        self.closes: Callable[[web.Request], bool] = lambda request: False  # instead of an answer
         self.bodies: list[dict[str, Any]] = []
         self.open = 0
         self.most_open = 0
@@ -167,6 +169,10 @@ class FakeServer:
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if self.closes(request):
+            assert request.transport is not None
+            request.transport.close()
+            return web.Response()
         if "ignore_eos" in body and not self.takes_ignore_eos:
             return web.json_response({"error": {"message": "ignore_eos: unknown field"}}, status=400)
         self.bodies.append(body)
@@ -287,6 +293,27 @@ async def test_failures_are_counted_and_told(server: FakeServer) -> None:
     result, _ = await run(load(server, concurrency=(2,)))
     assert result.levels[0].num_failed == 6
     assert result.errors == ["HTTP 503: queue is full"]
+
+
+async def test_a_request_that_meets_a_closed_connection_is_sent_again(server: FakeServer) -> None:
+    used = set[asyncio.BaseTransport | None]()
+
+    def was_used(request: web.Request) -> bool:
+        is_kept = request.transport in used
+        used.add(request.transport)
+        return is_kept
+
+    server.closes = was_used
+    result, _ = await run(load(server, concurrency=(1, 3)))
+    assert ([level.num_failed for level in result.levels], result.errors) == ([0, 0], [])
+    assert len(server.bodies) == 13  # each answered once
+
+
+async def test_a_connection_that_is_closed_before_any_answer_is_a_failure(server: FakeServer) -> None:
+    server.closes = lambda request: len(server.bodies) > 0
+    result, _ = await run(load(server, concurrency=(1,)))
+    assert result.levels[0].num_failed == 6
+    assert result.errors == ["ServerDisconnectedError: Server disconnected"]
 
 
 async def test_no_server() -> None:

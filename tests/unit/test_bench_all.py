@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from quire.cluster.bench.commands import app
 from tests.benchmarks import start
 from tests.benchmarks.__main__ import Part, cpu_parts, gpu_parts, main, measure
+from tests.benchmarks.peers.programs import PEERS
 
 
 def test_a_part_that_fails_is_named_and_the_others_go_on(tmp_path: Path) -> None:
@@ -52,7 +53,10 @@ class Parsed(Exception):
     """Options are what they should be."""
 
 
-@pytest.mark.parametrize("part", [*cpu_parts(Path("/a b/python"), 2), *gpu_parts()], ids=lambda part: part.name)
+PROGRAMS = {name: Path(f"/a b/{name}") for name in PEERS}
+
+
+@pytest.mark.parametrize("part", [*cpu_parts(PROGRAMS, 2), *gpu_parts()], ids=lambda part: part.name)
 def test_every_part_is_given_options_that_it_has(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(part.command)
     if words[0] == "quire":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,10 +19,12 @@ from safetensors.torch import load_file
 
 from quire.cluster.bench.latency import RequestTiming, summarize
 from quire.engine.config import ModelConfig
+from quire.engine.errors import QuireError
 from quire.engine.model_source import load_model_info
 from quire.workers.loader.checkpoint import open_checkpoint
+from tests.benchmarks.peers import __main__ as peers
 from tests.benchmarks.peers import compare, limits, servers
-from tests.benchmarks.peers.checkpoint import export
+from tests.benchmarks.peers.checkpoint import export, gguf_file
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits, readable, reading_gb_per_s
 from tests.benchmarks.peers.measure import Served, Workload, workloads
@@ -74,6 +77,79 @@ def test_tables_show_medians_and_ratios() -> None:
     assert "| float32 | 8 | 75.0 | 150.0 | **2.00×** (aim 2×) |" in text
     assert "| float32 | 65.0 | 75.0 | **85%** (aim 90%) |" in text
     assert "- vllm float32: 1 of 2 greedy answers" in text
+
+
+def test_each_peer_that_was_measured_has_a_table() -> None:
+    found = comparison()
+    found.served += [served(0, "llamacpp", ONE, 20.0, 40.0), served(0, "llamacpp", EIGHT, 50.0, 100.0)]
+    text = markdown(found)
+    assert text.count("| streams | Quire tok/s |") == 2
+    assert "| vLLM tok/s |" in text
+    assert "| llama.cpp tok/s |" in text
+    assert "| Ray Serve LLM tok/s |" not in text
+    assert (
+        "| float32 | 128 in, 128 out | 8 | 150.0 | 100 | 50.0 | 50% | 50.0 | 100 | 100.0 | 50% | **3.00×** (aim 2×) |"
+        "  |  |" in text
+    )
+    assert "| float32 | llamacpp | 31.2 | 16.0 | 32.0 | **98%** |" in text
+
+
+def test_who_takes_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def plan_of(*options: str) -> compare.Plan:
+        plans: list[compare.Plan] = []
+        monkeypatch.setattr(peers, "compare", lambda plan, found, say: plans.append(plan))
+        monkeypatch.setattr(peers, "markdown", lambda found: "")
+        monkeypatch.setattr(sys, "argv", ["peers", "--folder", str(tmp), *options])
+        assert peers.main() == 0
+        return plans[0]
+
+    with tempfile.TemporaryDirectory() as tmp:
+        assert plan_of().contestants == ("quire", "unpacked", "hf")
+        chosen = plan_of("--llama-server", "/x/llama-server", "--vllm-python", "/y/python")
+        assert chosen.contestants == ("quire", "unpacked", "vllm", "llamacpp", "hf")
+        assert chosen.programs == {"vllm": Path("/y/python"), "llamacpp": Path("/x/llama-server")}
+        assert plan_of("--llama-server", "/x/llama-server", "--only", "quire").contestants == ("quire",)
+        with pytest.raises(SystemExit, match="2"):
+            plan_of("--only", "quire,ray")
+    assert "--ray-python: needed for ray, which --only names" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_how_a_peer_is_started(precision: str, tmp_path: Path) -> None:
+    """llama.cpp is given the default model's own file where it multiplies bytes, else one that its tool writes; vLLM,
+    and Ray Serve LLM, a checkpoint. All listen on loopback, at a port that is filled in."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    quantize = bin_folder / "llama-quantize"
+    quantize.write_text('#!/bin/sh\nprintf "%s %s" "$4" "$(basename "$2")" > "$3"\n')
+    quantize.chmod(0o755)
+    programs = {"vllm": Path("/v/python"), "ray": Path("/r/python"), "llamacpp": bin_folder / "llama-server"}
+    plan = compare.Plan((), (), (1, 4), (), 8, 1, programs, tmp_path, 2)
+    packed = load_model_info(ModelConfig()).path
+    llama = compare.server_of(plan, "llamacpp", precision)
+    given = Path(llama.command[llama.command.index("--model") + 1])
+    if precision == "int8":
+        assert given == packed
+        assert "--cache-type-k" not in llama.command
+    else:
+        assert given.read_text() == f"F32 {packed.name}"
+        assert llama.command[-4:] == ("--cache-type-k", "f32", "--cache-type-v", "f32")
+    assert llama.command[llama.command.index("--parallel") + 1] == "4"
+    for name in ("vllm", "ray"):
+        server = compare.server_of(plan, name, precision)
+        assert str(programs[name]) == server.command[0]
+        assert str(tmp_path / precision) in server.command
+        assert ("bfloat16" if precision == "int8" else precision) in server.command
+        assert "{port}" in server.command
+
+
+def test_a_file_that_could_not_be_written_is_told_and_is_not_there(tmp_path: Path) -> None:
+    quantize = tmp_path / "llama-quantize"
+    quantize.write_text('#!/bin/sh\necho begun > "$3"\necho "no such type" >&2\nexit 1\n')
+    quantize.chmod(0o755)
+    with pytest.raises(QuireError, match="no such type"):
+        gguf_file(tmp_path / "weights", "bfloat16", quantize)
+    assert not (tmp_path / "weights" / "bfloat16.gguf").exists()
 
 
 def test_memory_is_looked_at_around_one_stream_while_its_server_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ from quire.cluster.bench.machine import describe_machine, package_versions
 from quire.engine.errors import QuireError
 
 from .compare import Comparison, Plan, compare
+from .programs import PEERS, add_options, given
 from .report import faults, markdown
 
-CONTESTANTS = ("quire", "unpacked", "vllm", "hf")
+CONTESTANTS = ("quire", "unpacked", *PEERS, "hf")
 PRECISIONS = ("float32", "bfloat16", "int8")
 
 
@@ -33,7 +34,7 @@ def main() -> int:
     started = time.monotonic()
     args.folder.mkdir(parents=True, exist_ok=True)
     plan = Plan(
-        args.only, args.precision, args.concurrency, args.hf_batch, args.output_len, args.rounds, args.vllm_python,
+        args.only, args.precision, args.concurrency, args.hf_batch, args.output_len, args.rounds, args.programs,
         args.folder, len(os.sched_getaffinity(0)),
     )  # fmt: skip
     machine, versions = describe_machine(), package_versions()
@@ -59,22 +60,27 @@ def main() -> int:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.peers",
-        description="Quire, vLLM and transformers on the default model, one after the other on this machine's CPU.",
+        description="Quire and its peers on the default model, one after the other on this machine's CPU.",
         epilog="Example: python -m tests.benchmarks.peers --vllm-python ~/vllm/bin/python --rounds 3 --json peers.json",
     )
     add = parser.add_argument
-    add("--only", type=_names(CONTESTANTS), default=CONTESTANTS, metavar="NAMES", help="default quire,unpacked,vllm,hf")
+    known = ",".join(CONTESTANTS)
+    add("--only", type=_names(CONTESTANTS), metavar="NAMES", help=f"of {known}; default: all that can be started")
     add("--precision", type=_names(PRECISIONS), default=PRECISIONS, metavar="NAMES", help="default all three")
     add("--concurrency", type=_numbers, default=(1, 8, 32), metavar="NUMBERS", help="default 1,8,32")
     add("--hf-batch", type=_numbers, default=(8, 32), metavar="NUMBERS", help="default 8,32")
     add("--output-len", type=int, default=128, help="tokens of an answer; fewer for a quick look")
     add("--rounds", type=int, default=1, help="the machine drifts: medians over some are worth more")
-    add("--vllm-python", type=Path, help="a Python with vllm (for CPUs) installed")
+    add_options(parser)
     add("--folder", type=Path, help="for checkpoints and logs; a new temporary one when not given")
     add("--json", type=Path, help="write all measurements there")
     args = parser.parse_args()
-    if "vllm" in args.only and args.vllm_python is None:
-        parser.error("--vllm-python: where vLLM is installed; or leave it out with --only quire,unpacked,hf")
+    args.programs = given(args)
+    if args.only is None:
+        args.only = tuple(name for name in CONTESTANTS if name not in PEERS or name in args.programs)
+    for name in args.only:
+        if name in PEERS and name not in args.programs:
+            parser.error(f"{PEERS[name].option}: needed for {name}, which --only names")
     args.folder = args.folder or Path(tempfile.mkdtemp(prefix="quire-peers-"))
     return args
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import urllib.request
+from collections.abc import Callable
+from typing import Any
 
 PROMPTS = (
     "The capital of France is",
@@ -14,11 +16,12 @@ PROMPTS = (
 NUM_TOKENS = 32
 
 Answers = list[list[int]]
+Ask = Callable[[str, str], list[int]]  # of a URL and a prompt: the ids of NUM_TOKENS tokens
 
 
-def of_server(url: str) -> Answers:
+def of_server(url: str, ask: Ask) -> Answers:
     """The token ids of each answer, asked for one by one."""
-    return [_ask(url, prompt) for prompt in PROMPTS]
+    return [ask(url, prompt) for prompt in PROMPTS]
 
 
 def num_equal(answers: Answers, others: Answers) -> int:
@@ -26,7 +29,8 @@ def num_equal(answers: Answers, others: Answers) -> int:
     return sum(one == other for one, other in zip(answers, others, strict=True))
 
 
-def _ask(url: str, prompt: str) -> list[int]:
+def ask_openai(url: str, prompt: str) -> list[int]:
+    """As vLLM has it: `return_token_ids` beside OpenAI's fields."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
         model = json.load(response)["data"][0]["id"]
     body = {
@@ -37,9 +41,18 @@ def _ask(url: str, prompt: str) -> list[int]:
         "ignore_eos": True,
         "return_token_ids": True,
     }
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=300) as response:
-        token_ids: list[int] = json.load(response)["choices"][0]["token_ids"]
+    token_ids: list[int] = _post(f"{url}/v1/completions", body)["choices"][0]["token_ids"]
     return token_ids
+
+
+def ask_llamacpp(url: str, prompt: str) -> list[int]:
+    """Its own path: the one in OpenAI's form tells no ids."""
+    body = {"prompt": prompt, "n_predict": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_tokens": True}
+    token_ids: list[int] = _post(f"{url}/completion", body)["tokens"]
+    return token_ids
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=300) as response:
+        return json.load(response)

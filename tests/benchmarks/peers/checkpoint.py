@@ -1,7 +1,7 @@
 """The default model as a Hugging Face checkpoint: what peers read, filled by Quire's own reading of the GGUF.
 
-So all of them have the same numbers in the same order. Peers that read GGUF themselves are not given it: that would
-measure their dequantization.
+So all of them have the same numbers in the same order. llama.cpp reads the GGUF itself: as it is beside int8, as it
+then multiplies bytes, and written out by its own tool, as numbers of float32 or bfloat16, beside these.
 
 In int8 it is in the format of compressed-tensors with the scheme that vLLM's documents name for CPUs, W8A8: linear
 layers have a scale for each row, what multiplies them is rounded for each token, and all else is in bfloat16.
@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from quire.engine.config import ModelConfig
+from quire.engine.errors import QuireError
 from quire.engine.gguf_file import read_gguf
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
@@ -68,6 +70,24 @@ def export(folder: Path, precision: str, model: str = "smollm2-135m-instruct") -
     config = {**info.hf_config, "dtype": dtype, "torch_dtype": dtype, **quantized}
     _write_json(folder / "config.json", config)  # last: all is there
     return folder
+
+
+def gguf_file(folder: Path, precision: str, quantize: Path, model: str = "smollm2-135m-instruct") -> Path:
+    """The GGUF of `model` in `precision`, written into `folder` by llama.cpp's `quantize` unless it is there."""
+    packed = load_model_info(ModelConfig(model=model)).path
+    if precision == "int8":
+        return packed
+    target = folder / f"{precision}.gguf"
+    if not target.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(".part")  # whole or not there
+        kind = {"float32": "F32", "bfloat16": "BF16"}[precision]
+        command = (str(quantize), "--allow-requantize", str(packed), str(part), kind)
+        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
+        if done.returncode != 0:
+            raise QuireError(f"{quantize} failed:\n{done.stderr[-2000:]}")
+        part.rename(target)
+    return target
 
 
 def num_parameters(model: str = "smollm2-135m-instruct") -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,10 +14,20 @@ import torch
 from quire.kernels.ops import fits_packed
 
 from . import answers
-from .checkpoint import export, num_parameters, packed_bytes
+from .checkpoint import export, gguf_file, num_parameters, packed_bytes
 from .limits import GIB, Limits, measure, readable, reading_gb_per_s
 from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, waves, workloads
-from .servers import Server, paused, quire_server, running, unpacked_server, vllm_server, wait_until_at_rest
+from .servers import (
+    Server,
+    llamacpp_server,
+    paused,
+    quire_server,
+    ray_server,
+    running,
+    unpacked_server,
+    vllm_server,
+    wait_until_at_rest,
+)
 
 STREAMS = 8  # over HTTP against as many prompts at a time offline,
 TURNS = 3  # one after the other so often: the machine drifts by more than what is between them
@@ -28,13 +38,13 @@ BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2, "int8": 1}
 class Plan:
     """What to compare. `folder` is for logs and checkpoints; checkpoints that are there are used again."""
 
-    contestants: Sequence[str]  # of quire, unpacked (Quire on the checkpoint that peers read), vllm, hf
+    contestants: Sequence[str]  # of quire, unpacked (Quire on the checkpoint that peers read), `PEERS` and hf
     precisions: Sequence[str]
     concurrency: Sequence[int]
     hf_batches: Sequence[int]
     output_len: int
     rounds: int
-    vllm_python: Path | None
+    programs: Mapping[str, Path]  # by peer: what starts it
     folder: Path
     threads: int
 
@@ -62,7 +72,7 @@ def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
         say(f"round {index + 1} of {plan.rounds}: the machine's limits")
         found.limits.append(measure(plan.threads))
         for precision in plan.precisions:
-            contestants = [name for name in plan.contestants if name in ("quire", "vllm") or precision != "int8"]
+            contestants = [name for name in plan.contestants if precision != "int8" or name not in ("unpacked", "hf")]
             for name in contestants if index % 2 == 0 else reversed(contestants):
                 where = f"round {index + 1} of {plan.rounds} · {precision} · {name}: "
                 _measure_one(plan, found, name, precision, index, partial(_say_with, say, where))
@@ -88,14 +98,22 @@ def _measure_one(
         found.answers.setdefault(f"hf {precision}", []).append(answered)
         found.hf += [(precision, batch, rate) for batch, rate in rates.items()]
         return
-    if name == "vllm":
-        assert plan.vllm_python is not None
-        server = vllm_server(plan.vllm_python, export(plan.folder / precision, precision), precision)
-    elif name == "unpacked":
-        server = unpacked_server(export(plan.folder / precision, precision), precision)
-    else:
-        server = quire_server(precision)
-    _load(plan, found, server, precision, index, say)
+    _load(plan, found, server_of(plan, name, precision), precision, index, say)
+
+
+def server_of(plan: Plan, name: str, precision: str) -> Server:
+    """How to start a contestant; writes the weights that it reads, where they are not there."""
+    if name == "quire":
+        return quire_server(precision)
+    if name == "llamacpp":
+        binary = plan.programs[name]
+        weights = gguf_file(plan.folder, precision, binary.with_name("llama-quantize"))
+        return llamacpp_server(binary, weights, precision, max(plan.concurrency))
+    checkpoint = export(plan.folder / precision, precision)
+    if name == "unpacked":
+        return unpacked_server(checkpoint, precision)
+    start = vllm_server if name == "vllm" else ray_server
+    return start(plan.programs[name], checkpoint, precision)
 
 
 def _load(
@@ -105,7 +123,7 @@ def _load(
     say("starts")
     log = plan.folder / f"{server.name}-{precision}-{index}.log"
     with running(server, log) as (url, process):
-        answered = answers.of_server(url)
+        answered = answers.of_server(url, server.ask)
         found.answers.setdefault(f"{server.name} {precision}", []).append(answered)
         wait_until_at_rest(process)
         for number, workload in enumerate(workloads(plan.concurrency, plan.output_len)):

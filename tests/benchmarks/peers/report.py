@@ -10,6 +10,7 @@ from .answers import num_equal
 from .compare import Comparison
 from .limits import Limits
 from .measure import Served, Workload
+from .programs import PEERS
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ AIM_ONE_STREAM, AIM_MANY, AIM_HF, AIM_LIMIT, AIM_SERVE_PATH = 1.5, 2.0, 2.0, 0.7
 def markdown(found: Comparison) -> str:
     """All tables that there is something for."""
     parts = [_limits(found)]
-    parts += [_served(found)] if found.served else []
+    parts += [_served(found, peer) for peer in _peers(found)] if found.served else []
     parts += [_share_of_limit(found)] if any(s.workload.concurrency == 1 for s in found.served) else []
     parts += [_hf(found)] if found.hf else []
     parts += [_serve_path(found)] if found.waves else []
@@ -40,10 +41,15 @@ def _limits(found: Comparison) -> str:
     return _table((f"limit, {found.limits[0].num_threads} threads", "measured"), rows)
 
 
-def _served(found: Comparison) -> str:
+def _peers(found: Comparison) -> list[str]:
+    """One table for each that was measured; where none was, Quire stands alone in one."""
+    return [peer for peer in PEERS if any(s.server == peer for s in found.served)] or ["vllm"]
+
+
+def _served(found: Comparison, peer_name: str) -> str:
     rows = []
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
-        ours, unpacked, peer = (_of(found, name, precision, workload) for name in ("quire", "unpacked", "vllm"))
+        ours, unpacked, peer = (_of(found, name, precision, workload) for name in ("quire", "unpacked", peer_name))
         aim = "" if workload.is_sampled else f" (aim {AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY:g}×)"
         rows.append(
             (
@@ -58,7 +64,8 @@ def _served(found: Comparison) -> str:
             )
         )
     measured = ("tok/s", "TTFT ms", "ITL ms", "cached")
-    columns = ("precision", "load", "streams", *(f"Quire {m}" for m in measured), *(f"vLLM {m}" for m in measured))
+    whose = ("Quire", PEERS[peer_name].title)
+    columns = ("precision", "load", "streams", *(f"{name} {each}" for name in whose for each in measured))
     return _table((*columns, "tok/s ratio", "Quire unpacked tok/s", "its ratio"), rows)
 
 
@@ -96,9 +103,9 @@ def _share_of_limit(found: Comparison) -> str:
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
         if workload.concurrency != 1 or not workload.is_plain:
             continue
-        for name in ("quire", "unpacked", "vllm"):
+        for name in ("quire", "unpacked", *PEERS):
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
-            if chosen and (name, precision) != ("vllm", "int8"):  # which has its head in bfloat16
+            if chosen and (name == "quire" or precision != "int8"):  # peers have not all of it in bytes
                 sizes = found.weight_bytes | (found.packed_bytes if name == "quire" else {})
                 # What a token costs once the prompt is computed, as the limit is one of decoding; each beside its own.
                 loads = [(1e3 / s.tpot_ms, s.memory_gb_per_s) for s in chosen if s.memory_gb_per_s is not None]

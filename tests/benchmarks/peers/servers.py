@@ -19,6 +19,8 @@ import psutil
 from quire.cluster.ray_local import free_ports
 from quire.engine.errors import QuireError
 
+from .answers import Ask, ask_llamacpp, ask_openai
+
 MAX_MODEL_LEN = 2048
 START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
 STOP_TIMEOUT_S = 20.0
@@ -42,6 +44,7 @@ class Server:
     command: Sequence[str]
     ready_path: str  # answers 200 when requests can be sent
     environment: Mapping[str, str] = field(default_factory=dict)
+    ask: Ask = ask_openai  # how it tells the ids of its tokens
 
 
 def quire_server(precision: str) -> Server:
@@ -62,20 +65,46 @@ def engine_options(precision: str) -> tuple[str, ...]:
 
 def vllm_server(python: Path, checkpoint: Path, precision: str) -> Server:
     """vLLM's OpenAI server for CPUs, as it was found fastest: threads bound to all cores, 2 GB of cache."""
-    cores, dtype = sorted(os.sched_getaffinity(0)), "bfloat16" if precision == "int8" else precision
     command = (
         str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint),
-        "--served-model-name", "smollm2", "--dtype", dtype, "--host", "127.0.0.1", "--port", "{port}",
+        "--served-model-name", "smollm2", "--dtype", _vllm_dtype(precision), "--host", "127.0.0.1", "--port", "{port}",
         "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching", "--enable-prompt-tokens-details",
     )  # fmt: skip
-    environment = {
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+    return Server("vllm", command, "/health", _vllm_environment(python))
+
+
+def ray_server(python: Path, checkpoint: Path, precision: str) -> Server:
+    """Ray Serve LLM, which has vLLM for its engine, with that engine's options as above."""
+    script, dtype = Path(__file__).with_name("ray_llm.py"), _vllm_dtype(precision)
+    command = (str(python), str(script), str(checkpoint), dtype, str(MAX_MODEL_LEN), "{port}")
+    return Server("ray", command, "/v1/models", {**_vllm_environment(python), "RAY_USAGE_STATS_ENABLED": "0"})
+
+
+def llamacpp_server(binary: Path, weights: Path, precision: str, streams: int) -> Server:
+    """llama.cpp's server with a slot for each of `streams`; keys and values in float32 where the weights are, else in
+    16 bits, which is its default.
+    """
+    cache = ("--cache-type-k", "f32", "--cache-type-v", "f32") if precision == "float32" else ()
+    command = (
+        str(binary), "--model", str(weights), "--host", "127.0.0.1", "--port", "{port}",
+        "--threads", str(len(os.sched_getaffinity(0))), "--parallel", str(streams),
+        "--ctx-size", str(streams * MAX_MODEL_LEN), *cache,
+    )  # fmt: skip
+    return Server("llamacpp", command, "/health", ask=ask_llamacpp)
+
+
+def _vllm_dtype(precision: str) -> str:
+    return "bfloat16" if precision == "int8" else precision
+
+
+def _vllm_environment(python: Path) -> dict[str, str]:
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",  # its kernels' compiler is asked for by name
     }
-    return Server("vllm", command, "/health", environment)
 
 
 @contextlib.contextmanager
