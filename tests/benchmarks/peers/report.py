@@ -14,13 +14,17 @@ from .programs import PEERS
 
 T = TypeVar("T")
 
+OURS = ("quire", "unpacked")
+LOAD, MEASURED = ("precision", "load", "streams"), ("tok/s", "TTFT ms", "ITL ms", "cached")
+
 AIM_ONE_STREAM, AIM_MANY, AIM_HF, AIM_LIMIT, AIM_SERVE_PATH = 1.5, 2.0, 2.0, 0.7, 0.9
 
 
 def markdown(found: Comparison) -> str:
     """All tables that there is something for."""
     parts = [_limits(found)]
-    parts += [_served(found, peer) for peer in _peers(found)] if found.served else []
+    parts += [_ours(found)] if any(s.server in OURS for s in found.served) else []
+    parts += [_beside(found, peer) for peer in PEERS if any(s.server == peer for s in found.served)]
     parts += [_share_of_limit(found)] if any(s.workload.concurrency == 1 for s in found.served) else []
     parts += [_hf(found)] if found.hf else []
     parts += [_serve_path(found)] if found.waves else []
@@ -41,32 +45,29 @@ def _limits(found: Comparison) -> str:
     return _table((f"limit, {found.limits[0].num_threads} threads", "measured"), rows)
 
 
-def _peers(found: Comparison) -> list[str]:
-    """One table for each that was measured; where none was, Quire stands alone in one."""
-    return [peer for peer in PEERS if any(s.server == peer for s in found.served)] or ["vllm"]
-
-
-def _served(found: Comparison, peer_name: str) -> str:
+def _ours(found: Comparison) -> str:
     rows = []
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
-        ours, unpacked, peer = (_of(found, name, precision, workload) for name in ("quire", "unpacked", peer_name))
+        both = (_cells(_of(found, name, precision, workload)) for name in OURS)
+        rows.append((*_load(precision, workload), *(cell for cells in both for cell in cells)))
+    columns = [f"{whose}{each}" for whose in ("", "unpacked ") for each in MEASURED]
+    return "Quire:\n\n" + _table((*LOAD, *columns), rows)
+
+
+def _beside(found: Comparison, name: str) -> str:
+    """What a peer gives under the loads that it was put to, and the rates of ours as multiples of its."""
+    rows = []
+    for precision, workload in _in_order((s.precision, s.workload) for s in found.served if s.server == name):
+        peer, ours, unpacked = (_of(found, each, precision, workload) for each in (name, *OURS))
         aim = "" if workload.is_sampled else f" (aim {AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY:g}×)"
-        rows.append(
-            (
-                precision,
-                workload.title,
-                str(workload.concurrency),
-                *_cells(ours),
-                *_cells(peer),
-                _ratio(ours, peer) + aim if ours and peer else "",
-                "" if unpacked is None else f"{unpacked[0]:.1f}",
-                _ratio(unpacked, peer),
-            )
-        )
-    measured = ("tok/s", "TTFT ms", "ITL ms", "cached")
-    whose = ("Quire", PEERS[peer_name].title)
-    columns = ("precision", "load", "streams", *(f"{name} {each}" for name in whose for each in measured))
-    return _table((*columns, "tok/s ratio", "Quire unpacked tok/s", "its ratio"), rows)
+        ratio = _ratio(ours, peer)
+        rows.append((*_load(precision, workload), *_cells(peer), ratio and ratio + aim, _ratio(unpacked, peer)))
+    columns = (*LOAD, *MEASURED, "Quire", "unpacked")
+    return f"{PEERS[name].title}, and Quire's tok/s as multiples of its:\n\n" + _table(columns, rows)
+
+
+def _load(precision: str, workload: Workload) -> tuple[str, str, str]:
+    return precision, workload.title, str(workload.concurrency)
 
 
 def _ratio(ours: tuple[float, ...] | None, peer: tuple[float, ...] | None) -> str:
@@ -103,7 +104,7 @@ def _share_of_limit(found: Comparison) -> str:
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served):
         if workload.concurrency != 1 or not workload.is_plain:
             continue
-        for name in ("quire", "unpacked", *PEERS):
+        for name in (*OURS, *PEERS):
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
             if chosen and (name == "quire" or precision != "int8"):  # peers have not all of it in bytes
                 sizes = found.weight_bytes | (found.packed_bytes if name == "quire" else {})
