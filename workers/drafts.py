@@ -52,18 +52,27 @@ class Entries:
         start = step.num_computed_tokens[indices] + depths
         return cls(step.rows[indices], num_scheduled, start, indices, depths, num_reqs, num_tokens, drafts)
 
+    def requests(self, sampling: IntArray) -> IntArray:
+        """Those of the step, ascending, that have some of `sampling`, the entries that sample, ascending."""
+        if self.drafts is None:
+            return sampling
+        found: IntArray = self.indices[sampling[self.depths[sampling] == 0]]
+        return found
+
     def accept(self, sampling: IntArray, token_ids: IntArray) -> IntArray:
         """What entries have sampled, as the step's result: by request, up to the first that a draft was not.
 
         sampling: [n] the entries that sample, ascending; token_ids: [n]. Returns [num_reqs, 1 + most drafts], -1 behind
         the last token of each.
         """
-        most = 0 if self.drafts is None else self.drafts.token_ids.shape[1]
-        sampled = np.full((self.num_reqs, 1 + most), -1, np.int32)
+        if self.drafts is None:
+            sampled = np.full((self.num_reqs, 1), -1, np.int32)
+            sampled[sampling, 0] = token_ids
+            return sampled
+        sampled = np.full((self.num_reqs, 1 + self.drafts.token_ids.shape[1]), -1, np.int32)
         sampled[self.indices[sampling], self.depths[sampling]] = token_ids
-        if self.drafts is not None:
-            ours = sampled[self.drafts.indices]
-            are_right = np.cumprod(ours[:, :-1] == self.drafts.token_ids, axis=1, dtype=np.int32)
-            ours[:, 1:][are_right == 0] = -1
-            sampled[self.drafts.indices] = ours
+        ours = sampled[self.drafts.indices]
+        are_right = np.cumprod(ours[:, :-1] == self.drafts.token_ids, axis=1, dtype=np.int32)
+        ours[:, 1:][are_right == 0] = -1
+        sampled[self.drafts.indices] = ours
         return sampled

@@ -119,8 +119,9 @@ class ModelRunner:
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
 
     @property
-    def _graphs_read_references(self) -> bool:
-        """Where nobody plans a step before the one before it is known, no token is a reference."""
+    def _has_references(self) -> bool:
+        """Where nobody plans a step before the one before it is known, each token is written down when it is sampled:
+        none is a reference, and nothing is left to settle."""
         return self._limits.max_inflight_steps > 1
 
     @property
@@ -147,8 +148,7 @@ class ModelRunner:
         changes = BlockChanges(table, target)
         inputs = self._buffers.upload(shape)
         changes.apply(self._rows, inputs)
-        is_readable = self._graphs_read_references or not batch.reads_references
-        if self._graphs is not None and size is not None and is_readable:
+        if self._graphs is not None and size is not None:
             decoded = self._graphs.replay(self._forward_in_place, size, self._graph_end(batch))
         else:
             given = self._model_inputs(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
@@ -204,8 +204,7 @@ class ModelRunner:
     def _forward_in_place(self, size: int, end: End) -> Decoded:
         """The forward of whatever inputs are there for a batch of `size` tokens: the one that is captured."""
         host, inputs = self._buffers.current(BatchShape(size, size))
-        reads_references = self._graphs_read_references
-        given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=reads_references)
+        given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=self._has_references)
         hidden = self._compute(*given)
         if end is End.LOGITS:
             return Decoded(hidden, logits=self._model.logits(hidden))
@@ -239,12 +238,14 @@ class ModelRunner:
 
         launched = LaunchedStep(copies, read)
         if len(batch.sampling):
-            indices = batch.entries.indices[batch.sampling[batch.entries.depths[batch.sampling] == 0]]
+            indices = batch.entries.requests(batch.sampling)
             rows = step.rows[indices]
-            positions = table.append_references(rows)
-            self._unsettled.append(
-                _Unsettled(launched, indices, rows, table.generation[rows], positions, step.drafts is not None)
-            )
+            if self._has_references:
+                positions, generation = table.append_references(rows), table.generation[rows]
+                has_drafts = step.drafts is not None
+                self._unsettled.append(_Unsettled(launched, indices, rows, generation, positions, has_drafts))
+            else:
+                table.append_tokens(rows, launched.result().sampled_token_ids[indices])
         return launched
 
     def _sample(
@@ -264,7 +265,8 @@ class ModelRunner:
         if num_sampling < decoded.hidden.shape[0]:
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
         sampled = self._choose(batch, inputs, decoded)
-        self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
+        if self._has_references:
+            self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
         token_ids = copies.start(sampled.token_ids.int())
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
 

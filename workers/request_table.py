@@ -14,10 +14,10 @@ from .sampler import SamplingRows
 class RequestTable:
     """The rows of one worker, on the host. The model runner is its only owner.
 
-    `token_ids[row, :num_tokens[row]]` is the prompt and every output token. A token that was sampled in a step whose
-    result is still on the device stands there as a *reference*: `-(row + 1)`, the last token that the row has sampled,
-    which is what `DeviceRows` keeps. `settle` replaces it by the token. No step computes another token of a row than
-    known ones and the last: so at most one of the tokens that a step reads is a reference.
+    `token_ids[row, :num_tokens[row]]` is the prompt and every output token. With several steps in flight, a token that
+    was sampled in one whose result is still on the device stands there as a *reference*: `-(row + 1)`, the last token
+    that the row has sampled, which is what `DeviceRows` keeps. `settle` replaces it by the token. No step computes
+    another token of a row than known ones and the last: so at most one of the tokens that a step reads is a reference.
 
     `generation[row]` changes whenever another request takes the row, so that late tokens are recognised.
     """
@@ -61,6 +61,24 @@ class RequestTable:
         if not changed:
             return _NOTHING
         return np.concatenate([np.arange(first, first + count) for first, count in changed])
+
+    def append_tokens(self, rows: IntArray, token_ids: IntArray) -> None:
+        """Each of `rows` has sampled its `token_ids`, [len(rows), k] with -1 behind the last.
+
+        A row that is full has reached its last position: its token is not kept.
+        """
+        if token_ids.shape[1] > 1:
+            for row, own in zip(rows.tolist(), token_ids, strict=True):
+                first, kept = self.num_tokens[row], own[own >= 0][: self.max_model_len - self.num_tokens[row]]
+                self.token_ids[row, first : first + len(kept)] = kept
+                self.num_tokens[row] = first + len(kept)
+            return
+        lengths = self.num_tokens[rows]
+        fits = lengths < self.max_model_len
+        if not fits.all():
+            rows, lengths, token_ids = rows[fits], lengths[fits], token_ids[fits]
+        self.token_ids[rows, lengths] = token_ids[:, 0]
+        self.num_tokens[rows] = lengths + 1
 
     def append_references(self, rows: IntArray) -> IntArray:
         """Each of `rows` is about to sample a token. Returns its position, [len(rows)]; -1 where there is no room.
