@@ -7,7 +7,8 @@ anybody has seen it:
     host      launch 1   launch 2   read 1   launch 3   read 2
     device    |--------- step 1 ---||------- step 2 ---||--- step 3 ...
 
-On CPU every operation is done when it has been launched; all else is the same.
+On CPU every operation is done when it has been launched. Where no more than one step is in flight, its tokens are
+waited for and written down at once, and nobody reads them from the device; all else is the same.
 """
 
 from __future__ import annotations
@@ -216,7 +217,8 @@ class ModelRunner:
             tokens = self._model.likeliest(hidden)
         else:
             tokens = draw_tokens(self._model.logits(hidden), inputs.draws(size))
-        self._rows.write_tokens(inputs.sampling_rows, tokens)
+        if self._has_references:
+            self._rows.write_tokens(inputs.sampling_rows, tokens)
         return Decoded(hidden, token_ids=tokens.int())
 
     def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> LaunchedStep:

@@ -217,8 +217,8 @@ class Worker:
         return max(self._parallel.grid.num_stages, 2 if self.device.type == "cuda" else 1)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Start one step without waiting for it; with several ranks, all must be given the same steps in the same
-        order."""
+        """Start one step, without waiting for it where several may be in flight. With several ranks, all must be given
+        the same steps in the same order."""
         with self._filler or nullcontext():
             return self.runner.launch(step)
 

@@ -7,7 +7,7 @@ into the few fields that are looked at.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +20,9 @@ from ..cli_http import error_message
 from . import Endpoint
 from .latency import RequestTiming
 from .workload import Question
+
+CLOSED_S = 1.0  # within which a request fails that met a closed connection
+MAX_REPEATS = 8  # of it: others of the same age may be closed, too
 
 
 class BenchError(QuireError):
@@ -115,16 +118,20 @@ _decoder = msgspec.json.Decoder(_Event)
 class _Sending:
     """What is known of a request while its answer has not begun."""
 
+    start_s: float
     on_kept_connection: bool = False
     is_answered: bool = False
 
-    def may_repeat(self, error: Exception) -> bool:
-        """The server closed, while it was at rest, a connection that it had left open: the request had nowhere to go.
+    def met_closed_connection(self, error: Exception) -> bool:
+        """The server had closed, while it was at rest, a connection that it had promised to keep.
 
-        llama.cpp's does so after each stream, whatever its headers say of keeping connections.
+        llama.cpp's does so after each stream. A server that has taken the request and then died is not told from that
+        by what is seen, but by the time that it had: a connection that was closed before says so at once.
         """
         is_closed = isinstance(error, aiohttp.ClientOSError | aiohttp.ServerDisconnectedError)
-        return is_closed and self.on_kept_connection and not self.is_answered
+        could_connect = not isinstance(error, aiohttp.ClientConnectorError)
+        at_once = time.perf_counter() - self.start_s < CLOSED_S
+        return is_closed and could_connect and at_once and self.on_kept_connection and not self.is_answered
 
 
 def connection_traces() -> list[aiohttp.TraceConfig]:
@@ -142,22 +149,30 @@ def connection_traces() -> list[aiohttp.TraceConfig]:
 async def timed_request(session: aiohttp.ClientSession, target: Target, question: Question) -> RequestTiming:
     """Send one request and read its stream to the end. A failure is told in the timing's `error`.
 
-    `session` has `connection_traces`. A request that met a closed connection is sent again, at its own cost in time.
+    `session` has `connection_traces`. A request that met a closed connection is sent again; the time that this takes
+    is part of its own, and the timing tells it.
     """
-    body = target.body(question)
-    start_s = time.perf_counter()
+    start_s, num_repeats = time.perf_counter(), 0
     while True:
-        sending = _Sending()
+        sending = _Sending(time.perf_counter())
         try:
-            async with session.post(target.url, data=body, trace_request_ctx=sending) as response:
-                sending.is_answered = True
-                if response.status != 200:
-                    message = error_message(response.status, await response.read())
-                    return RequestTiming(start_s, time.perf_counter(), error=message)
-                return await _read_stream(response.content, start_s)
+            return replace(await _send(session, target, question, start_s, sending), num_repeats=num_repeats)
         except (aiohttp.ClientError, TimeoutError, msgspec.DecodeError) as error:
-            if not sending.may_repeat(error):
-                return RequestTiming(start_s, time.perf_counter(), error=f"{type(error).__name__}: {error}")
+            if num_repeats == MAX_REPEATS or not sending.met_closed_connection(error):
+                told = f"{type(error).__name__}: {error}"
+                return RequestTiming(start_s, time.perf_counter(), error=told, num_repeats=num_repeats)
+            num_repeats += 1
+
+
+async def _send(
+    session: aiohttp.ClientSession, target: Target, question: Question, start_s: float, sending: _Sending
+) -> RequestTiming:
+    async with session.post(target.url, data=target.body(question), trace_request_ctx=sending) as response:
+        sending.is_answered = True
+        if response.status != 200:
+            message = error_message(response.status, await response.read())
+            return RequestTiming(start_s, time.perf_counter(), error=message)
+        return await _read_stream(response.content, start_s)
 
 
 async def _read_stream(content: aiohttp.StreamReader, start_s: float) -> RequestTiming:

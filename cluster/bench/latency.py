@@ -20,6 +20,7 @@ class RequestTiming:
     num_output_tokens: int = 0  # as the server counts them; the number of events where it does not say
     num_cached_tokens: int = 0  # of the prompt, as far as the server tells
     error: str | None = None
+    num_repeats: int = 0  # how often it was sent again, as it had met a closed connection
 
     @property
     def ttft_s(self) -> float:
@@ -66,6 +67,7 @@ class Summary:
     rate: float | None  # arrivals per second asked for; None where the number of streams is fixed
     num_requests: int
     num_failed: int
+    num_sent_again: int  # had met a closed connection
     duration_s: float
     num_prompt_tokens: int
     num_cached_tokens: int
@@ -104,6 +106,7 @@ def summarize(
         rate=rate,
         num_requests=len(timings),
         num_failed=len(timings) - len(good),
+        num_sent_again=sum(t.num_repeats > 0 for t in timings),
         duration_s=duration_s,
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=sum(t.num_cached_tokens for t in good),

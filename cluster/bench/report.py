@@ -30,7 +30,7 @@ def show_levels(console: Console, levels: Sequence[Summary]) -> None:
     for level in levels:
         table.add_column(level.level, justify="right", no_wrap=True)
     rows: dict[str, Callable[[Summary], str]] = {
-        "requests": lambda s: f"{s.num_requests} ({s.num_failed} failed)" if s.num_failed else str(s.num_requests),
+        "requests": _requests,
         "seconds": lambda s: f"{s.duration_s:.1f}",
         "output tokens/s": lambda s: f"{s.output_tokens_per_s:.1f}",
         "total tokens/s": lambda s: f"{s.total_tokens_per_s:.1f}",
@@ -46,6 +46,12 @@ def show_levels(console: Console, levels: Sequence[Summary]) -> None:
     for title, cell in rows.items():
         table.add_row(title, *(cell(level) for level in levels))
     console.print(table)
+
+
+def _requests(summary: Summary) -> str:
+    failed, again = summary.num_failed, summary.num_sent_again
+    notes = [f"{count} {what}" for count, what in ((failed, "failed"), (again, "sent again")) if count]
+    return f"{summary.num_requests} ({', '.join(notes)})" if notes else str(summary.num_requests)
 
 
 def show_scheduler(console: Console, result: SchedulerResult) -> None:

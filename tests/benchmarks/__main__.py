@@ -156,7 +156,7 @@ def measure(parts: Sequence[Part], folder: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
-        description="All tables of this machine as one report, in half an hour. Its cores should have no other work.",
+        description="All tables of this machine, which should be idle: half an hour, and ten minutes for each peer.",
         epilog="Example: python -m tests.benchmarks --vllm-python ~/vllm/bin/python --folder results",
     )
     add_options(parser)
@@ -165,7 +165,9 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, default=Path("results"), help="for the report; default results")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that parts end as with Ctrl-C
-    of_cpu, of_gpu = ({part.name: part for part in each} for each in (cpu_parts(given(args), args.rounds), gpu_parts()))
+    of_cpu, of_gpu = (
+        {part.name: part for part in each} for each in (cpu_parts(given(parser, args), args.rounds), gpu_parts())
+    )
     parts = of_cpu | of_gpu
     names = args.only.split(",") if args.only else list(of_cpu if describe_machine()["gpu"] == "none" else of_gpu)
     if unknown := sorted(set(names) - set(parts)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from quire.cluster.bench import serve as bench
 from quire.cluster.bench.chart import bar, show_chart
 from quire.cluster.bench.client import BenchError, SseReader
 from quire.cluster.bench.latency import Distribution, RequestTiming, summarize
+from quire.cluster.bench.report import show_levels
 from quire.cluster.bench.slo import Objective, num_good
 from quire.cluster.bench.workload import Lengths, Question, questions, random_token_prompts, random_word_prompts
 from quire.cluster.cli_http import base_url_of, error_message
@@ -307,6 +309,33 @@ async def test_a_request_that_meets_a_closed_connection_is_sent_again(server: Fa
     result, _ = await run(load(server, concurrency=(1, 3)))
     assert ([level.num_failed for level in result.levels], result.errors) == ([0, 0], [])
     assert len(server.bodies) == 13  # each answered once
+    assert result.levels[0].num_sent_again > 0
+
+
+async def test_a_server_that_had_time_to_work_on_a_request_is_not_asked_again(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quire.cluster.bench.client.CLOSED_S", 0.0)
+    used = set[asyncio.BaseTransport | None]()
+    server.closes = lambda request: request.transport in used or bool(used.add(request.transport))
+    result, _ = await run(load(server, concurrency=(1,)))
+    assert (result.levels[0].num_failed, result.levels[0].num_sent_again) == (3, 0)  # every other one
+
+
+def test_requests_that_failed_or_were_sent_again_are_shown() -> None:
+    timings = [
+        RequestTiming(0.0, 1.0, (0.5, 1.0), 10, 2, num_repeats=2),
+        RequestTiming(0.0, 1.0, error="gone"),
+        RequestTiming(0.0, 1.0, (0.5, 1.0), 10, 2),
+    ]
+    out = io.StringIO()
+    show_levels(Console(file=out, width=100), [summarize(timings[first:], 1) for first in (0, 1, 2)])
+    assert [cell.strip() for cell in re.split(r"  +", out.getvalue().splitlines()[1].strip())] == [
+        "requests",
+        "3 (1 failed, 1 sent again)",
+        "2 (1 failed)",
+        "1",
+    ]
 
 
 async def test_a_connection_that_is_closed_before_any_answer_is_a_failure(server: FakeServer) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -84,28 +83,44 @@ def test_each_peer_that_was_measured_has_a_table() -> None:
     assert "vLLM, and Quire's tok/s as multiples of its:" in text
     assert "Ray Serve LLM" not in text
     table = text[text.index("llama.cpp, and Quire's tok/s as multiples of its:") :]
-    assert "| float32 | 128 in, 128 out | 8 | 50.0 | 100 | 100.0 | 50% | **3.00×** (aim 2×) |  |" in table
+    assert "| float32 | 128 in, 128 out | 8 | 50.0 | 100 | 100.0 | 50% | **3.00×** |  |" in table
     assert "| float32 | llamacpp | 31.2 | 16.0 | 32.0 | **98%** |" in text
+    packed = [replace(served(0, name, ONE, 20.0, 40.0), precision="int8") for name in ("quire", "llamacpp", "vllm")]
+    text = markdown(Comparison(limits=found.limits, weight_bytes={}, packed_bytes={"int8": 10**8}, served=packed))
+    assert "| int8 | llamacpp | 31.2 | 16.0 | 160.0 | **20%** |" in text
+    assert "| int8 | vllm | 31.2 |" not in text
 
 
-def test_who_takes_part(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def plan_of(*options: str) -> compare.Plan:
+def program(path: Path) -> Path:
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_who_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def plan_of(*options: object) -> compare.Plan:
         plans: list[compare.Plan] = []
         monkeypatch.setattr(peers, "compare", lambda plan, found, say: plans.append(plan))
         monkeypatch.setattr(peers, "markdown", lambda found: "")
-        monkeypatch.setattr(sys, "argv", ["peers", "--folder", str(tmp), *options])
+        monkeypatch.setattr(sys, "argv", ["peers", "--folder", str(tmp_path), *map(str, options)])
         assert peers.main() == 0
         return plans[0]
 
-    with tempfile.TemporaryDirectory() as tmp:
-        assert plan_of().contestants == ("quire", "unpacked", "hf")
-        chosen = plan_of("--llama-server", "/x/llama-server", "--vllm-python", "/y/python")
-        assert chosen.contestants == ("quire", "unpacked", "vllm", "llamacpp", "hf")
-        assert chosen.programs == {"vllm": Path("/y/python"), "llamacpp": Path("/x/llama-server")}
-        assert plan_of("--llama-server", "/x/llama-server", "--only", "quire").contestants == ("quire",)
+    def refusal(*options: object) -> str:
         with pytest.raises(SystemExit, match="2"):
-            plan_of("--only", "quire,ray")
-    assert "--ray-python: needed for ray, which --only names" in capsys.readouterr().err
+            plan_of(*options)
+        return capsys.readouterr().err
+
+    python, llama = program(tmp_path / "python"), program(tmp_path / "llama-server")
+    assert f"--llama-server: {tmp_path / 'llama-quantize'} is not a program" in refusal("--llama-server", llama)
+    program(tmp_path / "llama-quantize")
+    assert plan_of().contestants == ("quire", "unpacked", "hf")
+    chosen = plan_of("--llama-server", llama, "--vllm-python", python)
+    assert chosen.contestants == ("quire", "unpacked", "vllm", "llamacpp", "hf")
+    assert chosen.programs == {"vllm": python, "llamacpp": llama}
+    assert plan_of("--llama-server", llama, "--only", "quire").contestants == ("quire",)
+    assert "--ray-python: needed for ray, which --only names" in refusal("--only", "quire,ray")
+    assert "--vllm-python: /no/python is not a program" in refusal("--vllm-python", "/no/python")
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])

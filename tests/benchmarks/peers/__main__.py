@@ -75,7 +75,7 @@ def _arguments() -> argparse.Namespace:
     add("--folder", type=Path, help="for checkpoints and logs; a new temporary one when not given")
     add("--json", type=Path, help="write all measurements there")
     args = parser.parse_args()
-    args.programs = given(args)
+    args.programs = given(parser, args)
     if args.only is None:
         args.only = tuple(name for name in CONTESTANTS if name not in PEERS or name in args.programs)
     for name in args.only:

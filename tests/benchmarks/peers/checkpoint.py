@@ -85,6 +85,7 @@ def gguf_file(folder: Path, precision: str, quantize: Path, model: str = "smollm
         command = (str(quantize), "--allow-requantize", str(packed), str(part), kind)
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
         if done.returncode != 0:
+            part.unlink(missing_ok=True)
             raise QuireError(f"{quantize} failed:\n{done.stderr[-2000:]}")
         part.rename(target)
     return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,11 +13,12 @@ class Peer:
     title: str
     option: str
     help: str
+    beside: tuple[str, ...] = ()  # programs that lie beside it and are needed, too
 
 
 PEERS = {
     "vllm": Peer("vLLM", "--vllm-python", "a Python with vllm (for CPUs) installed"),
-    "llamacpp": Peer("llama.cpp", "--llama-server", "llama.cpp's server; its llama-quantize lies beside it"),
+    "llamacpp": Peer("llama.cpp", "--llama-server", "llama.cpp's server", ("llama-quantize",)),
     "ray": Peer("Ray Serve LLM", "--ray-python", "a Python with Ray Serve LLM and vllm (for CPUs) installed"),
 }
 
@@ -26,7 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(peer.option, dest=name, type=Path, metavar="PATH", help=peer.help)
 
 
-def given(args: argparse.Namespace) -> dict[str, Path]:
-    """By peer, of those whose option was given."""
+def given(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Path]:
+    """By peer, of those whose option was given. Ends the program where one is not there: its turn comes late."""
     paths = {name: getattr(args, name) for name in PEERS}
-    return {name: path for name, path in paths.items() if path is not None}
+    for name, path in paths.items():
+        needed = [] if path is None else [path, *(path.with_name(other) for other in PEERS[name].beside)]
+        for each in needed:
+            if not os.access(each, os.X_OK):
+                parser.error(f"{PEERS[name].option}: {each} is not a program")
+    return {name: path.absolute() for name, path in paths.items() if path is not None}

@@ -14,7 +14,7 @@ from .programs import PEERS
 
 T = TypeVar("T")
 
-OURS = ("quire", "unpacked")
+OURS, WHOSE_AIMS = ("quire", "unpacked"), "vllm"
 LOAD, MEASURED = ("precision", "load", "streams"), ("tok/s", "TTFT ms", "ITL ms", "cached")
 
 AIM_ONE_STREAM, AIM_MANY, AIM_HF, AIM_LIMIT, AIM_SERVE_PATH = 1.5, 2.0, 2.0, 0.7, 0.9
@@ -59,7 +59,8 @@ def _beside(found: Comparison, name: str) -> str:
     rows = []
     for precision, workload in _in_order((s.precision, s.workload) for s in found.served if s.server == name):
         peer, ours, unpacked = (_of(found, each, precision, workload) for each in (name, *OURS))
-        aim = "" if workload.is_sampled else f" (aim {AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY:g}×)"
+        has_aim = name == WHOSE_AIMS and not workload.is_sampled
+        aim = f" (aim {AIM_ONE_STREAM if workload.concurrency == 1 else AIM_MANY:g}×)" if has_aim else ""
         ratio = _ratio(ours, peer)
         rows.append((*_load(precision, workload), *_cells(peer), ratio and ratio + aim, _ratio(unpacked, peer)))
     columns = (*LOAD, *MEASURED, "Quire", "unpacked")
@@ -106,8 +107,10 @@ def _share_of_limit(found: Comparison) -> str:
             continue
         for name in (*OURS, *PEERS):
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
-            if chosen and (name == "quire" or precision != "int8"):  # peers have not all of it in bytes
-                sizes = found.weight_bytes | (found.packed_bytes if name == "quire" else {})
+            if chosen and (precision != "int8" or name in ("quire", "llamacpp")):  # others have the head in bfloat16
+                # llama.cpp has the packed file beside int8, and numbers of the precision else.
+                is_packed = name == "quire" or precision == "int8"
+                sizes = found.weight_bytes | (found.packed_bytes if is_packed else {})
                 # What a token costs once the prompt is computed, as the limit is one of decoding; each beside its own.
                 loads = [(1e3 / s.tpot_ms, s.memory_gb_per_s) for s in chosen if s.memory_gb_per_s is not None]
                 rate, memory = (median(values) for values in zip(*loads, strict=True))
