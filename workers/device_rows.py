@@ -13,11 +13,15 @@ from .transfers import to_device
 
 class DeviceRows:
     """Block tables, which change where a step adds a block, and the last token that each row has sampled, which
-    feeds the next step without the host having seen it. Written by what is launched on the device, in its order."""
+    feeds the next step without the host having seen it. Written by what is launched on the device, in its order.
 
-    def __init__(self, table: RequestTable, device: torch.device) -> None:
+    With one step in flight nobody reads these tokens: `keeps_tokens` False, and there are no references to resolve.
+    """
+
+    def __init__(self, table: RequestTable, device: torch.device, *, keeps_tokens: bool) -> None:
         shape = table.block_tables.shape
         self.block_tables = torch.zeros(shape, dtype=torch.int32, device=device)  # [num_groups, max_num_seqs, blocks]
+        self._keeps_tokens = keeps_tokens
         # [max_num_seqs + 1]; the last one is for padding to write to
         self.last_token_ids = torch.zeros(table.no_row + 1, dtype=torch.int64, device=device)
 
@@ -27,6 +31,8 @@ class DeviceRows:
 
     def resolve(self, token_ids: Tensor) -> Tensor:
         """[num_tokens] with references, see `RequestTable` -> the tokens. Fit to be captured."""
+        if not self._keeps_tokens:
+            return token_ids
         sampled = self.last_token_ids.index_select(0, (-1 - token_ids).clamp_(min=0))
         return torch.where(token_ids < 0, sampled, token_ids)
 
@@ -37,7 +43,8 @@ class DeviceRows:
     def write_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
         """Rows [m] int64 have sampled `token_ids` [m] int64. A row that is there more than once had drafts, and is not
         read before it has sampled again."""
-        self.last_token_ids.index_copy_(0, rows, token_ids)
+        if self._keeps_tokens:
+            self.last_token_ids.index_copy_(0, rows, token_ids)
 
 
 class BlockChanges:

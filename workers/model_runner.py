@@ -87,7 +87,10 @@ class ModelRunner:
         self._table = RequestTable(
             num_seqs, limits.max_model_len, config.block_size, self._num_groups, model.vocab_size
         )
-        self._rows = DeviceRows(self._table, device)
+        # Where nobody plans a step before the one before it is known, each token is written down when it is sampled:
+        # none is a reference, and nothing is left to settle.
+        self._has_references = limits.max_inflight_steps > 1
+        self._rows = DeviceRows(self._table, device, keeps_tokens=self._has_references)
         # A draft is one more request to whoever computes it.
         self._most_entries = min(num_seqs + MAX_STEP_DRAFTS, limits.max_num_batched_tokens)
         self._buffers = InputBuffers(
@@ -118,12 +121,6 @@ class ModelRunner:
         sizes = list(range(1, min(most, self._most_entries) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
-
-    @property
-    def _has_references(self) -> bool:
-        """Where nobody plans a step before the one before it is known, each token is written down when it is sampled:
-        none is a reference, and nothing is left to settle."""
-        return self._limits.max_inflight_steps > 1
 
     @property
     def _most_decodes(self) -> int:
@@ -205,7 +202,7 @@ class ModelRunner:
     def _forward_in_place(self, size: int, end: End) -> Decoded:
         """The forward of whatever inputs are there for a batch of `size` tokens: the one that is captured."""
         host, inputs = self._buffers.current(BatchShape(size, size))
-        given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=self._has_references)
+        given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=True)
         hidden = self._compute(*given)
         if end is End.LOGITS:
             return Decoded(hidden, logits=self._model.logits(hidden))
@@ -217,8 +214,7 @@ class ModelRunner:
             tokens = self._model.likeliest(hidden)
         else:
             tokens = draw_tokens(self._model.logits(hidden), inputs.draws(size))
-        if self._has_references:
-            self._rows.write_tokens(inputs.sampling_rows, tokens)
+        self._rows.write_tokens(inputs.sampling_rows, tokens)
         return Decoded(hidden, token_ids=tokens.int())
 
     def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> LaunchedStep:
@@ -267,8 +263,7 @@ class ModelRunner:
         if num_sampling < decoded.hidden.shape[0]:
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
         sampled = self._choose(batch, inputs, decoded)
-        if self._has_references:
-            self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
+        self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
         token_ids = copies.start(sampled.token_ids.int())
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
 

@@ -69,9 +69,8 @@ class RequestTable:
         """
         if token_ids.shape[1] > 1:
             for row, own in zip(rows.tolist(), token_ids, strict=True):
-                first, kept = self.num_tokens[row], own[own >= 0][: self.max_model_len - self.num_tokens[row]]
-                self.token_ids[row, first : first + len(kept)] = kept
-                self.num_tokens[row] = first + len(kept)
+                first = self.num_tokens[row]
+                self._write_known(row, first, own[own >= 0][: self.max_model_len - first])
             return
         lengths = self.num_tokens[rows]
         fits = lengths < self.max_model_len
@@ -102,9 +101,12 @@ class RequestTable:
             return
         counts = np.count_nonzero(token_ids >= 0, axis=1)
         for index in np.flatnonzero(own & (counts > 1)).tolist():
-            row, first, count = rows[index], positions[index], counts[index]
-            self.token_ids[row, first : first + count] = token_ids[index, :count]
-            self.num_tokens[row] = first + count
+            self._write_known(rows[index], positions[index], token_ids[index, : counts[index]])
+
+    def _write_known(self, row: int, first: int, token_ids: IntArray) -> None:
+        """The last tokens of a row, from position `first` on."""
+        self.token_ids[row, first : first + len(token_ids)] = token_ids
+        self.num_tokens[row] = first + len(token_ids)
 
     def _write_drafts(self, rows: IntArray, drafts: DraftTokens) -> None:
         """Behind the last known token, and not counted as known: what is sampled comes over them."""

@@ -338,6 +338,23 @@ def test_requests_that_failed_or_were_sent_again_are_shown() -> None:
     ]
 
 
+async def test_a_redirect_to_nowhere_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = FakeServer()
+    answer = server.answer
+
+    async def redirect(request: web.Request) -> web.StreamResponse:
+        if server.bodies:
+            raise web.HTTPTemporaryRedirect("http://127.0.0.1:1/")
+        return await answer(request)
+
+    monkeypatch.setattr(server, "answer", redirect)
+    runner = await start(server)
+    result, _ = await run(load(server, concurrency=(1,)))
+    await runner.cleanup()
+    assert (result.levels[0].num_failed, result.levels[0].num_sent_again) == (6, 0)
+    assert "Cannot connect" in result.errors[0]
+
+
 async def test_a_connection_that_is_closed_before_any_answer_is_a_failure(server: FakeServer) -> None:
     server.closes = lambda request: len(server.bodies) > 0
     result, _ = await run(load(server, concurrency=(1,)))

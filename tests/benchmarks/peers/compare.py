@@ -14,20 +14,11 @@ import torch
 from quire.kernels.ops import fits_packed
 
 from . import answers
-from .checkpoint import export, gguf_file, num_parameters, packed_bytes
+from .checkpoint import export, num_parameters, packed_bytes
 from .limits import GIB, Limits, measure, readable, reading_gb_per_s
 from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, waves, workloads
-from .servers import (
-    Server,
-    llamacpp_server,
-    paused,
-    quire_server,
-    ray_server,
-    running,
-    unpacked_server,
-    vllm_server,
-    wait_until_at_rest,
-)
+from .programs import PEERS
+from .servers import Server, Setup, paused, quire_server, running, unpacked_server, wait_until_at_rest
 
 STREAMS = 8  # over HTTP against as many prompts at a time offline,
 TURNS = 3  # one after the other so often: the machine drifts by more than what is between them
@@ -105,15 +96,9 @@ def server_of(plan: Plan, name: str, precision: str) -> Server:
     """How to start a contestant; writes the weights that it reads, where they are not there."""
     if name == "quire":
         return quire_server(precision)
-    if name == "llamacpp":
-        binary = plan.programs[name]
-        weights = gguf_file(plan.folder, precision, binary.with_name("llama-quantize"))
-        return llamacpp_server(binary, weights, precision, max(plan.concurrency))
-    checkpoint = export(plan.folder / precision, precision)
     if name == "unpacked":
-        return unpacked_server(checkpoint, precision)
-    start = vllm_server if name == "vllm" else ray_server
-    return start(plan.programs[name], checkpoint, precision)
+        return unpacked_server(export(plan.folder / precision, precision), precision)
+    return PEERS[name].server(Setup(plan.programs[name], plan.folder, precision, max(plan.concurrency)))
 
 
 def _load(

@@ -1,11 +1,14 @@
-"""The peers that have a server: what each is called, and the option that names the program that starts it."""
+"""The peers that have a server: what each is called, the option that names its program, and how that is started."""
 
 from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from .servers import QUANTIZE, Server, Setup, llamacpp_server, ray_server, vllm_server
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,13 +16,19 @@ class Peer:
     title: str
     option: str
     help: str
+    server: Callable[[Setup], Server]
     beside: tuple[str, ...] = ()  # programs that lie beside it and are needed, too
+    is_packed_in_int8: bool = False  # reads the packed file there; others have a part of it in 16 bits
 
 
 PEERS = {
-    "vllm": Peer("vLLM", "--vllm-python", "a Python with vllm (for CPUs) installed"),
-    "llamacpp": Peer("llama.cpp", "--llama-server", "llama.cpp's server", ("llama-quantize",)),
-    "ray": Peer("Ray Serve LLM", "--ray-python", "a Python with Ray Serve LLM and vllm (for CPUs) installed"),
+    "vllm": Peer("vLLM", "--vllm-python", "a Python with vllm (for CPUs) installed", vllm_server),
+    "llamacpp": Peer(
+        "llama.cpp", "--llama-server", "llama.cpp's server", llamacpp_server, (QUANTIZE,), is_packed_in_int8=True
+    ),
+    "ray": Peer(
+        "Ray Serve LLM", "--ray-python", "a Python with Ray Serve LLM and vllm (for CPUs) installed", ray_server
+    ),
 }
 
 

@@ -107,9 +107,8 @@ def _share_of_limit(found: Comparison) -> str:
             continue
         for name in (*OURS, *PEERS):
             chosen = [s for s in found.served if (s.server, s.precision, s.workload) == (name, precision, workload)]
-            if chosen and (precision != "int8" or name in ("quire", "llamacpp")):  # others have the head in bfloat16
-                # llama.cpp has the packed file beside int8, and numbers of the precision else.
-                is_packed = name == "quire" or precision == "int8"
+            is_packed = name == "quire" or (precision == "int8" and name in PEERS and PEERS[name].is_packed_in_int8)
+            if chosen and (is_packed or precision != "int8"):
                 sizes = found.weight_bytes | (found.packed_bytes if is_packed else {})
                 # What a token costs once the prompt is computed, as the limit is one of decoding; each beside its own.
                 loads = [(1e3 / s.tpot_ms, s.memory_gb_per_s) for s in chosen if s.memory_gb_per_s is not None]

@@ -20,6 +20,7 @@ from quire.cluster.ray_local import free_ports
 from quire.engine.errors import QuireError
 
 from .answers import Ask, ask_llamacpp, ask_openai
+from .checkpoint import export, gguf_file
 
 MAX_MODEL_LEN = 2048
 START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
@@ -27,6 +28,7 @@ STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
 AT_REST, REST_LOOK_S, REST_TIMEOUT_S = 0.3, 2.0, 60.0  # of a core; Ray takes a tenth
 LOG_LINES = 15
+QUANTIZE = "llama-quantize"  # llama.cpp's tool, beside its server
 
 
 class PeerError(QuireError):
@@ -63,32 +65,48 @@ def engine_options(precision: str) -> tuple[str, ...]:
     return (*chosen, "--max-model-len", str(MAX_MODEL_LEN), "--num-speculative-tokens", "0")
 
 
-def vllm_server(python: Path, checkpoint: Path, precision: str) -> Server:
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a peer is started with."""
+
+    program: Path
+    folder: Path  # for the weights that it reads; those that are there are used again
+    precision: str
+    num_streams: int  # at most, at a time
+
+    @property
+    def checkpoint(self) -> Path:
+        return export(self.folder / self.precision, self.precision)
+
+
+def vllm_server(setup: Setup) -> Server:
     """vLLM's OpenAI server for CPUs, as it was found fastest: threads bound to all cores, 2 GB of cache."""
     command = (
-        str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint),
-        "--served-model-name", "smollm2", "--dtype", _vllm_dtype(precision), "--host", "127.0.0.1", "--port", "{port}",
-        "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching", "--enable-prompt-tokens-details",
+        str(setup.program), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setup.checkpoint),
+        "--served-model-name", "smollm2", "--dtype", _vllm_dtype(setup.precision), "--host", "127.0.0.1",
+        "--port", "{port}", "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching",
+        "--enable-prompt-tokens-details",
     )  # fmt: skip
-    return Server("vllm", command, "/health", _vllm_environment(python))
+    return Server("vllm", command, "/health", _vllm_environment(setup.program))
 
 
-def ray_server(python: Path, checkpoint: Path, precision: str) -> Server:
+def ray_server(setup: Setup) -> Server:
     """Ray Serve LLM, which has vLLM for its engine, with that engine's options as above."""
-    script, dtype = Path(__file__).with_name("ray_llm.py"), _vllm_dtype(precision)
-    command = (str(python), str(script), str(checkpoint), dtype, str(MAX_MODEL_LEN), "{port}")
-    return Server("ray", command, "/v1/models", {**_vllm_environment(python), "RAY_USAGE_STATS_ENABLED": "0"})
+    script, dtype = Path(__file__).with_name("ray_llm.py"), _vllm_dtype(setup.precision)
+    command = (str(setup.program), str(script), str(setup.checkpoint), dtype, str(MAX_MODEL_LEN), "{port}")
+    return Server("ray", command, "/v1/models", {**_vllm_environment(setup.program), "RAY_USAGE_STATS_ENABLED": "0"})
 
 
-def llamacpp_server(binary: Path, weights: Path, precision: str, streams: int) -> Server:
-    """llama.cpp's server with a slot for each of `streams`; keys and values in float32 where the weights are, else in
-    16 bits, which is its default.
+def llamacpp_server(setup: Setup) -> Server:
+    """llama.cpp's server with a slot for each stream; keys and values in float32 where the weights are, else in 16
+    bits, which is its default.
     """
-    cache = ("--cache-type-k", "f32", "--cache-type-v", "f32") if precision == "float32" else ()
+    weights = gguf_file(setup.folder, setup.precision, setup.program.with_name(QUANTIZE))
+    cache = ("--cache-type-k", "f32", "--cache-type-v", "f32") if setup.precision == "float32" else ()
     command = (
-        str(binary), "--model", str(weights), "--host", "127.0.0.1", "--port", "{port}",
-        "--threads", str(len(os.sched_getaffinity(0))), "--parallel", str(streams),
-        "--ctx-size", str(streams * MAX_MODEL_LEN), *cache,
+        str(setup.program), "--model", str(weights), "--host", "127.0.0.1", "--port", "{port}",
+        "--threads", str(len(os.sched_getaffinity(0))), "--parallel", str(setup.num_streams),
+        "--ctx-size", str(setup.num_streams * MAX_MODEL_LEN), *cache,
     )  # fmt: skip
     return Server("llamacpp", command, "/health", ask=ask_llamacpp)
 
