@@ -263,9 +263,11 @@ def _tile_of(way: Way, count: int) -> int:
 
 
 def _is_direct(way: Way, count: int) -> bool:
-    """Whether codes are multiplied with so many rows as they are unpacked, in registers: where sums take half of those
-    that they may."""
-    return way.product.is_narrow and 2 * count * way.product.panels * _parts_at_once(way) <= way.product.most_sums
+    """Whether codes are multiplied with so many rows as they are unpacked, in registers: where sums leave room for
+    them. Digits that are multiplied one after the other unpack them anew, which takes less than to store and read
+    them."""
+    own = way.product
+    return not own.is_narrow or 2 * count * own.panels * _parts_at_once(way) <= own.most_sums
 
 
 def _sums(b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range) -> list[Any]:
@@ -337,7 +339,7 @@ def _dots(
     ahead = block.unit if own.is_joint else 0
     if ahead:
         state = add(INT64(0), 1, state)
-    at_once = 1 if own.is_narrow else max(1, ROWS // len(x_blocks))  # units
+    at_once = 1 if own.is_narrow else max(1, ROWS // (len(x_blocks) * block.unit))  # units
     assert (way.num_lines - ahead) % (at_once * block.unit) == 0
 
     def step(first: Any, state: list[Any]) -> list[Any]:
