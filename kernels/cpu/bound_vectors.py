@@ -26,6 +26,7 @@ from ..packed import BLOCK, PACKINGS, Packing
 from .byte_products import ONE_DIGIT, Way
 from .code_words import WIDTH, WORDS, blocks_of, codes_of, fetch, scales_of
 from .digits import rounding, unsigned
+from .features import IS_WIDE
 from .tile_product import STEP_BYTES, TILE
 from .vectors import (
     FLOAT,
@@ -53,11 +54,12 @@ from .vectors import (
     take,
 )
 
-ROWS = 4  # of x at a time: what their products come to stays in registers
+ROWS = 8 if IS_WIDE else 4  # of x at a time: a block's sums stay in registers, and bounds are a line of the cache
 FACTOR, _OFFSET, LOST, SIZE, _NUM_WORDS = range(5)  # words of a block
 
 _AT_ONCE = 4  # blocks of x that are rounded together
-_COUNTS = (1, 2, ROWS)  # of rows, that something is generated for
+_COUNTS = tuple(count for count in (1, 2, 4, 8) if count <= ROWS)  # of rows, that something is generated for
+_JOINED = 4  # rows whose lanes `join_lanes` joins
 _LEAST = 2.0**-60  # what a block's largest number is taken for where it is less: others take numbers near 2^-126 for 0
 _INFINITY = float("inf")
 _NO_SUMS = splat(INTS, 0)
@@ -183,7 +185,9 @@ def bound(
                 lowers.append(_larger(b, *(_finite_or(b, b.fsub(*each), -_INFINITY) for each in both)))
             for number, bounds in enumerate((uppers, lowers)):
                 padded = [bounds[min(i, count - 1)] for i in range(ROWS)]
-                store(b, join_lanes(b, padded, lambda *two: _larger(b, *two)), b.add(out, INT64(4 * ROWS * number)))
+                for row in range(0, ROWS, _JOINED):
+                    joined = join_lanes(b, padded[row : row + _JOINED], lambda *two: _larger(b, *two))
+                    store(b, joined, b.add(out, INT64(4 * (ROWS * number + row))))
 
         by_least(b, num_rows, _COUNTS, of_rows)
         return context.get_dummy_value()
@@ -227,7 +231,8 @@ def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any],
 
         offsets = [_NO_SUMS if way.has_signs else load_repeated(b, x_block, INT32, 4 * _OFFSET) for x_block in x_blocks]
         begun = [offset for offset in offsets for _ in panels]
-        at_once = max(1, ROWS * own.panels // WIDTH // len(x_blocks))  # products that do not wait for each other
+        # Lines whose products do not wait for each other.
+        at_once = min(way.num_packed_lines, max(1, ROWS * own.panels // WIDTH // len(x_blocks)))
         found = loop_over(
             b,
             INT64(way.num_packed_lines),
