@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.benchmarks.peers.checkpoint import export, gguf_file
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits, readable, reading_gb_per_s
 from tests.benchmarks.peers.measure import Served, Workload, workloads
+from tests.benchmarks.peers.programs import PEERS
 from tests.benchmarks.peers.report import faults, markdown
 from tests.benchmarks.peers.servers import PeerError, Server, paused, running, wait_until_at_rest
 
@@ -125,14 +127,15 @@ def test_who_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_how_a_peer_is_started(precision: str, tmp_path: Path) -> None:
-    """llama.cpp is given the default model's own file where it multiplies bytes, else one that its tool writes; vLLM,
-    and Ray Serve LLM, a checkpoint. All listen on loopback, at a port that is filled in."""
+    """llama.cpp is given the default model's own file where it multiplies bytes, else one that its tool writes; all
+    others a checkpoint. All listen on loopback, at a port that is filled in."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     quantize = bin_folder / "llama-quantize"
     quantize.write_text('#!/bin/sh\nprintf "%s %s" "$4" "$(basename "$2")" > "$3"\n')
     quantize.chmod(0o755)
-    programs = {"vllm": Path("/v/python"), "ray": Path("/r/python"), "llamacpp": bin_folder / "llama-server"}
+    pythons = {name: Path(f"/{name}/python") for name in PEERS if name != "llamacpp"}
+    programs = {**pythons, "llamacpp": bin_folder / "llama-server"}
     plan = compare.Plan((), (), (1, 4), (), 8, 1, programs, tmp_path, 2)
     packed = load_model_info(ModelConfig()).path
     llama = compare.server_of(plan, "llamacpp", precision)
@@ -144,12 +147,31 @@ def test_how_a_peer_is_started(precision: str, tmp_path: Path) -> None:
         assert given.read_text() == f"F32 {packed.name}"
         assert llama.command[-4:] == ("--cache-type-k", "f32", "--cache-type-v", "f32")
     assert llama.command[llama.command.index("--parallel") + 1] == "4"
-    for name in ("vllm", "ray"):
+    for name in pythons:
+        if precision == "int8" and not PEERS[name].has_int8:
+            continue
         server = compare.server_of(plan, name, precision)
         assert str(programs[name]) == server.command[0]
         assert str(tmp_path / precision) in server.command
         assert ("bfloat16" if precision == "int8" else precision) in server.command
         assert "{port}" in server.command
+
+
+def test_who_is_measured_in_which_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[tuple[str, str]] = []
+    monkeypatch.setattr(compare, "measure", lambda threads: Limits(threads, 1.0, 1.0, 1.0, 1.0))
+    monkeypatch.setattr(compare, "_measure_one", lambda *given: measured.append((given[3], given[2])))
+    everyone = ("quire", "unpacked", *PEERS, "hf")
+    plan = compare.Plan(everyone, ("float32", "int8"), (1,), (8,), 8, 1, {}, tmp_path, 2)
+    compare.compare(plan, Comparison(), lambda text: None)
+    assert [name for precision, name in measured if precision == "float32"] == list(everyone)
+    assert [name for precision, name in measured if precision == "int8"] == [
+        "quire",
+        "vllm",
+        "llamacpp",
+        "ray",
+        "dynamo",
+    ]
 
 
 def test_a_file_that_could_not_be_written_is_told_and_is_not_there(tmp_path: Path) -> None:
@@ -278,6 +300,23 @@ def test_a_server_is_gone_with_all_that_it_started(tmp_path: Path, monkeypatch: 
         interrupted()
     assert len(started) == 2
     assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)
+
+
+SLOW_SERVER = """
+import http.server, sys
+answers = iter([b"[]", b"[]"])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers(); self.wfile.write(next(answers, b"[model]"))
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_ready_when_it_says_so(tmp_path: Path) -> None:
+    """Dynamo's frontend answers before it knows an engine."""
+    server = Server("fake", (sys.executable, "-c", SLOW_SERVER, "{port}"), "/", "model")
+    with running(server, tmp_path / "log") as (url, _), urllib.request.urlopen(url) as response:
+        assert response.read() == b"[model]"
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:

@@ -31,17 +31,21 @@ def num_equal(answers: Answers, others: Answers) -> int:
 
 def ask_openai(url: str, prompt: str) -> list[int]:
     """As vLLM has it: `return_token_ids` beside OpenAI's fields."""
-    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
-        model = json.load(response)["data"][0]["id"]
-    body = {
-        "model": model,
-        "prompt": prompt,
-        "max_tokens": NUM_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-    }
-    token_ids: list[int] = _post(f"{url}/v1/completions", body)["choices"][0]["token_ids"]
+    token_ids: list[int] = _complete(url, prompt, {"return_token_ids": True})["choices"][0]["token_ids"]
+    return token_ids
+
+
+def ask_dynamo(url: str, prompt: str) -> list[int]:
+    """In a field that is its own."""
+    answer = _complete(url, prompt, {"nvext": {"extra_fields": ["completion_token_ids"]}})
+    token_ids: list[int] = answer["nvext"]["completion_token_ids"]
+    return token_ids
+
+
+def ask_sglang(url: str, prompt: str) -> list[int]:
+    """Its own path, as llama.cpp's below."""
+    sampling = {"max_new_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    token_ids: list[int] = _post(f"{url}/generate", {"text": prompt, "sampling_params": sampling})["output_ids"]
     return token_ids
 
 
@@ -50,6 +54,13 @@ def ask_llamacpp(url: str, prompt: str) -> list[int]:
     body = {"prompt": prompt, "n_predict": NUM_TOKENS, "temperature": 0, "ignore_eos": True, "return_tokens": True}
     token_ids: list[int] = _post(f"{url}/completion", body)["tokens"]
     return token_ids
+
+
+def _complete(url: str, prompt: str, extra: dict[str, Any]) -> Any:
+    with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as response:
+        model = json.load(response)["data"][0]["id"]
+    asked = {"model": model, "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+    return _post(f"{url}/v1/completions", asked | extra)
 
 
 def _post(url: str, body: dict[str, Any]) -> Any:

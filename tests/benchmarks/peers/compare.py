@@ -17,8 +17,8 @@ from . import answers
 from .checkpoint import export, num_parameters, packed_bytes
 from .limits import GIB, Limits, measure, readable, reading_gb_per_s
 from .measure import Served, Workload, hf_results, load_server, offline_tokens_per_s, waves, workloads
-from .programs import PEERS
-from .servers import Server, Setup, paused, quire_server, running, unpacked_server, wait_until_at_rest
+from .programs import PEERS, Setup
+from .servers import Server, paused, quire_server, running, unpacked_server, wait_until_at_rest
 
 STREAMS = 8  # over HTTP against as many prompts at a time offline,
 TURNS = 3  # one after the other so often: the machine drifts by more than what is between them
@@ -63,10 +63,14 @@ def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
         say(f"round {index + 1} of {plan.rounds}: the machine's limits")
         found.limits.append(measure(plan.threads))
         for precision in plan.precisions:
-            contestants = [name for name in plan.contestants if precision != "int8" or name not in ("unpacked", "hf")]
+            contestants = [name for name in plan.contestants if precision != "int8" or _has_int8(name)]
             for name in contestants if index % 2 == 0 else reversed(contestants):
                 where = f"round {index + 1} of {plan.rounds} · {precision} · {name}: "
                 _measure_one(plan, found, name, precision, index, partial(_say_with, say, where))
+
+
+def _has_int8(name: str) -> bool:
+    return name == "quire" or (name in PEERS and PEERS[name].has_int8)
 
 
 def _stays_packed(precision: str) -> bool:

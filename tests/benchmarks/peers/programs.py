@@ -1,4 +1,7 @@
-"""The peers that have a server: what each is called, the option that names its program, and how that is started."""
+"""The peers that have a server: what each is called, the option that names its program, and how that is started.
+
+All have threads on all cores. Those whose engine is vLLM have 2 GB of KV cache, others room for each stream's context.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,97 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .servers import QUANTIZE, Server, Setup, llamacpp_server, ray_server, vllm_server
+from .answers import ask_dynamo, ask_llamacpp, ask_sglang
+from .checkpoint import export, gguf_file
+from .servers import MAX_MODEL_LEN, Server
+
+MODEL = "smollm2"  # its name in requests, where that is not the folder's
+QUANTIZE = "llama-quantize"  # llama.cpp's tool, beside its server
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a peer is started with."""
+
+    program: Path
+    folder: Path  # for the weights that it reads; those that are there are used again
+    precision: str
+    num_streams: int  # at most, at a time
+
+    @property
+    def checkpoint(self) -> Path:
+        return export(self.folder / self.precision, self.precision)
+
+    @property
+    def dtype(self) -> str:
+        """Of what has no 8 bits."""
+        return "bfloat16" if self.precision == "int8" else self.precision
+
+    @property
+    def cores(self) -> str:
+        return ",".join(map(str, sorted(os.sched_getaffinity(0))))
+
+
+def _vllm(setup: Setup) -> Server:
+    """Its OpenAI server."""
+    command = (
+        str(setup.program), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setup.checkpoint),
+        "--served-model-name", MODEL, "--dtype", setup.dtype, "--host", "127.0.0.1", "--port", "{port}",
+        "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching", "--enable-prompt-tokens-details",
+    )  # fmt: skip
+    return Server("vllm", command, "/health", environment=_vllm_environment(setup))
+
+
+def _ray(setup: Setup) -> Server:
+    """It has vLLM for its engine, with that engine's options as above."""
+    environment = {**_vllm_environment(setup), "RAY_USAGE_STATS_ENABLED": "0"}
+    return Server("ray", _by_script("ray_llm.py", setup), "/v1/models", environment=environment)
+
+
+def _dynamo(setup: Setup) -> Server:
+    """Likewise. Its frontend answers before it knows an engine."""
+    command, environment = _by_script("dynamo_vllm.py", setup), _vllm_environment(setup)
+    return Server("dynamo", command, "/v1/models", f'"{MODEL}"', environment, ask_dynamo)
+
+
+def _by_script(name: str, setup: Setup) -> tuple[str, ...]:
+    script = Path(__file__).with_name(name)
+    return (str(setup.program), str(script), MODEL, str(setup.checkpoint), setup.dtype, str(MAX_MODEL_LEN), "{port}")
+
+
+def _vllm_environment(setup: Setup) -> dict[str, str]:
+    return {
+        "VLLM_CPU_OMP_THREADS_BIND": setup.cores,
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PATH": f"{setup.program.parent}{os.pathsep}{os.environ['PATH']}",  # a compiler there is asked for by name
+    }
+
+
+def _sglang(setup: Setup) -> Server:
+    """Its kernels for CPUs ask for AMX: elsewhere torch's operators compute, one by one."""
+    command = (
+        str(setup.program), "-m", "sglang.launch_server", "--model-path", str(setup.checkpoint),
+        "--served-model-name", MODEL, "--dtype", setup.dtype, "--device", "cpu", "--host", "127.0.0.1",
+        "--port", "{port}", "--context-length", str(MAX_MODEL_LEN), "--enable-cache-report",
+        "--max-total-tokens", str(setup.num_streams * MAX_MODEL_LEN),
+    )  # fmt: skip
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    return Server("sglang", command, "/health", environment=environment, ask=ask_sglang)
+
+
+def _llamacpp(setup: Setup) -> Server:
+    """A slot for each stream; keys and values in float32 where the weights are, else in 16 bits, which is its
+    default."""
+    weights = gguf_file(setup.folder, setup.precision, setup.program.with_name(QUANTIZE))
+    cache = ("--cache-type-k", "f32", "--cache-type-v", "f32") if setup.precision == "float32" else ()
+    command = (
+        str(setup.program), "--model", str(weights), "--host", "127.0.0.1", "--port", "{port}",
+        "--threads", str(len(os.sched_getaffinity(0))), "--parallel", str(setup.num_streams),
+        "--ctx-size", str(setup.num_streams * MAX_MODEL_LEN), *cache,
+    )  # fmt: skip
+    return Server("llamacpp", command, "/health", ask=ask_llamacpp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +111,18 @@ class Peer:
     help: str
     server: Callable[[Setup], Server]
     beside: tuple[str, ...] = ()  # programs that lie beside it and are needed, too
+    has_int8: bool = True
     is_packed_in_int8: bool = False  # reads the packed file there; others have a part of it in 16 bits
 
 
 PEERS = {
-    "vllm": Peer("vLLM", "--vllm-python", "a Python with vllm (for CPUs) installed", vllm_server),
+    "vllm": Peer("vLLM", "--vllm-python", "a Python with vllm (for CPUs) installed", _vllm),
     "llamacpp": Peer(
-        "llama.cpp", "--llama-server", "llama.cpp's server", llamacpp_server, (QUANTIZE,), is_packed_in_int8=True
+        "llama.cpp", "--llama-server", "llama.cpp's server", _llamacpp, (QUANTIZE,), is_packed_in_int8=True
     ),
-    "ray": Peer(
-        "Ray Serve LLM", "--ray-python", "a Python with Ray Serve LLM and vllm (for CPUs) installed", ray_server
-    ),
+    "ray": Peer("Ray Serve LLM", "--ray-python", "a Python with Ray Serve LLM and vllm (for CPUs) installed", _ray),
+    "dynamo": Peer("Dynamo", "--dynamo-python", "a Python with ai-dynamo and vllm (for CPUs) installed", _dynamo),
+    "sglang": Peer("SGLang", "--sglang-python", "a Python with sglang installed", _sglang, has_int8=False),
 }
 
 

@@ -19,8 +19,7 @@ import psutil
 from quire.cluster.ray_local import free_ports
 from quire.engine.errors import QuireError
 
-from .answers import Ask, ask_llamacpp, ask_openai
-from .checkpoint import export, gguf_file
+from .answers import Ask, ask_openai
 
 MAX_MODEL_LEN = 2048
 START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
@@ -28,7 +27,6 @@ STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
 AT_REST, REST_LOOK_S, REST_TIMEOUT_S = 0.3, 2.0, 60.0  # of a core; Ray takes a tenth
 LOG_LINES = 15
-QUANTIZE = "llama-quantize"  # llama.cpp's tool, beside its server
 
 
 class PeerError(QuireError):
@@ -44,7 +42,8 @@ class Server:
 
     name: str
     command: Sequence[str]
-    ready_path: str  # answers 200 when requests can be sent
+    ready_path: str  # answers 200 when requests can be sent,
+    ready_words: str = ""  # with these somewhere in what it says
     environment: Mapping[str, str] = field(default_factory=dict)
     ask: Ask = ask_openai  # how it tells the ids of its tokens
 
@@ -63,66 +62,6 @@ def engine_options(precision: str) -> tuple[str, ...]:
     """Quire's own, on every way to start it. Without drafts: the greedy answers to random prompts repeat themselves."""
     chosen = ("--quantization", "int8", "--dtype", "bfloat16") if precision == "int8" else ("--dtype", precision)
     return (*chosen, "--max-model-len", str(MAX_MODEL_LEN), "--num-speculative-tokens", "0")
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What a peer is started with."""
-
-    program: Path
-    folder: Path  # for the weights that it reads; those that are there are used again
-    precision: str
-    num_streams: int  # at most, at a time
-
-    @property
-    def checkpoint(self) -> Path:
-        return export(self.folder / self.precision, self.precision)
-
-
-def vllm_server(setup: Setup) -> Server:
-    """vLLM's OpenAI server for CPUs, as it was found fastest: threads bound to all cores, 2 GB of cache."""
-    command = (
-        str(setup.program), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setup.checkpoint),
-        "--served-model-name", "smollm2", "--dtype", _vllm_dtype(setup.precision), "--host", "127.0.0.1",
-        "--port", "{port}", "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching",
-        "--enable-prompt-tokens-details",
-    )  # fmt: skip
-    return Server("vllm", command, "/health", _vllm_environment(setup.program))
-
-
-def ray_server(setup: Setup) -> Server:
-    """Ray Serve LLM, which has vLLM for its engine, with that engine's options as above."""
-    script, dtype = Path(__file__).with_name("ray_llm.py"), _vllm_dtype(setup.precision)
-    command = (str(setup.program), str(script), str(setup.checkpoint), dtype, str(MAX_MODEL_LEN), "{port}")
-    return Server("ray", command, "/v1/models", {**_vllm_environment(setup.program), "RAY_USAGE_STATS_ENABLED": "0"})
-
-
-def llamacpp_server(setup: Setup) -> Server:
-    """llama.cpp's server with a slot for each stream; keys and values in float32 where the weights are, else in 16
-    bits, which is its default.
-    """
-    weights = gguf_file(setup.folder, setup.precision, setup.program.with_name(QUANTIZE))
-    cache = ("--cache-type-k", "f32", "--cache-type-v", "f32") if setup.precision == "float32" else ()
-    command = (
-        str(setup.program), "--model", str(weights), "--host", "127.0.0.1", "--port", "{port}",
-        "--threads", str(len(os.sched_getaffinity(0))), "--parallel", str(setup.num_streams),
-        "--ctx-size", str(setup.num_streams * MAX_MODEL_LEN), *cache,
-    )  # fmt: skip
-    return Server("llamacpp", command, "/health", ask=ask_llamacpp)
-
-
-def _vllm_dtype(precision: str) -> str:
-    return "bfloat16" if precision == "int8" else precision
-
-
-def _vllm_environment(python: Path) -> dict[str, str]:
-    return {
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
-        "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}",  # its kernels' compiler is asked for by name
-    }
 
 
 @contextlib.contextmanager
@@ -145,23 +84,24 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, psutil.Process]]:
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_until_ready(process, url + server.ready_path, server.name, log)
+            _wait_until_ready(process, url, server, log)
             yield url, process
         finally:
             end(process)
 
 
-def _wait_until_ready(process: psutil.Popen, url: str, name: str, log: Path) -> None:
+def _wait_until_ready(process: psutil.Popen, url: str, server: Server, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=10):
-                return
+            with urllib.request.urlopen(url + server.ready_path, timeout=10) as response:
+                if server.ready_words.encode() in response.read():
+                    return
         except (urllib.error.URLError, OSError):
             pass
         if process.poll() is not None or time.monotonic() > deadline:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-            raise PeerError(f"{name} did not start (log: {log}):\n{last}")
+            raise PeerError(f"{server.name} did not start (log: {log}):\n{last}")
         time.sleep(POLL_S)
 
 
