@@ -54,7 +54,8 @@ from .vectors import (
     take,
 )
 
-ROWS = 8 if IS_WIDE else 4  # of x at a time: a block's sums stay in registers, and bounds are a line of the cache
+ROWS = 8 if IS_WIDE else 4  # of x at a time: a block's sums stay in registers
+assert 2 * 4 * ROWS <= STEP_BYTES, "bounds have more than the line that is kept for them"
 FACTOR, _OFFSET, LOST, SIZE, _NUM_WORDS = range(5)  # words of a block
 
 _AT_ONCE = 4  # blocks of x that are rounded together

@@ -91,8 +91,8 @@ def multiply_packed(
     totals: Any,
 ) -> Any:
     """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
-    `panel_step` bytes from one to the next, unpacked on the way. `packing` and `num_digits` are constants; scratch:
-    `unpacked_bytes`."""
+    `panel_step` bytes from one to the next, unpacked on the way. `packing` and `num_digits` are constants; scratch, for
+    what is not multiplied from registers: `unpacked_bytes`."""
     way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
@@ -263,9 +263,9 @@ def _tile_of(way: Way, count: int) -> int:
 
 
 def _is_direct(way: Way, count: int) -> bool:
-    """Whether codes are multiplied with so many rows as they are unpacked, in registers: where sums leave room for
-    them. Digits that are multiplied one after the other unpack them anew, which takes less than to store and read
-    them."""
+    """Whether codes are multiplied with so many rows as they are unpacked, in registers: where there are 32 of these;
+    else where sums take half of those that they may. Digits that are multiplied one after the other unpack codes anew,
+    which takes less than to store and read them."""
     own = way.product
     return not own.is_narrow or 2 * count * own.panels * _parts_at_once(way) <= own.most_sums
 

@@ -156,7 +156,7 @@ def measure(parts: Sequence[Part], folder: Path) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
-        description="All tables of this machine, which should be idle: half an hour, and ten minutes for each peer.",
+        description="All tables of this machine, which should be idle: half an hour, and 15 minutes for each peer.",
         epilog="Example: python -m tests.benchmarks --vllm-python ~/vllm/bin/python --folder results",
     )
     add_options(parser)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import signal
+import subprocess
 import sys
 import time
 import urllib.request
@@ -23,7 +27,7 @@ from quire.engine.errors import QuireError
 from quire.engine.model_source import load_model_info
 from quire.workers.loader.checkpoint import open_checkpoint
 from tests.benchmarks.peers import __main__ as peers
-from tests.benchmarks.peers import compare, limits, servers
+from tests.benchmarks.peers import answers, compare, limits, servers
 from tests.benchmarks.peers.checkpoint import export, gguf_file
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits, readable, reading_gb_per_s
@@ -123,12 +127,14 @@ def test_who_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert plan_of("--llama-server", llama, "--only", "quire").contestants == ("quire",)
     assert "--ray-python: needed for ray, which --only names" in refusal("--only", "quire,ray")
     assert "--vllm-python: /no/python is not a program" in refusal("--vllm-python", "/no/python")
+    assert plan_of("--precision", "int8").contestants == ("quire", "unpacked", "hf")  # the last two have no turn
+    assert "--only: hf: not measured in int8" in refusal("--only", "quire,hf", "--precision", "int8")
 
 
 @pytest.mark.parametrize("precision", ["float32", "int8"])
 def test_how_a_peer_is_started(precision: str, tmp_path: Path) -> None:
     """llama.cpp is given the default model's own file where it multiplies bytes, else one that its tool writes; all
-    others a checkpoint. All listen on loopback, at a port that is filled in."""
+    others a checkpoint. A port is filled in."""
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     quantize = bin_folder / "llama-quantize"
@@ -317,6 +323,106 @@ def test_a_server_is_ready_when_it_says_so(tmp_path: Path) -> None:
     server = Server("fake", (sys.executable, "-c", SLOW_SERVER, "{port}"), "/", "model")
     with running(server, tmp_path / "log") as (url, _), urllib.request.urlopen(url) as response:
         assert response.read() == b"[model]"
+
+
+LEAVES_A_CHILD = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+sys.exit("child " + str(child.pid))
+"""
+
+
+def test_what_a_server_leaves_behind_when_it_ends_is_gone(tmp_path: Path) -> None:
+    server = Server("fake", (sys.executable, "-c", LEAVES_A_CHILD), "/")
+    with pytest.raises(PeerError, match="child") as caught, running(server, tmp_path / "log"):
+        pass
+    child = int(caught.value.message.rpartition(" ")[2])
+    with contextlib.suppress(psutil.NoSuchProcess):
+        wait_for([psutil.Process(child)], lambda status: status == psutil.STATUS_ZOMBIE)
+
+
+FAKE_PART = """
+import os, pathlib, signal, sys, time
+place = pathlib.Path(os.environ["PLACE"])
+(place / __name__.rpartition(".")[2]).write_text(f"{os.getpid()} {os.environ['DYN_FILE_KV']}")
+if os.environ.get("ENDS") == "engine" and "--model" in sys.argv:
+    sys.exit(3)
+time.sleep(60)
+"""
+
+
+def dynamo(folder: Path, **environment: str) -> tuple[subprocess.Popen[str], Path]:
+    """Dynamo's starter, on parts that are none, which write down who they are in the folder that is returned."""
+    for part in ("frontend", "vllm"):
+        package = folder / "dynamo" / part
+        package.mkdir(parents=True)
+        (package / "__main__.py").write_text(FAKE_PART.replace('__name__.rpartition(".")[2]', repr(part)))
+    script = Path(servers.__file__).with_name("dynamo_vllm.py")
+    process = subprocess.Popen(
+        (sys.executable, str(script), "model", "checkpoint", "bfloat16", "2048", "8000"),
+        env={**os.environ, "PYTHONPATH": str(folder), "PLACE": str(folder), "DYN_FILE_KV": "mine", **environment},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    return process, folder
+
+
+def parts_of(folder: Path) -> dict[str, tuple[int, Path]]:
+    """The process and the folder of each part, once both have begun."""
+    files = [folder / "frontend", folder / "vllm"]
+    deadline = time.monotonic() + 20.0
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline
+    found = {file.name: file.read_text().split() for file in files}
+    return {name: (int(pid), Path(place)) for name, (pid, place) in found.items()}
+
+
+@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
+def test_dynamo_ends_with_its_starter(signal_: signal.Signals, tmp_path: Path) -> None:
+    process, folder = dynamo(tmp_path)
+    found = parts_of(folder)
+    (meeting,) = {place for _, place in found.values()}
+    assert meeting.is_dir()
+    process.send_signal(signal_)
+    assert process.wait(20.0) == 0
+    assert not meeting.exists()
+    assert not any(psutil.pid_exists(pid) for pid, _ in found.values())
+
+
+def test_a_part_of_dynamo_that_ends_ends_the_other_and_is_told(tmp_path: Path) -> None:
+    process, folder = dynamo(tmp_path, ENDS="engine")
+    _, told = process.communicate(timeout=20.0)
+    assert process.returncode == 1
+    assert told.splitlines()[-1] == "Dynamo's engine ended with status 3."
+    assert not psutil.pid_exists(parts_of(folder)["frontend"][0])
+
+
+@pytest.mark.parametrize(
+    ("ask", "path", "answer"),
+    [
+        (answers.ask_openai, "/v1/completions", {"choices": [{"token_ids": [1, 2]}]}),
+        (answers.ask_dynamo, "/v1/completions", {"nvext": {"completion_token_ids": [1, 2]}}),
+        (answers.ask_sglang, "/generate", {"output_ids": [1, 2]}),
+        (answers.ask_llamacpp, "/completion", {"tokens": [1, 2]}),
+    ],
+)
+def test_ids_of_an_answer(
+    ask: answers.Ask, path: str, answer: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def urlopen(request: str | urllib.request.Request, timeout: float) -> io.BytesIO:
+        if isinstance(request, str):
+            return io.BytesIO(b'{"data": [{"id": "smollm2"}]}')
+        asked.append(request.full_url)
+        assert isinstance(request.data, bytes)
+        body = json.loads(request.data)
+        assert "a prompt" in body.values()
+        return io.BytesIO(json.dumps(answer).encode())
+
+    monkeypatch.setattr(answers.urllib.request, "urlopen", urlopen)
+    assert ask("http://server", "a prompt") == [1, 2]
+    assert asked == [f"http://server{path}"]
 
 
 def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:

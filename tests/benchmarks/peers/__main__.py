@@ -18,7 +18,7 @@ from rich.console import Console
 from quire.cluster.bench.machine import describe_machine, package_versions
 from quire.engine.errors import QuireError
 
-from .compare import Comparison, Plan, compare
+from .compare import Comparison, Plan, compare, has_precision
 from .programs import PEERS, add_options, given
 from .report import faults, markdown
 
@@ -78,6 +78,8 @@ def _arguments() -> argparse.Namespace:
     args.programs = given(parser, args)
     if args.only is None:
         args.only = tuple(name for name in CONTESTANTS if name not in PEERS or name in args.programs)
+    elif idle := [name for name in args.only if not any(has_precision(name, each) for each in args.precision)]:
+        parser.error(f"--only: {', '.join(idle)}: not measured in {', '.join(args.precision)}")
     for name in args.only:
         if name in PEERS and name not in args.programs:
             parser.error(f"{PEERS[name].option}: needed for {name}, which --only names")

@@ -63,14 +63,15 @@ def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
         say(f"round {index + 1} of {plan.rounds}: the machine's limits")
         found.limits.append(measure(plan.threads))
         for precision in plan.precisions:
-            contestants = [name for name in plan.contestants if precision != "int8" or _has_int8(name)]
+            contestants = [name for name in plan.contestants if has_precision(name, precision)]
             for name in contestants if index % 2 == 0 else reversed(contestants):
                 where = f"round {index + 1} of {plan.rounds} · {precision} · {name}: "
                 _measure_one(plan, found, name, precision, index, partial(_say_with, say, where))
 
 
-def _has_int8(name: str) -> bool:
-    return name == "quire" or (name in PEERS and PEERS[name].has_int8)
+def has_precision(name: str, precision: str) -> bool:
+    """Whether a contestant is measured in it."""
+    return precision != "int8" or name == "quire" or (name in PEERS and PEERS[name].has_int8)
 
 
 def _stays_packed(precision: str) -> bool:

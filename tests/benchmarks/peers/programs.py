@@ -1,13 +1,13 @@
 """The peers that have a server: what each is called, the option that names its program, and how that is started.
 
-All have threads on all cores. Those whose engine is vLLM have 2 GB of KV cache, others room for each stream's context.
+Those whose engine is vLLM have 2 GB of KV cache, others room for the context of each stream.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,8 +38,17 @@ class Setup:
         return "bfloat16" if self.precision == "int8" else self.precision
 
     @property
-    def cores(self) -> str:
-        return ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    def cores(self) -> list[int]:
+        """All that there are: whoever is started has a thread on each."""
+        return sorted(os.sched_getaffinity(0))
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """Of a peer in Python: it fetches nothing, and finds the compiler that lies beside it."""
+        return {
+            "HF_HUB_OFFLINE": "1",
+            "PATH": f"{self.program.parent}{os.pathsep}{os.environ['PATH']}",
+        }
 
 
 def _vllm(setup: Setup) -> Server:
@@ -71,11 +80,10 @@ def _by_script(name: str, setup: Setup) -> tuple[str, ...]:
 
 def _vllm_environment(setup: Setup) -> dict[str, str]:
     return {
-        "VLLM_CPU_OMP_THREADS_BIND": setup.cores,
+        **setup.environment,
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, setup.cores)),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "PATH": f"{setup.program.parent}{os.pathsep}{os.environ['PATH']}",  # a compiler there is asked for by name
     }
 
 
@@ -87,7 +95,12 @@ def _sglang(setup: Setup) -> Server:
         "--port", "{port}", "--context-length", str(MAX_MODEL_LEN), "--enable-cache-report",
         "--max-total-tokens", str(setup.num_streams * MAX_MODEL_LEN),
     )  # fmt: skip
-    environment = {"SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **setup.environment,
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "SGLANG_CPU_OMP_THREADS_BIND": ",".join(map(str, setup.cores)),
+        "OMP_NUM_THREADS": str(len(setup.cores)),
+    }
     return Server("sglang", command, "/health", environment=environment, ask=ask_sglang)
 
 
@@ -98,7 +111,7 @@ def _llamacpp(setup: Setup) -> Server:
     cache = ("--cache-type-k", "f32", "--cache-type-v", "f32") if setup.precision == "float32" else ()
     command = (
         str(setup.program), "--model", str(weights), "--host", "127.0.0.1", "--port", "{port}",
-        "--threads", str(len(os.sched_getaffinity(0))), "--parallel", str(setup.num_streams),
+        "--threads", str(len(setup.cores)), "--parallel", str(setup.num_streams),
         "--ctx-size", str(setup.num_streams * MAX_MODEL_LEN), *cache,
     )  # fmt: skip
     return Server("llamacpp", command, "/health", ask=ask_llamacpp)
@@ -122,7 +135,7 @@ PEERS = {
     ),
     "ray": Peer("Ray Serve LLM", "--ray-python", "a Python with Ray Serve LLM and vllm (for CPUs) installed", _ray),
     "dynamo": Peer("Dynamo", "--dynamo-python", "a Python with ai-dynamo and vllm (for CPUs) installed", _dynamo),
-    "sglang": Peer("SGLang", "--sglang-python", "a Python with sglang installed", _sglang, has_int8=False),
+    "sglang": Peer("SGLang", "--sglang-python", "a Python with sglang installed; not in int8", _sglang, has_int8=False),
 }
 
 

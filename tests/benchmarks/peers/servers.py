@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,7 +97,7 @@ def _wait_until_ready(process: psutil.Popen, url: str, server: Server, log: Path
             with urllib.request.urlopen(url + server.ready_path, timeout=10) as response:
                 if server.ready_words.encode() in response.read():
                     return
-        except (urllib.error.URLError, OSError):
+        except (OSError, http.client.HTTPException):
             pass
         if process.poll() is not None or time.monotonic() > deadline:
             last = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
@@ -143,7 +143,8 @@ def paused(process: psutil.Process) -> Iterator[None]:
 
 
 def end(process: psutil.Popen) -> None:
-    """SIGINT and some patience, then whatever is left of it and what it has started is killed."""
+    """SIGINT and some patience, then whatever is left of it and what it has started is killed; also what belongs to
+    its group, where it has ended before and left others behind."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [process, *process.children(recursive=True)]
         process.send_signal(signal.SIGINT)
@@ -152,3 +153,5 @@ def end(process: psutil.Popen) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 each.kill()
         psutil.wait_procs(left, timeout=STOP_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
