@@ -342,29 +342,30 @@ def test_what_a_server_leaves_behind_when_it_ends_is_gone(tmp_path: Path) -> Non
 
 
 FAKE_PART = """
-import os, pathlib, signal, sys, time
+import os, pathlib, sys, time
 place = pathlib.Path(os.environ["PLACE"])
-(place / __name__.rpartition(".")[2]).write_text(f"{os.getpid()} {os.environ['DYN_FILE_KV']}")
-if os.environ.get("ENDS") == "engine" and "--model" in sys.argv:
+(place / PART).write_text(f"{os.getpid()} {os.environ['DYN_FILE_KV']}")
+if os.environ.get("ENDS") == PART:
+    while not (place / "frontend").exists():
+        time.sleep(0.01)
     sys.exit(3)
 time.sleep(60)
 """
 
 
-def dynamo(folder: Path, **environment: str) -> tuple[subprocess.Popen[str], Path]:
-    """Dynamo's starter, on parts that are none, which write down who they are in the folder that is returned."""
+def dynamo(folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """Dynamo's starter, on parts that are none, which write down who they are in a folder."""
     for part in ("frontend", "vllm"):
         package = folder / "dynamo" / part
         package.mkdir(parents=True)
-        (package / "__main__.py").write_text(FAKE_PART.replace('__name__.rpartition(".")[2]', repr(part)))
+        (package / "__main__.py").write_text(f"PART = {part!r}{FAKE_PART}")
     script = Path(servers.__file__).with_name("dynamo_vllm.py")
-    process = subprocess.Popen(
+    return subprocess.Popen(
         (sys.executable, str(script), "model", "checkpoint", "bfloat16", "2048", "8000"),
         env={**os.environ, "PYTHONPATH": str(folder), "PLACE": str(folder), "DYN_FILE_KV": "mine", **environment},
         stderr=subprocess.PIPE,
         text=True,
     )
-    return process, folder
 
 
 def parts_of(folder: Path) -> dict[str, tuple[int, Path]]:
@@ -379,8 +380,8 @@ def parts_of(folder: Path) -> dict[str, tuple[int, Path]]:
 
 @pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
 def test_dynamo_ends_with_its_starter(signal_: signal.Signals, tmp_path: Path) -> None:
-    process, folder = dynamo(tmp_path)
-    found = parts_of(folder)
+    process = dynamo(tmp_path)
+    found = parts_of(tmp_path)
     (meeting,) = {place for _, place in found.values()}
     assert meeting.is_dir()
     process.send_signal(signal_)
@@ -390,11 +391,11 @@ def test_dynamo_ends_with_its_starter(signal_: signal.Signals, tmp_path: Path) -
 
 
 def test_a_part_of_dynamo_that_ends_ends_the_other_and_is_told(tmp_path: Path) -> None:
-    process, folder = dynamo(tmp_path, ENDS="engine")
+    process = dynamo(tmp_path, ENDS="vllm")
     _, told = process.communicate(timeout=20.0)
     assert process.returncode == 1
     assert told.splitlines()[-1] == "Dynamo's engine ended with status 3."
-    assert not psutil.pid_exists(parts_of(folder)["frontend"][0])
+    assert not psutil.pid_exists(parts_of(tmp_path)["frontend"][0])
 
 
 @pytest.mark.parametrize(

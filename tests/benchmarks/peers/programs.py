@@ -38,9 +38,14 @@ class Setup:
         return "bfloat16" if self.precision == "int8" else self.precision
 
     @property
-    def cores(self) -> list[int]:
-        """All that there are: whoever is started has a thread on each."""
-        return sorted(os.sched_getaffinity(0))
+    def num_threads(self) -> int:
+        """One on each core."""
+        return len(os.sched_getaffinity(0))
+
+    @property
+    def cores(self) -> str:
+        """What they are bound to, where that can be said."""
+        return ",".join(map(str, sorted(os.sched_getaffinity(0))))
 
     @property
     def environment(self) -> Mapping[str, str]:
@@ -81,7 +86,7 @@ def _by_script(name: str, setup: Setup) -> tuple[str, ...]:
 def _vllm_environment(setup: Setup) -> dict[str, str]:
     return {
         **setup.environment,
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, setup.cores)),
+        "VLLM_CPU_OMP_THREADS_BIND": setup.cores,
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
     }
@@ -98,8 +103,8 @@ def _sglang(setup: Setup) -> Server:
     environment = {
         **setup.environment,
         "SGLANG_USE_CPU_ENGINE": "1",
-        "SGLANG_CPU_OMP_THREADS_BIND": ",".join(map(str, setup.cores)),
-        "OMP_NUM_THREADS": str(len(setup.cores)),
+        "SGLANG_CPU_OMP_THREADS_BIND": setup.cores,
+        "OMP_NUM_THREADS": str(setup.num_threads),
     }
     return Server("sglang", command, "/health", environment=environment, ask=ask_sglang)
 
@@ -111,7 +116,7 @@ def _llamacpp(setup: Setup) -> Server:
     cache = ("--cache-type-k", "f32", "--cache-type-v", "f32") if setup.precision == "float32" else ()
     command = (
         str(setup.program), "--model", str(weights), "--host", "127.0.0.1", "--port", "{port}",
-        "--threads", str(len(setup.cores)), "--parallel", str(setup.num_streams),
+        "--threads", str(setup.num_threads), "--parallel", str(setup.num_streams),
         "--ctx-size", str(setup.num_streams * MAX_MODEL_LEN), *cache,
     )  # fmt: skip
     return Server("llamacpp", command, "/health", ask=ask_llamacpp)
