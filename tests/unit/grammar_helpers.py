@@ -18,7 +18,7 @@ from quire.engine.config import GrammarConfig, ModelConfig
 from quire.engine.core import EngineCore
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.compiler import LlguidanceCompiler
-from quire.engine.grammar.gate import GrammarGate
+from quire.engine.grammar.gate import CompileGrammar, GrammarGate
 from quire.engine.model_source import ModelInfo, load_model_info
 from quire.engine.outputs import EngineRequest, IntArray, ModelRunnerOutput, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
@@ -87,8 +87,10 @@ class BabblingExecutor(FakeExecutor):
         return int(pool[number // 4 % pool.size])
 
 
-def make_grammar_core(executor: FakeExecutor | None = None, **options: Any) -> EngineCore:
-    gate = GrammarGate(shared_compiler().compile, lambda: core.wake())
+def make_grammar_core(
+    executor: FakeExecutor | None = None, compile_grammar: CompileGrammar | None = None, **options: Any
+) -> EngineCore:
+    gate = GrammarGate(compile_grammar or shared_compiler().compile, lambda: core.wake())
     core = make_core(
         executor or BabblingExecutor(), gates=(gate,), **{"max_model_len": 4096, "max_num_seqs": 64, **options}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import jsonschema
@@ -23,6 +24,7 @@ from json_schemas import SCHEMAS
 from quire.engine.errors import InvalidRequestError
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.constraint import Constraint
+from quire.engine.grammar.gate import CompiledGrammar
 from quire.engine.grammar.request_fields import StructuredOutputsParams
 from quire.engine.input_processor import InputProcessor
 from quire.engine.outputs import EngineRequest
@@ -210,7 +212,21 @@ def test_no_special_token_is_allowed_inside_of_a_text() -> None:
 
 
 def test_waiting_for_the_compiler_is_billed_to_the_grammar() -> None:
-    collector = run_all(make_grammar_core(), [constrained("r", schema_spec(SCHEMAS["invoice"]), 90)])
+    refused = threading.Event()
+
+    def compile_after_refusal(spec: GrammarSpec) -> CompiledGrammar:
+        assert refused.wait(60)
+        return shared_compiler().compile(spec)
+
+    core = make_grammar_core(compile_grammar=compile_after_refusal)
+    first = constrained("r", schema_spec(SCHEMAS["invoice"]), 90)
+    core.add_request(first)
+    core.step()
+    refused.set()
+    collector = Collector()
+    collector.start(first)
+    while core.has_work:
+        collector.take(core.step())
     report = collector.ends["r"].report
     assert report is not None
     assert set(report.wait_s) <= {"GRAMMAR", "TOKEN_BUDGET"}
