@@ -32,7 +32,7 @@ from tests.benchmarks.peers.checkpoint import export, gguf_file
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits, readable, reading_gb_per_s
 from tests.benchmarks.peers.measure import Served, Workload, workloads
-from tests.benchmarks.peers.programs import PEERS
+from tests.benchmarks.peers.programs import PEERS, PRELOADS, Setup
 from tests.benchmarks.peers.report import faults, markdown
 from tests.benchmarks.peers.servers import PeerError, Server, paused, running, wait_until_at_rest
 
@@ -161,6 +161,30 @@ def test_how_a_peer_is_started(precision: str, tmp_path: Path) -> None:
         assert str(tmp_path / precision) in server.command
         assert ("bfloat16" if precision == "int8" else precision) in server.command
         assert "{port}" in server.command
+
+
+def test_libraries_that_a_peer_is_faster_with(tmp_path: Path) -> None:
+    """Those in its environment are preloaded, and the table says which they were."""
+    folder = tmp_path / "environment"
+    (folder / "lib").mkdir(parents=True)
+
+    def server(name: str) -> Server:
+        precision = "int8" if name == "llamacpp" else "float32"  # where llama.cpp needs no file written
+        return PEERS[name].server(Setup(folder / "bin" / "python", tmp_path, precision, 1))
+
+    none = {"llamacpp": None, "ray": None, "sglang": None}
+    assert {name: server(name).preloads for name in PEERS} == {**none, "vllm": [], "dynamo": []}
+    for library in PRELOADS:
+        (folder / "lib" / library).touch()
+    both = ["libtcmalloc_minimal.so.4", "libiomp5.so"]
+    assert {name: server(name).preloads for name in PEERS} == {**none, "vllm": both, "dynamo": both}
+    assert server("vllm").environment["LD_PRELOAD"] == ":".join(f"{folder}/lib/{library}" for library in both)
+
+    found = comparison()
+    found.preloads = {"vllm": list(PRELOADS)}
+    assert "vLLM with libtcmalloc_minimal.so.4 and libiomp5.so, and Quire's tok/s as" in markdown(found)
+    found.preloads = {"vllm": []}
+    assert "vLLM with no library preloaded, and Quire's tok/s as" in markdown(found)
 
 
 def test_who_is_measured_in_which_precision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,9 @@ def _beside(found: Comparison, name: str) -> str:
         ratio = _ratio(ours, peer)
         rows.append((*_load(precision, workload), *_cells(peer), ratio and ratio + aim, _ratio(unpacked, peer)))
     columns = (*LOAD, *MEASURED, "Quire", "unpacked")
-    return f"{PEERS[name].title}, and Quire's tok/s as multiples of its:\n\n" + _table(columns, rows)
+    preloads = found.preloads.get(name)
+    had = "" if preloads is None else f" with {' and '.join(preloads) or 'no library preloaded'}"
+    return f"{PEERS[name].title}{had}, and Quire's tok/s as multiples of its:\n\n" + _table(columns, rows)
 
 
 def _load(precision: str, workload: Workload) -> tuple[str, str, str]:

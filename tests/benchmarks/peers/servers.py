@@ -22,6 +22,7 @@ from quire.engine.errors import QuireError
 from .answers import Ask, ask_openai
 
 MAX_MODEL_LEN = 2048
+PRELOADED = "LD_PRELOAD"
 START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
@@ -46,6 +47,12 @@ class Server:
     ready_words: str = ""  # with these somewhere in what it says
     environment: Mapping[str, str] = field(default_factory=dict)
     ask: Ask = ask_openai  # how it tells the ids of its tokens
+
+    @property
+    def preloads(self) -> list[str] | None:
+        """Names of the libraries that it is started with; None where it asks for none."""
+        paths = self.environment.get(PRELOADED)
+        return None if paths is None else [Path(path).name for path in paths.split(":") if path]
 
 
 def quire_server(precision: str) -> Server:
