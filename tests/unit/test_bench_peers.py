@@ -1,20 +1,17 @@
-"""The comparison with peers: what its tables say of given measurements, and that servers end with their block."""
+"""The comparison with peers: what its tables say of given measurements, and how each is started."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import psutil
 import pytest
@@ -27,14 +24,14 @@ from quire.engine.errors import QuireError
 from quire.engine.model_source import load_model_info
 from quire.workers.loader.checkpoint import open_checkpoint
 from tests.benchmarks.peers import __main__ as peers
-from tests.benchmarks.peers import answers, compare, limits, servers
+from tests.benchmarks.peers import answers, compare, limits
 from tests.benchmarks.peers.checkpoint import export, gguf_file
 from tests.benchmarks.peers.compare import Comparison
 from tests.benchmarks.peers.limits import Limits, readable, reading_gb_per_s
 from tests.benchmarks.peers.measure import Served, Workload, workloads
-from tests.benchmarks.peers.programs import PEERS, PRELOADS, Setup
+from tests.benchmarks.peers.programs import PEERS, PRELOAD_LIBRARIES, Setup
 from tests.benchmarks.peers.report import faults, markdown
-from tests.benchmarks.peers.servers import PeerError, Server, paused, running, wait_until_at_rest
+from tests.benchmarks.peers.servers import PeerError, Server
 
 ONE = Workload(1, 3, 0, 128, 128)
 EIGHT = Workload(8, 16, 0, 128, 128)
@@ -163,27 +160,38 @@ def test_how_a_peer_is_started(precision: str, tmp_path: Path) -> None:
         assert "{port}" in server.command
 
 
-def test_libraries_that_a_peer_is_faster_with(tmp_path: Path) -> None:
+def test_libraries_that_a_peer_is_started_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those in its environment are preloaded, and the table says which they were."""
     folder = tmp_path / "environment"
     (folder / "lib").mkdir(parents=True)
+    python = folder / "bin" / "python"
+    (tmp_path / "float32").mkdir()
+    (tmp_path / "float32" / "config.json").touch()  # else a checkpoint would be written
 
     def server(name: str) -> Server:
         precision = "int8" if name == "llamacpp" else "float32"  # where llama.cpp needs no file written
-        return PEERS[name].server(Setup(folder / "bin" / "python", tmp_path, precision, 1))
+        return PEERS[name].server(Setup(python, tmp_path, precision, 1))
 
     none = {"llamacpp": None, "ray": None, "sglang": None}
-    assert {name: server(name).preloads for name in PEERS} == {**none, "vllm": [], "dynamo": []}
-    for library in PRELOADS:
+    assert {name: server(name).preloaded for name in PEERS} == {**none, "vllm": [], "dynamo": []}
+    for library in PRELOAD_LIBRARIES:
         (folder / "lib" / library).touch()
     both = ["libtcmalloc_minimal.so.4", "libiomp5.so"]
-    assert {name: server(name).preloads for name in PEERS} == {**none, "vllm": both, "dynamo": both}
+    assert {name: server(name).preloaded for name in PEERS} == {**none, "vllm": both, "dynamo": both}
     assert server("vllm").environment["LD_PRELOAD"] == ":".join(f"{folder}/lib/{library}" for library in both)
 
+    def not_running(server: Server, log: Path) -> NoReturn:
+        raise PeerError(f"{server.name} did not start (log: {log})")
+
+    monkeypatch.setattr(compare, "running", not_running)
+    plan = compare.Plan(("vllm", "ray"), ("float32",), (1,), (8,), 8, 1, {"vllm": python, "ray": python}, tmp_path, 2)
     found = comparison()
-    found.preloads = {"vllm": list(PRELOADS)}
+    for name in plan.contestants:
+        with pytest.raises(PeerError):
+            compare._measure_one(plan, found, name, "float32", 0, lambda text: None)
+    assert found.preloaded == {"vllm": both}
     assert "vLLM with libtcmalloc_minimal.so.4 and libiomp5.so, and Quire's tok/s as" in markdown(found)
-    found.preloads = {"vllm": []}
+    found.preloaded = {"vllm": []}
     assert "vLLM with no library preloaded, and Quire's tok/s as" in markdown(found)
 
 
@@ -305,123 +313,6 @@ def test_shared_prefix_is_put_on_the_second_level() -> None:
     assert [w.num_requests for w in workloads((1, 8, 32), 128)] == [8, 16, 32, 24, 16]
 
 
-SERVER = """
-import subprocess, sys, http.server
-stubborn = "import signal, time; signal.signal(2, signal.SIG_IGN); time.sleep(60)"
-child = subprocess.Popen([sys.executable, "-c", stubborn])
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers(); self.wfile.write(str(child.pid).encode())
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-def test_a_server_is_gone_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.benchmarks.peers.servers.STOP_TIMEOUT_S", 0.5)
-    server = Server("fake", (sys.executable, "-c", SERVER, "{port}"), "/")
-    started: list[psutil.Process] = []
-
-    def interrupted() -> None:
-        with running(server, tmp_path / "log") as (_, process):
-            started.extend([process, *process.children()])
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted()
-    assert len(started) == 2
-    assert not any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in started)
-
-
-SLOW_SERVER = """
-import http.server, sys
-answers = iter([b"[]", b"[]"])
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200); self.end_headers(); self.wfile.write(next(answers, b"[model]"))
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-def test_a_server_is_ready_when_it_says_so(tmp_path: Path) -> None:
-    """Dynamo's frontend answers before it knows an engine."""
-    server = Server("fake", (sys.executable, "-c", SLOW_SERVER, "{port}"), "/", "model")
-    with running(server, tmp_path / "log") as (url, _), urllib.request.urlopen(url) as response:
-        assert response.read() == b"[model]"
-
-
-LEAVES_A_CHILD = """
-import subprocess, sys
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-sys.exit("child " + str(child.pid))
-"""
-
-
-def test_what_a_server_leaves_behind_when_it_ends_is_gone(tmp_path: Path) -> None:
-    server = Server("fake", (sys.executable, "-c", LEAVES_A_CHILD), "/")
-    with pytest.raises(PeerError, match="child") as caught, running(server, tmp_path / "log"):
-        pass
-    child = int(caught.value.message.rpartition(" ")[2])
-    with contextlib.suppress(psutil.NoSuchProcess):
-        wait_for([psutil.Process(child)], lambda status: status == psutil.STATUS_ZOMBIE)
-
-
-FAKE_PART = """
-import os, pathlib, sys, time
-place = pathlib.Path(os.environ["PLACE"])
-(place / PART).write_text(f"{os.getpid()} {os.environ['DYN_FILE_KV']}")
-if os.environ.get("ENDS") == PART:
-    while not (place / "frontend").exists():
-        time.sleep(0.01)
-    sys.exit(3)
-time.sleep(60)
-"""
-
-
-def dynamo(folder: Path, **environment: str) -> subprocess.Popen[str]:
-    """Dynamo's starter, on parts that are none, which write down who they are in a folder."""
-    for part in ("frontend", "vllm"):
-        package = folder / "dynamo" / part
-        package.mkdir(parents=True)
-        (package / "__main__.py").write_text(f"PART = {part!r}{FAKE_PART}")
-    script = Path(servers.__file__).with_name("dynamo_vllm.py")
-    return subprocess.Popen(
-        (sys.executable, str(script), "model", "checkpoint", "bfloat16", "2048", "8000"),
-        env={**os.environ, "PYTHONPATH": str(folder), "PLACE": str(folder), "DYN_FILE_KV": "mine", **environment},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def parts_of(folder: Path) -> dict[str, tuple[int, Path]]:
-    """The process and the folder of each part, once both have begun."""
-    files = [folder / "frontend", folder / "vllm"]
-    deadline = time.monotonic() + 20.0
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline
-    found = {file.name: file.read_text().split() for file in files}
-    return {name: (int(pid), Path(place)) for name, (pid, place) in found.items()}
-
-
-@pytest.mark.parametrize("signal_", [signal.SIGINT, signal.SIGTERM])
-def test_dynamo_ends_with_its_starter(signal_: signal.Signals, tmp_path: Path) -> None:
-    process = dynamo(tmp_path)
-    found = parts_of(tmp_path)
-    (meeting,) = {place for _, place in found.values()}
-    assert meeting.is_dir()
-    process.send_signal(signal_)
-    assert process.wait(20.0) == 0
-    assert not meeting.exists()
-    assert not any(psutil.pid_exists(pid) for pid, _ in found.values())
-
-
-def test_a_part_of_dynamo_that_ends_ends_the_other_and_is_told(tmp_path: Path) -> None:
-    process = dynamo(tmp_path, ENDS="vllm")
-    _, told = process.communicate(timeout=20.0)
-    assert process.returncode == 1
-    assert told.splitlines()[-1] == "Dynamo's engine ended with status 3."
-    assert not psutil.pid_exists(parts_of(tmp_path)["frontend"][0])
-
-
 @pytest.mark.parametrize(
     ("ask", "path", "answer"),
     [
@@ -448,38 +339,3 @@ def test_ids_of_an_answer(
     monkeypatch.setattr(answers.urllib.request, "urlopen", urlopen)
     assert ask("http://server", "a prompt") == [1, 2]
     assert asked == [f"http://server{path}"]
-
-
-def test_a_server_that_does_not_start_says_why(tmp_path: Path) -> None:
-    server = Server("fake", (sys.executable, "-c", "raise SystemExit('no such model')"), "/")
-    with pytest.raises(PeerError, match="no such model"), running(server, tmp_path / "log"):
-        pass
-
-
-def test_a_paused_server_stands_still_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.benchmarks.peers.servers.STOP_TIMEOUT_S", 0.5)
-    server = Server("fake", (sys.executable, "-c", SERVER, "{port}"), "/")
-    with running(server, tmp_path / "log") as (_, process):
-        family = [process, *process.children()]
-        assert len(family) == 2
-        with paused(process):
-            wait_for(family, lambda status: status == psutil.STATUS_STOPPED)
-        wait_for(family, lambda status: status != psutil.STATUS_STOPPED)
-
-
-def wait_for(processes: list[psutil.Process], is_wanted: Callable[[str], bool]) -> None:
-    """Until all are in such a state: a signal has been sent when it may not have arrived yet."""
-    deadline = time.monotonic() + 10.0
-    while not all(is_wanted(process.status()) for process in processes):
-        assert time.monotonic() < deadline
-
-
-def test_a_server_is_at_rest_when_nobody_of_it_takes_much_of_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU seconds of each process, look by look, two seconds apart. One ends and one begins, which is at work."""
-    looks = iter([{1: 5.0, 2: 3.0}, {1: 6.0, 2: 3.0}, {1: 6.1, 3: 0.9}, {1: 6.2, 3: 1.3}, {1: 6.9, 3: 1.3}])
-    waited: list[float] = []
-    monkeypatch.setattr(servers, "_cpu_seconds", lambda _process: next(looks))
-    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=time.monotonic, sleep=waited.append))
-    wait_until_at_rest(psutil.Process())
-    assert waited == [servers.REST_LOOK_S] * 3
-    assert next(looks) == {1: 6.9, 3: 1.3}

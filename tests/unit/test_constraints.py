@@ -218,15 +218,17 @@ def test_waiting_for_the_compiler_is_billed_to_the_grammar() -> None:
         assert refused.wait(60)
         return shared_compiler().compile(spec)
 
-    core = make_grammar_core(compile_grammar=compile_after_refusal)
+    core, collector = make_grammar_core(compile_grammar=compile_after_refusal), Collector()
     first = constrained("r", schema_spec(SCHEMAS["invoice"]), 90)
-    core.add_request(first)
-    core.step()
-    refused.set()
-    collector = Collector()
     collector.start(first)
-    while core.has_work:
+    core.add_request(first)
+    assert core.step() == []
+    assert core.scheduler.waiting.num_aside == 1
+    refused.set()
+    for _ in range(1000):
         collector.take(core.step())
+        if not core.has_work:
+            break
     report = collector.ends["r"].report
     assert report is not None
     assert set(report.wait_s) <= {"GRAMMAR", "TOKEN_BUDGET"}

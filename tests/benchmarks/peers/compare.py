@@ -51,7 +51,7 @@ class Comparison:
     waves: list[tuple[str, float, float]] = field(default_factory=list)  # precision, HTTP and offline tokens/s
     hf: list[tuple[str, int, float]] = field(default_factory=list)  # precision, batch, output tokens/s
     answers: dict[str, list[answers.Answers]] = field(default_factory=dict)  # by "contestant precision"
-    preloads: dict[str, list[str]] = field(default_factory=dict)  # by contestant that asks for libraries: what it had
+    preloaded: dict[str, list[str]] = field(default_factory=dict)  # by contestant that libraries are looked for
 
 
 def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:
@@ -113,8 +113,8 @@ def _load(
     """Put every load on one server."""
     say("starts")
     log = plan.folder / f"{server.name}-{precision}-{index}.log"
-    if server.preloads is not None:
-        found.preloads[server.name] = server.preloads
+    if server.preloaded is not None:
+        found.preloaded[server.name] = server.preloaded
     with running(server, log) as (url, process):
         answered = answers.of_server(url, server.ask)
         found.answers.setdefault(f"{server.name} {precision}", []).append(answered)

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from .answers import ask_dynamo, ask_llamacpp, ask_sglang
 from .checkpoint import export, gguf_file
-from .servers import MAX_MODEL_LEN, PRELOADED, Server
+from .servers import LD_PRELOAD, MAX_MODEL_LEN, Server
 
 MODEL = "smollm2"  # its name in requests, where that is not the folder's
 QUANTIZE = "llama-quantize"  # llama.cpp's tool, beside its server
-PRELOADS = ("libtcmalloc_minimal.so.4", "libiomp5.so")  # vLLM asks for them, for its best speed on a CPU
+PRELOAD_LIBRARIES = ("libtcmalloc_minimal.so.4", "libiomp5.so")  # vLLM asks for them, for its best speed on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class Setup:
         }
 
     @property
-    def preloads(self) -> Mapping[str, str]:
-        """More of that environment, for who is faster so: of `PRELOADS`, those that lie in its `lib`."""
-        libraries = (self.program.parent.parent / "lib" / name for name in PRELOADS)
-        return {PRELOADED: ":".join(str(library) for library in libraries if library.exists())}
+    def preload_environment(self) -> Mapping[str, str]:
+        """More of that environment: of `PRELOAD_LIBRARIES`, those that lie in its `lib`."""
+        libraries = (self.program.parent.parent / "lib" / name for name in PRELOAD_LIBRARIES)
+        return {LD_PRELOAD: ":".join(str(library) for library in libraries if library.exists())}
 
 
 def _vllm(setup: Setup) -> Server:
@@ -70,19 +70,20 @@ def _vllm(setup: Setup) -> Server:
         "--served-model-name", MODEL, "--dtype", setup.dtype, "--host", "127.0.0.1", "--port", "{port}",
         "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching", "--enable-prompt-tokens-details",
     )  # fmt: skip
-    return Server("vllm", command, "/health", environment={**_vllm_environment(setup), **setup.preloads})
+    return Server("vllm", command, "/health", environment={**_vllm_environment(setup), **setup.preload_environment})
 
 
 def _ray(setup: Setup) -> Server:
-    """It has vLLM for its engine, with that engine's options as above, but for libraries that make it slower here
-    (HISTORY.md)."""
+    """It has vLLM for its engine, with that engine's options as above, but without the libraries: they made it slower
+    on the one machine where it was tried (HISTORY.md)."""
     environment = {**_vllm_environment(setup), "RAY_USAGE_STATS_ENABLED": "0"}
     return Server("ray", _by_script("ray_llm.py", setup), "/v1/models", environment=environment)
 
 
 def _dynamo(setup: Setup) -> Server:
-    """Likewise, and faster with them. Its frontend answers before it knows an engine."""
-    environment = {**_vllm_environment(setup), **setup.preloads}
+    """It has vLLM for its engine, too, with that engine's options and libraries. Its frontend answers before it knows
+    an engine."""
+    environment = {**_vllm_environment(setup), **setup.preload_environment}
     return Server("dynamo", _by_script("dynamo_vllm.py", setup), "/v1/models", f'"{MODEL}"', environment, ask_dynamo)
 
 
@@ -101,8 +102,8 @@ def _vllm_environment(setup: Setup) -> dict[str, str]:
 
 
 def _sglang(setup: Setup) -> Server:
-    """Its kernels for CPUs ask for AMX: elsewhere torch's operators compute, one by one. It asks for the libraries of
-    vLLM, too, and is slower with them here (HISTORY.md)."""
+    """Its kernels for CPUs ask for AMX: elsewhere torch's operators compute, one by one. It is without the libraries
+    that its documentation names, too, for the reason that Ray Serve LLM is."""
     command = (
         str(setup.program), "-m", "sglang.launch_server", "--model-path", str(setup.checkpoint),
         "--served-model-name", MODEL, "--dtype", setup.dtype, "--device", "cpu", "--host", "127.0.0.1",

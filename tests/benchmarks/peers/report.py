@@ -64,8 +64,8 @@ def _beside(found: Comparison, name: str) -> str:
         ratio = _ratio(ours, peer)
         rows.append((*_load(precision, workload), *_cells(peer), ratio and ratio + aim, _ratio(unpacked, peer)))
     columns = (*LOAD, *MEASURED, "Quire", "unpacked")
-    preloads = found.preloads.get(name)
-    had = "" if preloads is None else f" with {' and '.join(preloads) or 'no library preloaded'}"
+    preloaded = found.preloaded.get(name)
+    had = "" if preloaded is None else f" with {' and '.join(preloaded) or 'no library preloaded'}"
     return f"{PEERS[name].title}{had}, and Quire's tok/s as multiples of its:\n\n" + _table(columns, rows)
 
 

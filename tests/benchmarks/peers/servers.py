@@ -22,7 +22,7 @@ from quire.engine.errors import QuireError
 from .answers import Ask, ask_openai
 
 MAX_MODEL_LEN = 2048
-PRELOADED = "LD_PRELOAD"
+LD_PRELOAD = "LD_PRELOAD"  # names libraries that a program is started with; none of the caller's own
 START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
@@ -49,9 +49,9 @@ class Server:
     ask: Ask = ask_openai  # how it tells the ids of its tokens
 
     @property
-    def preloads(self) -> list[str] | None:
-        """Names of the libraries that it is started with; None where it asks for none."""
-        paths = self.environment.get(PRELOADED)
+    def preloaded(self) -> list[str] | None:
+        """Names of the libraries that it is started with; None where none are looked for."""
+        paths = self.environment.get(LD_PRELOAD)
         return None if paths is None else [Path(path).name for path in paths.split(":") if path]
 
 
@@ -79,11 +79,12 @@ def running(server: Server, log: Path) -> Iterator[tuple[str, psutil.Process]]:
     """
     (port,) = free_ports(1)
     command = [part.format(port=port) for part in server.command]
+    inherited = {name: value for name, value in os.environ.items() if name != LD_PRELOAD}
     with log.open("wb") as output:
         # A session of its own: Ctrl-C here must not reach it before the block ends it in order.
         process = psutil.Popen(
             command,
-            env={**os.environ, **server.environment},
+            env={**inherited, **server.environment},
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
