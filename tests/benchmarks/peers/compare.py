@@ -51,7 +51,7 @@ class Comparison:
     waves: list[tuple[str, float, float]] = field(default_factory=list)  # precision, HTTP and offline tokens/s
     hf: list[tuple[str, int, float]] = field(default_factory=list)  # precision, batch, output tokens/s
     answers: dict[str, list[answers.Answers]] = field(default_factory=dict)  # by "contestant precision"
-    preloaded: dict[str, list[str]] = field(default_factory=dict)  # by contestant that libraries are looked for
+    preloaded: dict[str, list[str]] = field(default_factory=dict)  # by contestant for whom libraries are looked for
 
 
 def compare(plan: Plan, found: Comparison, say: Callable[[str], None]) -> None:

@@ -56,12 +56,6 @@ class Setup:
             "PATH": f"{self.program.parent}{os.pathsep}{os.environ['PATH']}",
         }
 
-    @property
-    def preload_environment(self) -> Mapping[str, str]:
-        """More of that environment: of `PRELOAD_LIBRARIES`, those that lie in its `lib`."""
-        libraries = (self.program.parent.parent / "lib" / name for name in PRELOAD_LIBRARIES)
-        return {LD_PRELOAD: ":".join(str(library) for library in libraries if library.exists())}
-
 
 def _vllm(setup: Setup) -> Server:
     """Its OpenAI server."""
@@ -70,21 +64,21 @@ def _vllm(setup: Setup) -> Server:
         "--served-model-name", MODEL, "--dtype", setup.dtype, "--host", "127.0.0.1", "--port", "{port}",
         "--max-model-len", str(MAX_MODEL_LEN), "--enable-prefix-caching", "--enable-prompt-tokens-details",
     )  # fmt: skip
-    return Server("vllm", command, "/health", environment={**_vllm_environment(setup), **setup.preload_environment})
+    return Server("vllm", command, "/health", environment=_vllm_environment(setup))
 
 
 def _ray(setup: Setup) -> Server:
     """It has vLLM for its engine, with that engine's options as above, but without the libraries: they made it slower
     on the one machine where it was tried (HISTORY.md)."""
-    environment = {**_vllm_environment(setup), "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**_engine_environment(setup), "RAY_USAGE_STATS_ENABLED": "0"}
     return Server("ray", _by_script("ray_llm.py", setup), "/v1/models", environment=environment)
 
 
 def _dynamo(setup: Setup) -> Server:
     """It has vLLM for its engine, too, with that engine's options and libraries. Its frontend answers before it knows
     an engine."""
-    environment = {**_vllm_environment(setup), **setup.preload_environment}
-    return Server("dynamo", _by_script("dynamo_vllm.py", setup), "/v1/models", f'"{MODEL}"', environment, ask_dynamo)
+    command, environment = _by_script("dynamo_vllm.py", setup), _vllm_environment(setup)
+    return Server("dynamo", command, "/v1/models", f'"{MODEL}"', environment, ask_dynamo)
 
 
 def _by_script(name: str, setup: Setup) -> tuple[str, ...]:
@@ -93,6 +87,15 @@ def _by_script(name: str, setup: Setup) -> tuple[str, ...]:
 
 
 def _vllm_environment(setup: Setup) -> dict[str, str]:
+    """With those of `PRELOAD_LIBRARIES` that lie in `lib` of the peer's environment."""
+    libraries = (setup.program.parent.parent / "lib" / name for name in PRELOAD_LIBRARIES)
+    return {
+        **_engine_environment(setup),
+        LD_PRELOAD: ":".join(str(library) for library in libraries if library.exists()),
+    }
+
+
+def _engine_environment(setup: Setup) -> dict[str, str]:
     return {
         **setup.environment,
         "VLLM_CPU_OMP_THREADS_BIND": setup.cores,

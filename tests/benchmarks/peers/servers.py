@@ -22,7 +22,7 @@ from quire.engine.errors import QuireError
 from .answers import Ask, ask_openai
 
 MAX_MODEL_LEN = 2048
-LD_PRELOAD = "LD_PRELOAD"  # names libraries that a program is started with; none of the caller's own
+LD_PRELOAD = "LD_PRELOAD"  # libraries that a program is started with; those of who calls are not passed on
 START_TIMEOUT_S = 1200.0  # a first vLLM compiles for minutes
 STOP_TIMEOUT_S = 20.0
 POLL_S = 0.2
