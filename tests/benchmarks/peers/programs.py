@@ -105,8 +105,8 @@ def _engine_environment(setup: Setup) -> dict[str, str]:
 
 
 def _sglang(setup: Setup) -> Server:
-    """Its kernels for CPUs ask for AMX: elsewhere torch's operators compute, one by one. It is without the libraries
-    that its documentation names, too, for the reason that Ray Serve LLM is."""
+    """Its kernels for CPUs ask for AMX: elsewhere torch's operators compute, one by one. It is without vLLM's
+    libraries, for the reason that Ray Serve LLM is."""
     command = (
         str(setup.program), "-m", "sglang.launch_server", "--model-path", str(setup.checkpoint),
         "--served-model-name", MODEL, "--dtype", setup.dtype, "--device", "cpu", "--host", "127.0.0.1",
