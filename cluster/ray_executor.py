@@ -79,6 +79,9 @@ class RayExecutor:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._ranks.initialize_kv_cache(config)
 
+    def takes_next_step(self) -> bool:
+        return True
+
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         return self._ranks.execute(step)
 

@@ -105,7 +105,9 @@ class EngineCore:
         """
         if self._woken.is_set():
             self._woken.clear()
-        while len(self._inflight) < self._max_inflight_steps:
+        while len(self._inflight) < self._max_inflight_steps and (
+            not self._inflight or self._executor.takes_next_step()
+        ):
             step = self.scheduler.schedule(self._clock())
             if step is None:
                 break

@@ -24,8 +24,13 @@ class Executor(Protocol):
     """
 
     def preferred_inflight_steps(self) -> int:
-        """How many steps outstanding keep the ranks busy: 1 where planning shares their CPU, 2 on a GPU, and as many
-        as there are stages in a pipeline."""
+        """How many steps outstanding keep the ranks busy: 1 where nothing is computed while the engine plans, else 2,
+        and as many as there are stages in a pipeline."""
+        ...
+
+    def takes_next_step(self) -> bool:
+        """Whether it makes sense to give another step now: False while the last one is computed only when its result is
+        asked for. Planned afterwards, the next one takes in who has come by then."""
         ...
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:

@@ -11,6 +11,8 @@ from quire.kernels.cpu import any_rows
 from quire.kernels.cpu.graph import Pool, capture
 from quire.kernels.cpu.recording import NotCapturableError
 
+from .decode_graphs import Replay, Started
+
 logger = logging.getLogger(__name__)
 
 MOST_DECODES = 32  # with more, matrix products are large, and what lies between them hardly counts
@@ -22,13 +24,19 @@ class CpuGraphBackend:
     def __init__(self) -> None:
         self._pool = Pool()
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+    def capture(self, run: Callable[[], None]) -> Replay | None:
         try:
-            return capture(run, self._pool)
+            graph = capture(run, self._pool)
         except NotCapturableError as reason:
             logger.info("decode steps are not recorded: %s", reason)
             run()  # what was computed before, and stored, is computed and stored again
             return None
+
+        def replay() -> Started:
+            finish = graph.start()
+            return Started(False, graph) if finish is None else Started(True, finish)
+
+        return replay
 
     def capture_any_rows(
         self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]

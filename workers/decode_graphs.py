@@ -31,7 +31,15 @@ logger = logging.getLogger(__name__)
 _LARGEST = 512  # beyond it, a step takes longer to compute than to launch
 _NUM_WARMUPS = 2  # the first compiles kernels and picks algorithms, the second shows that nothing is left to do
 
-Replay = Callable[[], None]
+
+class Started(NamedTuple):
+    """What is repeated. `is_under_way`: by others, meanwhile; else by `finish`, called when it must be over."""
+
+    is_under_way: bool
+    finish: Callable[[], object]
+
+
+Replay = Callable[[], Started]
 
 
 class End(Enum):
@@ -59,6 +67,13 @@ class Decoded(NamedTuple):
         return Decoded(function(self.hidden), *others)
 
 
+class Begun(NamedTuple):
+    """A forward. `is_under_way`: as of `Started`."""
+
+    is_under_way: bool
+    end: Callable[[], Decoded]  # valid until the next forward begins
+
+
 # Of the inputs that lie in the buffers for a batch of some size: it launches the same kernels whatever they are.
 Forward = Callable[[int, End], Decoded]
 
@@ -67,7 +82,7 @@ class GraphBackend(Protocol):
     """How a graph is made."""
 
     def capture(self, run: Callable[[], None]) -> Replay | None:
-        """Run `run`, once or more, and record it. Calling the result repeats it on the same tensors.
+        """Run `run`, once or more, and record it, to be repeated on the same tensors.
 
         None where what it does cannot be repeated.
         """
@@ -95,7 +110,11 @@ class CudaGraphBackend:
         # thread_local: what other threads of the process ask the device meanwhile (a watchdog of NCCL) does no harm.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             run()
-        replay: Replay = graph.replay
+
+        def replay() -> Started:
+            graph.replay()
+            return Started(True, _nothing)
+
         return replay
 
 
@@ -138,14 +157,19 @@ class DecodeGraphs:
             return None
         return self._sizes[bisect_left(self._sizes, num_reqs)]
 
-    def replay(self, forward: Forward, size: int, end: End) -> Decoded:
-        """Of `size` tokens, valid until the next replay. What was not captured yet is, by this step."""
+    def begin(self, forward: Forward, size: int, end: End) -> Begun:
+        """A forward of `size` tokens. What was not captured yet is, by this step."""
         captured = self._replays.get((size, end))
         if captured is None:
-            return self._capture(forward, size, end)
+            return Begun(False, partial(self._capture, forward, size, end))
         replay, decoded = captured
-        replay()
-        return decoded
+        started = replay()
+
+        def wait() -> Decoded:
+            started.finish()
+            return decoded
+
+        return Begun(started.is_under_way, wait)
 
     def _capture(self, forward: Forward, size: int, end: End) -> Decoded:
         replay = self._backend.capture(partial(self._run, forward, size, end))
@@ -163,6 +187,10 @@ class DecodeGraphs:
         for output, each in zip(self._outputs[end], computed, strict=True):
             if output is not None and each is not None:
                 output[:size].copy_(each)
+
+
+def _nothing() -> None:
+    """The host has no part in it."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:

@@ -81,6 +81,7 @@ class _Views(NamedTuple):
     num_bytes: int
     host: list[HostInputs]  # one per staging
     device: DeviceInputs
+    readable: list[HostInputs]  # by the host while the device reads `device`, one per staging
 
 
 class _Staging:
@@ -97,8 +98,8 @@ class _Staging:
             self._copied.synchronize()
 
     def upload(self, target: Tensor, num_bytes: int) -> None:
+        target[:num_bytes].copy_(self.memory[:num_bytes], non_blocking=True)
         if self._copied is not None:
-            target[:num_bytes].copy_(self.memory[:num_bytes], non_blocking=True)
             self._copied.record()
 
 
@@ -107,8 +108,8 @@ class InputBuffers:
 
     Where a section begins follows from the shape of the batch alone, so a captured graph finds the inputs of every
     batch of its shape at the addresses that it has recorded. There are as many pieces of host memory as steps in
-    flight, used in turns: writing the next step does not wait until the device has read the last. On CPU, host and
-    device are one.
+    flight, used in turns: writing the next step does not wait until the device has read the last. On CPU, where a copy
+    is made at once, there is one.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class InputBuffers:
         num_bytes = sum(_padded_bytes(*section) for section in self._sections(self._largest).values())
         is_cpu = device.type == "cpu"
         self._stagings = [_Staging(num_bytes, device) for _ in range(1 if is_cpu else num_stagings)]
-        self._memory = self._stagings[0].memory if is_cpu else torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        self._memory = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         self._by_shape: dict[BatchShape, _Views] = {}
         self._turn = 0
 
@@ -132,16 +133,16 @@ class InputBuffers:
         self._stagings[self._turn].wait()
         return self._views(shape).host[self._turn]
 
-    def upload(self, shape: BatchShape) -> DeviceInputs:
-        """Copy what `begin` gave to the device; the copy runs before whatever is launched next."""
-        views = self._views(shape)
-        self._stagings[self._turn].upload(self._memory, views.num_bytes)
-        return views.device
+    def upload(self, shape: BatchShape) -> tuple[HostInputs, DeviceInputs]:
+        """Copy what `begin` gave to the device; the copy runs before whatever is launched next. See `current`."""
+        self._stagings[self._turn].upload(self._memory, self._views(shape).num_bytes)
+        return self.current(shape)
 
     def current(self, shape: BatchShape) -> tuple[HostInputs, DeviceInputs]:
-        """What was last written, read as a batch of this shape."""
+        """What was last uploaded, read as a batch of this shape: on the host, and the same numbers on the device. On
+        CPU they are the same memory."""
         views = self._views(shape)
-        return views.host[self._turn], views.device
+        return views.readable[self._turn], views.device
 
     def _views(self, shape: BatchShape) -> _Views:
         views = self._by_shape.get(shape)
@@ -150,12 +151,9 @@ class InputBuffers:
                 del self._by_shape[next(iter(self._by_shape))]
             sections = self._sections(shape)
             num_bytes = sum(_padded_bytes(*section) for section in sections.values())
-            host = [_cut(staging.memory, sections) for staging in self._stagings]
-            views = _Views(
-                num_bytes,
-                [HostInputs(**{name: view.numpy() for name, view in cut.items()}) for cut in host],
-                DeviceInputs(**_cut(self._memory, sections)),
-            )
+            host, device = [_host(_cut(each.memory, sections)) for each in self._stagings], _cut(self._memory, sections)
+            readable = host if self._memory.device.type == "cuda" else [_host(device)]
+            views = _Views(num_bytes, host, DeviceInputs(**device), readable)
             self._by_shape[shape] = views
         return views
 
@@ -187,6 +185,10 @@ def _cut(memory: Tensor, sections: dict[str, tuple[torch.dtype, tuple[int, ...]]
         views[name] = memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
         begin += _padded_bytes(dtype, shape)
     return views
+
+
+def _host(sections: dict[str, Tensor]) -> HostInputs:
+    return HostInputs(**{name: view.numpy() for name, view in sections.items()})
 
 
 def _padded_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, suppress
 
 import torch
 from torch import Tensor
@@ -38,15 +39,60 @@ class HostCopies:
             self._done.synchronize()
 
 
+Read = Callable[[], ModelRunnerOutput]
+
+
+class StepWork:
+    """What the host does for a step, in the order of steps: it begins when this is made, and goes on when `end` is
+    called. In between, a device or other threads compute, and the host may do something else.
+    """
+
+    def __init__(self, work: Generator[bool, None, Read]) -> None:
+        """`work` says at its only stop whether it is computed meanwhile, so that the next step should be planned; it
+        gives in the end what reads the result."""
+        self._work = work
+        self._read: Read | None = None
+        self._error: BaseException | None = None
+        self.is_under_way = next(work)
+
+    def end(self) -> Read:
+        """Once, whoever calls it and however often. Raises what the rest of the work raised."""
+        if self._error is not None:
+            raise self._error
+        while self._read is None:
+            try:
+                with torch.inference_mode():
+                    next(self._work)
+            except StopIteration as ended:
+                self._read, self.is_under_way = ended.value, True
+            except BaseException as error:
+                self._error = error if isinstance(error, Exception) else RuntimeError("the step was interrupted")
+                raise
+        return self._read
+
+    def drop(self) -> None:
+        """Nobody wants the result; nothing is computed any more when this returns."""
+        self._error = RuntimeError("the step was given up")
+        with suppress(Exception):
+            self._work.close()
+
+
 class LaunchedStep:
     """The result of a step, from any thread: `result` waits for the device and not for what was launched later."""
 
-    def __init__(self, copies: HostCopies, read: Callable[[], ModelRunnerOutput]) -> None:
+    def __init__(self, copies: HostCopies, work: StepWork, busy: AbstractContextManager[object]) -> None:
+        """`busy` is entered while the rest of the work is done."""
         copies.seal()
         self._copies = copies
-        self._read = read
+        self._work = work
+        self._busy = busy
         self._lock = threading.Lock()
         self._output: ModelRunnerOutput | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """It is computed whether somebody waits for it or not."""
+        return self._work.is_under_way
 
     @property
     def is_known(self) -> bool:
@@ -57,6 +103,8 @@ class LaunchedStep:
         """Raises `RuntimeError` where the device has failed."""
         with self._lock:
             if self._output is None:
+                with self._busy:
+                    read = self._work.end()
                 self._copies.wait()
-                self._output = self._read()
+                self._output = read()
             return self._output

@@ -22,8 +22,8 @@ class LocalExecutor:
     """Implements `quire.engine.executor.Executor` for one rank.
 
     The constructor loads the model and raises `ConfigError` when that cannot work. The engine's thread launches the
-    steps itself. On a GPU that is what is left to do for the host; on CPU it is all of the step, and to hand it to
-    another thread and its result back took 0.2 ms, a thirtieth of the step of a small model.
+    steps itself. On a GPU that is what is left to do for the host; on CPU it begins a step, and takes part in it when
+    it has nothing else to do.
     """
 
     def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
@@ -33,6 +33,7 @@ class LocalExecutor:
         self._worker = Worker(config, info, ParallelContext())
         self._worker.load_model()
         self._failed: ExecutorError | None = None
+        self._last: LaunchedStep | None = None
 
     def preferred_inflight_steps(self) -> int:
         return self._worker.preferred_inflight_steps
@@ -46,11 +47,15 @@ class LocalExecutor:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self._worker.initialize_kv_cache(config)
 
+    def takes_next_step(self) -> bool:
+        return self._last is None or self._last.is_under_way or self._last.is_known
+
     def execute(self, step: SchedulerOutput) -> PendingStep:
         if self._failed is not None:
             return _Failed(self._failed)
         try:
-            return _Pending(self, step, self._worker.launch(step))
+            self._last = self._worker.launch(step)
+            return _Pending(self, step, self._last)
         except Exception as error:
             return _Failed(self.fail(step, error))
         except BaseException:  # an interrupt: what the engine has planned is not in the cache
@@ -59,7 +64,7 @@ class LocalExecutor:
 
     def restart(self) -> None:
         """The weights are intact: `initialize_kv_cache`, which follows, empties the rest."""
-        self._failed = None
+        self._failed = self._last = None
 
     def shutdown(self) -> None:
         """Free the model and the cache, whoever still holds this."""

@@ -14,7 +14,8 @@ waited for and written down at once, and nobody reads them from the device; all 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,12 +35,14 @@ from .device_rows import BlockChanges, DeviceRows
 from .drafts import Entries
 from .input_batch import InputBatch, gather_inputs, write_idle
 from .input_buffers import BatchShape, DeviceInputs, HostInputs, InputBuffers
-from .launched_step import HostCopies, LaunchedStep
+from .launched_step import HostCopies, LaunchedStep, Read, StepWork
 from .layers.attention import LayerCache
 from .models.model import Model
 from .prompt_graph import AnyRowsBackend, PromptGraph
 from .request_table import RequestTable
 from .sampler import SampledScores, SamplerOutput, sample
+
+_NOT_TOLD = nullcontext()  # nobody has to know
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,14 @@ class _Unsettled:
     generation: IntArray  # [n] of the rows
     positions: IntArray  # [n] where their first tokens stand
     has_drafts: bool  # how many tokens there are is still unknown
+
+
+@dataclass(frozen=True, slots=True)
+class _Last:
+    """The last step on CPU, whose work may not be over."""
+
+    work: StepWork
+    reads_table: bool  # before the next step changes it
 
 
 class ModelRunner:
@@ -100,6 +111,9 @@ class ModelRunner:
         self._graph_ends: tuple[End, ...] = ()
         self._prompt_graph: PromptGraph | None = None
         self._unsettled: deque[_Unsettled] = deque()
+        # On CPU, where several steps may be in flight, the last one goes on when the next one begins.
+        self._is_computed_later = self._has_references and device.type == "cpu"
+        self._last: _Last | None = None
         groups = {layer: index for index, group in enumerate(config.groups) for layer in group.layer_indices}
         self._group_of_layer = [groups[layer] for layer in model.own_layers]
 
@@ -126,12 +140,23 @@ class ModelRunner:
     def _most_decodes(self) -> int:
         return min(self._limits.max_num_seqs, self._limits.max_num_batched_tokens)
 
-    def launch(self, step: SchedulerOutput) -> LaunchedStep:
-        """Start one step. Every rank of the last stage has the same result; the others sample nothing."""
-        with torch.inference_mode():
-            return self._launch(step)
+    def launch(self, step: SchedulerOutput, busy: AbstractContextManager[object] = _NOT_TOLD) -> LaunchedStep:
+        """Start one step. Every rank of the last stage has the same result; the others sample nothing.
 
-    def _launch(self, step: SchedulerOutput) -> LaunchedStep:
+        `busy` is entered while the host computes for it later.
+        """
+        with torch.inference_mode():
+            return self._launch(step, busy)
+
+    def drop(self) -> None:
+        """The result of the step under way is not wanted any more, and nobody computes it when this returns."""
+        if self._last is not None:
+            self._last.work.drop()
+
+    def _launch(self, step: SchedulerOutput, busy: AbstractContextManager[object]) -> LaunchedStep:
+        last = self._last
+        if last is not None and last.reads_table:
+            last.work.end()
         # How many tokens a row with drafts has got: the engine knows it before the row is in a step again, though
         # perhaps from another rank.
         is_open = any(each.has_drafts for each in self._unsettled)
@@ -143,18 +168,64 @@ class ModelRunner:
         shape = BatchShape(len(entries.rows), entries.num_tokens) if size is None else BatchShape(size, size)
         target = self._buffers.begin(shape)
         batch = gather_inputs(step, entries, table, target, samples=self._model.gives_logits)
-        changes = BlockChanges(table, target)
-        inputs = self._buffers.upload(shape)
-        changes.apply(self._rows, inputs)
-        if self._graphs is not None and size is not None:
-            decoded = self._graphs.replay(self._forward_in_place, size, self._graph_end(batch))
+        changes, copies = BlockChanges(table, target), HostCopies(self._device)
+        if last is not None:  # on CPU one step is computed at a time
+            last.work.end()
+        work = StepWork(self._work(step, batch, changes, copies, shape, is_graph=size is not None))
+        if self._is_computed_later:
+            self._last = _Last(work, reads_table=not batch.takes_likeliest or table.is_asked_for_more(step.rows))
         else:
-            given = self._model_inputs(target, inputs, batch.max_blocks, reads_references=batch.reads_references)
-            decoded = Decoded(self._compute_step(step, *given))
-        if not self._model.gives_logits:
-            nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=entries.accept(*_NO_TOKENS))
-            return LaunchedStep(HostCopies(self._device), lambda: nothing)
-        return self._finish(step, batch, inputs, decoded)
+            work.end()
+        launched = LaunchedStep(copies, work, busy)
+        if self._model.gives_logits and len(batch.sampling):
+            self._expect(step, batch, launched)
+        return launched
+
+    def _work(
+        self,
+        step: SchedulerOutput,
+        batch: InputBatch,
+        changes: BlockChanges,
+        copies: HostCopies,
+        shape: BatchShape,
+        *,
+        is_graph: bool,
+    ) -> Generator[bool, None, Read]:
+        """See `StepWork`."""
+        keeps_hidden = self._keeps_hidden(step)
+        host, inputs = self._buffers.upload(shape)
+        if batch.reads_references:
+            self._rows.resolve_in_place(host.token_ids)
+        changes.apply(self._rows, inputs)
+        if self._graphs is not None and is_graph:
+            begun = self._graphs.begin(self._forward_in_place, shape.num_reqs, self._graph_end(batch))
+            try:
+                yield begun.is_under_way and step.grammar is None  # whose next masks follow from what is sampled
+            except GeneratorExit:
+                if begun.is_under_way:  # it is given up, or garbage: the memory is in use until this returns
+                    with torch.inference_mode():
+                        begun.end()
+                raise
+            decoded = begun.end()
+        else:
+            yield False
+            given = self._model_inputs(host, inputs, batch.max_blocks, reads_references=batch.reads_references)
+            decoded = Decoded(self._compute_step(*given, keeps_hidden=keeps_hidden))
+        if self._model.gives_logits:
+            return self._finish(step, batch, inputs, decoded, copies)
+        nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=batch.entries.accept(*_NO_TOKENS))
+        return lambda: nothing
+
+    def _expect(self, step: SchedulerOutput, batch: InputBatch, launched: LaunchedStep) -> None:
+        """Some requests of a step sample: what the table has of that until somebody knows the tokens."""
+        indices = batch.entries.requests(batch.sampling)
+        table, rows = self._table, step.rows[indices]
+        if not self._has_references:
+            table.append_tokens(rows, launched.result().sampled_token_ids[indices])
+            return
+        positions, generation = table.append_references(rows), table.generation[rows]
+        has_drafts = step.drafts is not None
+        self._unsettled.append(_Unsettled(launched, indices, rows, generation, positions, has_drafts))
 
     def _graph_size(self, step: SchedulerOutput, entries: Entries) -> int | None:
         if self._graphs is None or self._keeps_hidden(step):
@@ -187,9 +258,9 @@ class ModelRunner:
         return self._model(token_ids, positions, self._caches, metadata)
 
     def _compute_step(
-        self, step: SchedulerOutput, token_ids: Tensor, positions: Tensor, by_group: list[AttentionMetadata]
+        self, token_ids: Tensor, positions: Tensor, by_group: list[AttentionMetadata], *, keeps_hidden: bool
     ) -> Tensor:
-        if self._prompt_graph is None or self._keeps_hidden(step):
+        if self._prompt_graph is None or keeps_hidden:
             return self._compute(token_ids, positions, by_group)
         return self._prompt_graph.forward(self._compute, token_ids, positions, by_group)
 
@@ -217,9 +288,11 @@ class ModelRunner:
         self._rows.write_tokens(inputs.sampling_rows, tokens)
         return Decoded(hidden, token_ids=tokens.int())
 
-    def _finish(self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> LaunchedStep:
+    def _finish(
+        self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded, copies: HostCopies
+    ) -> Read:
         """Sample, and start to copy what the step is asked for to the host."""
-        table, copies = self._table, HostCopies(self._device)
+        table = self._table
         sampled = self._sample(batch, inputs, decoded, copies)
         prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, decoded.hidden, copies)
         embeddings = table.pooling.compute(step, self._model, decoded.hidden, copies)
@@ -234,17 +307,7 @@ class ModelRunner:
                 embeddings=embeddings(),
             )
 
-        launched = LaunchedStep(copies, read)
-        if len(batch.sampling):
-            indices = batch.entries.requests(batch.sampling)
-            rows = step.rows[indices]
-            if self._has_references:
-                positions, generation = table.append_references(rows), table.generation[rows]
-                has_drafts = step.drafts is not None
-                self._unsettled.append(_Unsettled(launched, indices, rows, generation, positions, has_drafts))
-            else:
-                table.append_tokens(rows, launched.result().sampled_token_ids[indices])
-        return launched
+        return read
 
     def _sample(
         self, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded, copies: HostCopies
@@ -281,7 +344,8 @@ class ModelRunner:
             return SamplerOutput(likeliest, None)
         logits = self._model.logits(decoded.hidden) if decoded.logits is None else decoded.logits
         if table.sampling.reads_tokens(rows):
-            while self._unsettled:  # the forward is under way: the device does not wait with us
+            # All but this one. Where a device computes, it is at work meanwhile, and this one is not among them yet.
+            while len(self._unsettled) > self._is_computed_later:
                 self._settle()
         parameters = table.sampling.gather(rows, batch.sampling_positions, table.token_ids, batch.masks)
         return sample(logits, None if batch.is_greedy else inputs.draws(len(rows)), parameters)

@@ -45,6 +45,10 @@ class PoolingRows:
     def is_pooled(self, rows: IntArray) -> npt.NDArray[np.bool_]:
         return self._is_pooled[rows]
 
+    def concerns(self, rows: IntArray) -> bool:
+        """Whether `compute` has something to do with some of these rows."""
+        return bool(self._rows) and bool(self._is_pooled[rows].any())
+
     def compute(
         self, step: SchedulerOutput, model: Model, hidden: Tensor, copies: HostCopies
     ) -> Callable[[], list[tuple[int, FloatArray]]]:

@@ -54,6 +54,10 @@ class PromptLogprobRows:
             num_top = new.sampling_params.prompt_logprobs or 0
             self._wanted[new.row] = _Wanted(new.first_prompt_logprob, new.num_prompt_tokens, num_top)
 
+    def concerns(self, rows: IntArray) -> bool:
+        """Whether `compute` may have something to do with some of these rows."""
+        return bool(self._wanted) and any(row in self._wanted for row in rows.tolist())
+
     def compute(
         self, step: SchedulerOutput, token_ids: IntArray, model: Model, hidden: Tensor, copies: HostCopies
     ) -> Callable[[], list[tuple[int, PromptLogprobs]]]:

@@ -188,7 +188,7 @@ class Worker:
         )
 
     def _make_runner(self, config: KVCacheConfig) -> list[LayerCache]:
-        self._runner = self._filler = None  # frees the old cache first
+        self._drop_runner()  # frees the old cache first
         caches = self._allocate(config)
         limits = self._config.scheduler
         self._runner = ModelRunner(
@@ -207,20 +207,31 @@ class Worker:
 
     def close(self) -> None:
         """Free the model and the cache: on a GPU, for every process and not only for torch in this one."""
-        self._runner = self._filler = self._model = None
+        self._drop_runner()
+        self._model = None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _drop_runner(self) -> None:
+        if self._runner is not None:
+            self._runner.drop()
+        self._runner = self._filler = None
+
     @property
     def preferred_inflight_steps(self) -> int:
-        """One for each stage, so that all are at work; two on a GPU, which then never waits for the host."""
-        return max(self._parallel.grid.num_stages, 2 if self.device.type == "cuda" else 1)
+        """One for each stage, so that all are at work. Two where a step is computed while the host plans the next: on a
+        GPU, which then never waits for it, and as a graph on CPU, unless requests may have drafts, for then a step is
+        planned when the one before is known."""
+        if self.device.type == "cpu" and (not self._uses_graphs or num_speculative_tokens(self._config, 1) > 0):
+            return self._parallel.grid.num_stages
+        return max(self._parallel.grid.num_stages, 2)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step, without waiting for it where several may be in flight. With several ranks, all must be given
         the same steps in the same order."""
-        with self._filler or nullcontext():
-            return self.runner.launch(step)
+        busy = self._filler or nullcontext()
+        with busy:
+            return self.runner.launch(step, busy)
 
     def execute_model(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Launch one step and wait for its result."""

@@ -204,6 +204,9 @@ class _Replica:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         pass
 
+    def takes_next_step(self) -> bool:
+        return True
+
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         for row in step.new_rows:
             if row.request_id not in self._seen:

@@ -93,7 +93,8 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it u
     def finish_with(self, result: Tensor) -> list[Callable[..., object]]:
         if result.untyped_storage().data_ptr() not in self._memory_by_rows or len(result) != self._num_rows:
             raise NotCapturableError(f"the result, {tuple(result.shape)}, is not by rows")
-        return self.finish()
+        preparations, actions = self.finish()
+        return preparations + actions
 
     def _compiled(self, operator: partial[object]) -> CompiledCall | None:
         self._check([*operator.args, *operator.keywords.values()])

@@ -89,22 +89,44 @@ class Pool:
         self._resting.append((self._num_calls + self.rest, size, block))
 
 
-def capture(run: Callable[[], None], pool: Pool) -> Callable[[], None]:
-    """Call `run`, which is done when this returns; calling the result repeats it. Raises `NotCapturableError`."""
-    listener = Recorder(pool, LAG)
-    with listener, recorded_by(listener):
-        run()
-    return _Graph(listener.finish(), pool).replay
+class Graph:
+    """Calling it repeats what was recorded."""
 
-
-class _Graph:
-    def __init__(self, actions: Sequence[Callable[[], object]], pool: Pool) -> None:
+    def __init__(
+        self, preparations: Sequence[Callable[[], object]], actions: Sequence[Callable[[], object]], pool: Pool
+    ) -> None:
+        self._preparations = preparations
         self._actions = actions
         self._pool = pool  # whose memory the calls use
 
-    def replay(self) -> None:
-        for action in self._actions:
+    def __call__(self) -> None:
+        for action in (*self._preparations, *self._actions):
             action()
+
+    def start(self) -> Callable[[], object] | None:
+        """Begin with it, where a program comes first: helpers go on with that until the result is called, which takes
+        part and does the rest. None, and nothing was done, where something else comes first."""
+        program, *others = self._actions
+        if not isinstance(program, Program):
+            return None
+        for action in self._preparations:
+            action()
+        program.start()
+        return partial(_finish, program, others) if others else program.join
+
+
+def _finish(program: Program, others: Sequence[Callable[[], object]]) -> None:
+    program.join()
+    for action in others:
+        action()
+
+
+def capture(run: Callable[[], None], pool: Pool) -> Graph:
+    """Call `run`, which is done when this returns, and record it. Raises `NotCapturableError`."""
+    listener = Recorder(pool, LAG)
+    with listener, recorded_by(listener):
+        run()
+    return Graph(*listener.finish(), pool)
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -139,10 +161,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._end_program()
         self._actions.append(action)
 
-    def finish(self) -> list[Callable[..., object]]:
+    def finish(self) -> tuple[list[Callable[..., object]], list[Callable[..., object]]]:
+        """What prepares for all that is repeated, and that."""
         self._end_program()
         self._pool.wake()
-        return self._preparations + self._actions
+        return self._preparations, self._actions
 
     def _end_program(self) -> None:
         if self._calls:
@@ -150,7 +173,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
             self._calls = []
 
     def _run_program(self, program: Program) -> Callable[..., object]:
-        return program.run
+        return program
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -111,17 +111,6 @@ def call_address(typing_context: Any, function: Any, argument: Any) -> Any:
 
 
 @intrinsic
-def ask_address(typing_context: Any, function: Any) -> Any:
-    """What `int function(void)` at an address returns."""
-
-    def generate(_context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(_INT32, [])
-        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), _INT64)
-
-    return types.int64(types.int64), generate
-
-
-@intrinsic
 def pause(typing_context: Any) -> Any:
     """A moment's rest in a loop that waits for another core."""
 

@@ -18,7 +18,8 @@ without it.
     thread 1   |      | linear  - - - - - - - - - - - -    | linear | norm |
                               ^ has lost its core         ^ has it again, and goes where the others are
 
-It may still write what it was to write, to the same place and with the same bits. So no call of the next `lag` may use
+So does who asked for a program and comes later, as it had something else to do. Who has been away may still write what
+it was to write, to the same place and with the same bits. So no call of the next `lag` may use
 the memory of a call for something else, which is up to whoever records them.
 """
 
@@ -35,19 +36,20 @@ from numba import carray, cfunc, njit, types
 
 from .claims import RUN, UNTIL_COMPUTED, renew
 from .intrinsics import (
-    ask_address,
     call_address,
+    exchange,
     fetch_add,
     fetch_max,
     give_way,
     load_acquire,
+    load_in_order,
     pause,
     pointer,
     store_release,
 )
 from .recording import CompiledCall
 from .sources import digest_of
-from .threads import run_parallel, team_size_function
+from .team import Team, team_of
 
 _CALL = np.dtype(
     [
@@ -64,6 +66,7 @@ _PROGRAM = np.dtype(
 _NUMBER = np.dtype([("address", np.int64), ("times", np.int64), ("per", np.int64), ("most", np.int64)])
 _LINE = 64  # bytes that cores hand to each other as one
 LEAST_PATIENCE = 20_000  # ticks until one computes what another holds: 5 to 10 µs on x86
+_PLACES = 4  # lines of a meeting that come before those of the threads
 _NUM_SPINS = 2_000  # some tens of microseconds; then whoever else wants this core may have it
 
 
@@ -100,14 +103,15 @@ class Program:
             _NUMBER,
         )
         self._num_threads = torch.get_num_threads()  # memory of the calls is made for as many
+        self._team: Team | None = None
         # On lines of their own: how often threads have come to the end of a call where they meet, calls that are over,
-        # threads that have begun; and for each thread, the call that it is amid.
-        self._meeting = np.zeros((4 + self._num_threads) * _LINE // 8, np.int64)
+        # threads that have begun, whether calls are ready; and for each thread, the call that it is amid.
+        self._meeting = np.zeros((_PLACES + 1 + self._num_threads) * _LINE // 8, np.int64)
         first = self._meeting.ctypes.data
         self._arguments = _Arguments(
             self._calls.ctypes.data,
             len(calls),
-            team_size_function(),
+            0,
             first + -first % _LINE,
             0,
             LEAST_PATIENCE,
@@ -117,14 +121,25 @@ class Program:
     def run_for(self, num_rows: int) -> None:
         """The calls as they would be made for so many rows, if all are for any number."""
         _write_rows(self._numbers.ctypes.data, len(self._numbers), num_rows)
-        self.run()
+        self()
 
-    def run(self) -> None:
+    def __call__(self) -> None:
         """All calls, in order. Python's other threads run meanwhile."""
+        self.start()
+        self.join()
+
+    def start(self) -> None:
+        """Threads beside this one begin with the calls, as far as they come without it."""
+        self._team = team_of(self._num_threads)
         self._meeting[:] = 0
         self._arguments.run += 1
-        _reset(ctypes.addressof(self._arguments))
-        run_parallel(_walker.ctypes, ctypes.addressof(self._arguments), self._num_threads)
+        self._arguments.team_size = self._team.num_threads
+        self._team.start(_walker.address, ctypes.addressof(self._arguments))
+
+    def join(self) -> None:
+        """Take part in what was started, until all calls are over."""
+        assert self._team is not None
+        self._team.join()
 
 
 def _begins_after(calls: Sequence[CompiledCall], meets: Sequence[bool], lag: int) -> list[int]:
@@ -155,17 +170,14 @@ def _rows_writer(sources: str) -> Any:
     return worker
 
 
-def _resetter(sources: str) -> Any:
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    def worker(address):
-        """Nobody has come to any call."""
-        sources  # noqa: B018 (likewise)
-        program = carray(pointer(address), (1,), _PROGRAM)[0]
-        for call in carray(pointer(program.calls), (program.num_calls,), _CALL):
-            mode = program.run * RUN + (UNTIL_COMPUTED if call.num_met < 0 else 0)
-            renew(call.claims, program.num_threads, mode, program.patience)
-
-    return worker
+@njit(error_model="numpy")
+def _make_ready(program):
+    """Nobody has come to any call, or is amid one."""
+    for thread in range(program.team_size):
+        store_release(program.meeting + (_PLACES + thread) * _LINE, program.num_calls)
+    for call in carray(pointer(program.calls), (program.num_calls,), _CALL):
+        mode = program.run * RUN + (UNTIL_COMPUTED if call.num_met < 0 else 0)
+        renew(call.claims, program.num_threads, mode, program.patience)
 
 
 @njit(error_model="numpy")
@@ -182,16 +194,23 @@ def _wait_until(place, value):
 def _walk(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(address):
-        """One thread. It goes where the others are when it has been away."""
+        """One thread. It goes where the others are when it has been away, or comes late."""
         sources  # noqa: B018 (likewise)
         program = carray(pointer(address), (1,), _PROGRAM)[0]
         num_calls = program.num_calls
         calls = carray(pointer(program.calls), (num_calls,), _CALL)
-        num_threads = ask_address(program.team_size) if program.team_size != 0 else 1
-        come, over, begun = program.meeting, program.meeting + _LINE, program.meeting + 2 * _LINE
-        places = program.meeting + 3 * _LINE
-        own = places + _LINE * fetch_add(begun, 1)
-        index = 0
+        num_threads = program.team_size
+        come, over = program.meeting, program.meeting + _LINE
+        begun, ready = program.meeting + 2 * _LINE, program.meeting + 3 * _LINE
+        places = program.meeting + _PLACES * _LINE
+        number = fetch_add(begun, 1)
+        if number == 0:  # who comes first, while the others may have something else to do
+            _make_ready(program)
+            store_release(ready, 1)
+        _wait_until(ready, 1)
+        own = places + _LINE * number
+        exchange(own, 0)  # first, so that nobody goes on too far without it from where it finds them
+        index = load_in_order(over)
         while index < num_calls:
             call = calls[index]
             store_release(own, index)
@@ -213,6 +232,4 @@ def _walk(sources: str) -> Any:
 _SOURCES = digest_of("claims", "intrinsics")
 _WRITER = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _write_rows = _WRITER(_rows_writer(_SOURCES).address)
-_RESETTER = ctypes.PYFUNCTYPE(None, ctypes.c_int64)
-_reset = _RESETTER(_resetter(_SOURCES).address)
 _walker = _walk(_SOURCES)

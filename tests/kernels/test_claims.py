@@ -16,7 +16,7 @@ from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86, fetch_add, give_way, load_acquire, pointer, store_release
 from quire.kernels.cpu.program import Program, _begins_after
 from quire.kernels.cpu.recording import CompiledCall
-from quire.kernels.cpu.threads import team_size_function
+from quire.kernels.cpu.team import Team
 
 NUM_THREADS, NUM_ITEMS, LAG = 2, 12, 4
 NUM_CALLS = 3 * LAG
@@ -26,7 +26,9 @@ _FIELDS = ("claims", "num_threads", "number", "adds", "x", "out", "shared", "see
 _ARGUMENTS = np.dtype([(name, np.int64) for name in _FIELDS])
 _STALLED, _RELEASED, _OVER, _GAVE_UP = range(0, 32, 8)  # bytes, in what all calls share
 
-pytestmark = pytest.mark.skipif(team_size_function() == 0 or not IS_X86, reason="one thread, or no clock")
+pytestmark = pytest.mark.skipif(
+    Team(NUM_THREADS).num_threads < NUM_THREADS or not IS_X86, reason="one thread, or no clock"
+)
 
 
 @cfunc(types.void(types.int64))
@@ -89,7 +91,7 @@ def test_the_others_go_on_without_one_that_is_away_but_not_too_far() -> None:
     program = Program(calls.calls, LAG)
     for _ in range(20):
         calls.values[:], calls.shared[:], calls.seen[:] = 0, 0, -1
-        program.run()
+        program()
         assert calls.shared_at(_STALLED) == 2  # one was away, and somebody did its work
         assert calls.shared_at(_GAVE_UP) == 0
         assert calls.seen.tolist() == [0] * (stalled + LAG + 1) + [1] * (NUM_CALLS - stalled - LAG - 1)
@@ -114,7 +116,7 @@ def test_who_only_helps_waits_no_longer_than_that_took() -> None:
 def test_what_is_changed_in_place_is_changed_once(lag: int) -> None:
     """However long one is away, the others wait."""
     calls = Calls(stalled=2, stalls=5_000, releasing=None, in_place=True)
-    Program(calls.calls, lag).run()
+    Program(calls.calls, lag)()
     assert calls.shared_at(_STALLED) == 1
     assert calls.seen.tolist() == [0, 0, 0] + [1] * (NUM_CALLS - 3)
     assert calls.values[0].tolist() == [sum(range(1, NUM_CALLS + 1))] * NUM_ITEMS
@@ -122,7 +124,7 @@ def test_what_is_changed_in_place_is_changed_once(lag: int) -> None:
 
 def test_without_lag_nobody_goes_on() -> None:
     calls = Calls(stalled=2, stalls=5_000, releasing=None)
-    Program(calls.calls).run()
+    Program(calls.calls)()
     assert calls.shared_at(_STALLED) == 1
     assert calls.seen.tolist() == [0, 0, 0] + [1] * (NUM_CALLS - 3)
 

@@ -228,9 +228,9 @@ def run_graph_checks(
     for num_reqs in case.batches:
         with kernels_apart() if case.apart else nullcontext():
             expected = tokens_of(eager, steps_of(num_reqs, num_groups, case.plain))
-        with mock.patch.object(DecodeGraphs, "replay", autospec=True, side_effect=DecodeGraphs.replay) as replay:
+        with mock.patch.object(DecodeGraphs, "begin", autospec=True, side_effect=DecodeGraphs.begin) as begin:
             found = tokens_of(graphs, steps_of(num_reqs, num_groups, case.plain))
-        ends = {call.args[3] for call in replay.call_args_list[-(NUM_STEPS - 1) :]}
+        ends = {call.args[3] for call in begin.call_args_list[-(NUM_STEPS - 1) :]}
         ways = {"in graphs": found}
         if case.apart:
             ways["kernel by kernel"] = tokens_of(eager, steps_of(num_reqs, num_groups, case.plain))

@@ -11,6 +11,7 @@ from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import SchedulerOutput
 from quire.workers.cpu_graphs import CpuGraphBackend
+from quire.workers.decode_graphs import Replay, Started
 from quire.workers.launched_step import LaunchedStep
 from quire.workers.parallel import ParallelContext
 from quire.workers.prompt_graph import Record
@@ -24,13 +25,13 @@ class RepeatedCalls:
         self.num_captured = 0
         self.num_replays = 0
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Replay:
         run()
         self.num_captured += 1
 
-        def replay() -> None:
+        def replay() -> Started:
             self.num_replays += 1
-            run()
+            return Started(False, run)
 
         return replay
 
@@ -64,15 +65,15 @@ class CountedBackend(CpuGraphBackend):
         self.prompts_recorded_with.append(num_rows)
         return CountedRecord(record, self.prompts_replayed), result
 
-    def capture(self, run: Callable[[], None]) -> Callable[[], None] | None:
+    def capture(self, run: Callable[[], None]) -> Replay | None:
         replay = super().capture(run)
         if replay is None:
             return None
         self.num_captured += 1
 
-        def counted() -> None:
+        def counted() -> Started:
             self.num_replays += 1
-            replay()
+            return replay()
 
         return counted
 
@@ -103,6 +104,9 @@ class InflightExecutor:
             self._worker.runner.capture_graphs(self.graphs)
         elif self.graphs is not None:
             self._worker.runner.record_graphs(self.graphs, most=12)
+
+    def takes_next_step(self) -> bool:
+        return True
 
     def execute(self, step: SchedulerOutput) -> LaunchedStep:
         self._launched = [each for each in self._launched if not each.is_known]

@@ -85,6 +85,9 @@ class _Executor:
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         self.call("initialize_kv_cache", config)
 
+    def takes_next_step(self) -> bool:
+        return True
+
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         ranks = self.submit("execute_model", step)
         return _Answer([ranks[rank] for rank in self.grid.stage_ranks(self.grid.num_stages - 1)])

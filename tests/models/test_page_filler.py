@@ -128,7 +128,7 @@ def test_the_cache_of_a_worker_is_filled_between_its_steps(tmp_path: Path, monke
     fillers = []
 
     class Watched(PageFiller):
-        num_steps = 0
+        num_entered = 0
 
         def __init__(self, tensors: list[torch.Tensor], free: Callable[[], int]) -> None:
             super().__init__(tensors, free, idle_s=0.0)
@@ -136,7 +136,7 @@ def test_the_cache_of_a_worker_is_filled_between_its_steps(tmp_path: Path, monke
             fillers.append(self)
 
         def __enter__(self) -> None:
-            self.num_steps += 1
+            self.num_entered += 1
             super().__enter__()
 
     monkeypatch.setattr("quire.workers.worker.PageFiller", Watched)
@@ -149,9 +149,9 @@ def test_the_cache_of_a_worker_is_filled_between_its_steps(tmp_path: Path, monke
     assert filler.ended.wait(WAIT_S)
     shares = [_share_present(tensor) for tensor in (reference() for reference in filler.tensors)]
     assert shares == [1.0] * 6  # keys and values of three layers
-    assert filler.num_steps == 0
+    assert filler.num_entered == 0
     driver.greedy([[1, 2, 3]], 5)
-    assert filler.num_steps == 5
+    assert filler.num_entered == 2 * 5  # each when it is launched, and when its result is asked for
     Driver(executor, 256, cache={"num_kv_blocks": 2000})
     assert [reference() for reference in filler.tensors] == [None] * 6
     executor.shutdown()

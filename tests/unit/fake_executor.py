@@ -134,6 +134,9 @@ class FakeExecutor:
         self._tables: dict[int, tuple[list[int], ...]] = {}
         self._states: dict[int, dict[int, int]] = {}  # of rows that are embedded
 
+    def takes_next_step(self) -> bool:
+        return True
+
     def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
         future: Future[ModelRunnerOutput] = Future()
         if not self._broken and (self.num_calls in self._fail_steps or self._is_poisoned(step)):

@@ -145,6 +145,27 @@ def test_early_stop_with_steps_in_flight_discards_the_extra_token(depth: int) ->
     assert core.stats().num_used_blocks == 0
 
 
+def test_nothing_is_planned_beside_a_step_that_waits_to_be_asked_for() -> None:
+    """So the next one is planned with those who have come by then."""
+
+    class Waiting(FakeExecutor):
+        def takes_next_step(self) -> bool:
+            return False
+
+    executor = Waiting(num_blocks=200)
+    core = make_core(executor, max_model_len=80, max_inflight_steps=2)
+    collector, requests = Collector(), [make_request(f"r{i}", [1 + i, 2, 3], 5) for i in range(3)]
+    for num_steps, request in enumerate(requests, 1):
+        collector.start(request)
+        core.add_request(request)
+        collector.take(core.step())
+        assert len(executor.steps) == num_steps
+        assert len(executor.steps[-1].rows) == num_steps, "whoever has come is in it"
+    while core.has_work:
+        collector.take(core.step())
+    check(collector, requests)
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_abort_in_every_state_frees_everything(depth: int) -> None:
     for steps in range(12):

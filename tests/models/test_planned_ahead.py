@@ -1,0 +1,205 @@
+"""On CPU a decode step is computed while the next one is planned, and a prompt when its result is asked for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from core_driver import Driver
+from graph_checks import VOCAB_SIZE, make_model, make_runner, steps_of
+from inflight_executor import CountedBackend
+from test_steps_in_flight import MAX_LEN, all_kinds, compare
+from tiny_llama import make_tiny_llama
+
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.errors import ExecutorError
+from quire.engine.kv_cache_spec import group_layers
+from quire.engine.model_source import load_model_info
+from quire.engine.outputs import EngineRequest, GrammarMasks
+from quire.engine.sampling_params import SamplingParams
+from quire.kernels.cpu.team import team_of
+from quire.workers.launched_step import LaunchedStep
+from quire.workers.local_executor import LocalExecutor
+from quire.workers.model_runner import ModelRunner
+
+NUM_REQS = 3
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("tiny")
+    make_tiny_llama(directory, initializer_range=0.12)
+    return directory
+
+
+def make_executor(directory: Path, **sections: dict[str, Any]) -> LocalExecutor:
+    model = {"num_threads": 2, "device": "cpu", **sections.pop("model", {})}
+    config = EngineConfig.model_validate({"model": model, **sections})
+    return LocalExecutor(config, load_model_info(ModelConfig(model=str(directory))))
+
+
+def greedy(request_id: str, first: int, num_tokens: int = 40) -> EngineRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    prompt = list(range(first, first + 20))
+    return EngineRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=params, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"model": {"dtype": "bfloat16"}}, 2),
+        ({"model": {"quantization": "int8"}}, 2),
+        ({"scheduler": {"num_speculative_tokens": 0}}, 2),
+        ({}, 1),  # float32: requests may have drafts
+        ({"model": {"dtype": "bfloat16"}, "scheduler": {"num_speculative_tokens": 2}}, 1),
+        ({"model": {"dtype": "bfloat16", "enforce_eager": True}}, 1),
+    ],
+    ids=str,
+)
+def test_how_far_ahead_is_planned(directory: Path, sections: dict, expected: int) -> None:
+    assert make_executor(directory, **sections).preferred_inflight_steps() == expected
+
+
+def run_steps(runner: ModelRunner, steps: list) -> tuple[list[LaunchedStep], list[bool]]:
+    """Each is launched before the result of the one before is asked for. And whether it was under way then."""
+    launched: list[LaunchedStep] = []
+    under_way = []
+    for step in steps:
+        launched.append(runner.launch(step))
+        under_way.append(launched[-1].is_under_way)
+        if len(launched) > 1:
+            launched[-2].result()
+    return launched, under_way
+
+
+def test_decodes_are_under_way_and_prompts_are_not() -> None:
+    model, backend = make_model(torch.device("cpu"), torch.float32, quantization="int8"), CountedBackend()
+    steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
+    runner = make_runner(model, NUM_REQS, torch.device("cpu"))
+    runner.record_graphs(backend, most=NUM_REQS)
+    for num_recorded in (0, 1):
+        launched, under_way = run_steps(runner, steps)
+        # A prompt, and the first decode, which is recorded while it is computed.
+        assert under_way == [False, num_recorded > 0] + [True] * (len(steps) - 2)
+        assert not launched[-1].is_known
+        launched[-1].result()
+    assert backend.num_replays > len(steps)
+
+
+def test_nothing_is_planned_beside_a_step_whose_masks_follow_from_it() -> None:
+    """Else requests with a grammar would be in every second step only."""
+    model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
+    steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
+    runner = make_runner(model, NUM_REQS, torch.device("cpu"))
+    runner.record_graphs(CountedBackend(), most=NUM_REQS)
+    assert run_steps(runner, steps[:-1])[1][-1]
+    masks = GrammarMasks(indices=np.array([1], np.int32), allowed=np.full((1, -(-VOCAB_SIZE // 32)), -1, np.int32))
+    assert not runner.launch(msgspec.structs.replace(steps[-1], grammar=masks)).is_under_way
+
+
+def test_a_step_that_is_given_up_leaves_nothing_behind() -> None:
+    model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
+    steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
+    runner = make_runner(model, NUM_REQS, torch.device("cpu"))
+    runner.record_graphs(CountedBackend(), most=NUM_REQS)
+    expected = [each.result().sampled_token_ids for each in run_steps(runner, steps)[0]]
+    for until in (1, 5, len(steps)):
+        launched, _ = run_steps(runner, steps[:until])
+        runner.drop()
+        with pytest.raises(RuntimeError, match="given up"):
+            launched[-1].result()
+        runner._last = None
+        found = [each.result().sampled_token_ids for each in run_steps(runner, steps)[0]]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_step_under_way_is_garbage() -> None:
+    """And so are its threads, as others are asked since."""
+    before, step = torch.get_num_threads(), None
+    for num_threads in (2, 3, 2):
+        torch.set_num_threads(num_threads)
+        model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
+        steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
+        runner = make_runner(model, NUM_REQS, torch.device("cpu"))
+        runner.record_graphs(CountedBackend(), most=NUM_REQS)
+        (*_, last), under_way = run_steps(runner, steps)
+        assert under_way[-1]
+        step = weakref.ref(last)
+        team_of(num_threads + 1)
+        del model, runner, last, _
+        gc.collect()
+        assert step() is None
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_answers_are_the_same(directory: Path, depth: int, num_threads: int) -> None:
+    """Of requests with everything that can be asked for, and of greedy ones alone, whose steps are planned ahead."""
+    plain = [greedy(f"plain{i}", 1 + i) for i in range(5)]
+    by_eager = make_executor(directory, model={"enforce_eager": True}, scheduler={"num_speculative_tokens": 0})
+    limits = {"max_inflight_steps": depth, "num_speculative_tokens": 0}
+    executor = make_executor(directory, model={"num_threads": num_threads}, scheduler=limits)
+    for requests in (all_kinds(), plain, all_kinds()):
+        expected = Driver(by_eager, MAX_LEN).run(requests)
+        compare(Driver(executor, MAX_LEN, scheduler={"max_inflight_steps": depth}).run(requests), expected)
+
+
+def test_who_comes_during_a_prompt_is_in_the_next_step(directory: Path) -> None:
+    executor = make_executor(directory, model={"dtype": "bfloat16"})
+    driver = Driver(executor, MAX_LEN)
+    driver.core.add_request(greedy("first", 1))
+    driver.core.step()
+    assert driver.core.stats().num_running == 1
+    driver.core.add_request(greedy("second", 5))
+    driver.core.step()
+    assert driver.core.stats().num_running == 2
+
+
+def test_requests_go_on_after_a_step_that_failed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it was to give is asked for when the next one is launched already, which fails with it."""
+    requests = [greedy(f"r{i}", 1 + i) for i in range(3)]
+    executor = make_executor(directory, model={"dtype": "bfloat16"})
+    expected = [answer.token_ids for answer in Driver(executor, MAX_LEN).run(requests)]
+    finish, num_steps = ModelRunner._finish, 0
+
+    def fails_once(self: ModelRunner, *arguments: Any) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 15:
+            raise RuntimeError("out of luck")
+        return finish(self, *arguments)
+
+    monkeypatch.setattr(ModelRunner, "_finish", fails_once)
+    driver = Driver(executor, MAX_LEN)
+    assert [answer.token_ids for answer in driver.run(requests)] == expected
+    assert num_steps > 40
+    assert sum(driver.core.stats().num_recoveries.values()) == 1
+
+
+def test_an_interrupt_is_raised_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks for the result later hears of a failure, from which the engine recovers."""
+    executor = make_executor(directory, model={"dtype": "bfloat16"})
+    driver = Driver(executor, MAX_LEN)
+    expected = driver.run([greedy("alone", 1)])[0].token_ids
+    driver.core.add_request(greedy("interrupted", 1))
+    for _ in range(5):
+        driver.core.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(ModelRunner, "_finish", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            driver.core.step()
+    with pytest.raises(ExecutorError, match="interrupted"):
+        driver.core._inflight[0][1].result()
+    driver.core.abort(["interrupted"])
+    assert driver.run([greedy("next", 1)])[0].token_ids == expected
+
+
+def _interrupt(*arguments: object) -> None:
+    raise KeyboardInterrupt
