@@ -7,8 +7,14 @@ anybody has seen it:
     host      launch 1   launch 2   read 1   launch 3   read 2
     device    |--------- step 1 ---||------- step 2 ---||--- step 3 ...
 
-On CPU every operation is done when it has been launched. Where no more than one step is in flight, its tokens are
-waited for and written down at once, and nobody reads them from the device; all else is the same.
+On CPU every operation is done when it has been launched, but for a recorded decode step, which helpers begin to compute
+(`kernels.cpu.team`). The thread that launches it takes part when it launches the next one, or asks for the result:
+
+    host      launch 1   send 0, plan 2   helps with 1 | launch 2   send 1, plan 3   helps with 2 | launch 3 ...
+    helpers             |---------- step 1 -----------|            |---------- step 2 -----------|
+
+Where no more than one step is in flight, its tokens are waited for and written down at once, and nobody reads them from
+the device; all else is the same.
 """
 
 from __future__ import annotations

@@ -222,9 +222,10 @@ class Worker:
         """One for each stage, so that all are at work. Two where a step is computed while the host plans the next: on a
         GPU, which then never waits for it, and as a graph on CPU, unless requests may have drafts, for then a step is
         planned when the one before is known."""
-        if self.device.type == "cpu" and (not self._uses_graphs or num_speculative_tokens(self._config, 1) > 0):
-            return self._parallel.grid.num_stages
-        return max(self._parallel.grid.num_stages, 2)
+        is_computed_meanwhile = self.device.type == "cuda" or (
+            self._uses_graphs and _has_helpers() and num_speculative_tokens(self._config, 1) == 0
+        )
+        return max(self._parallel.grid.num_stages, 2 if is_computed_meanwhile else 1)
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step, without waiting for it where several may be in flight. With several ranks, all must be given
@@ -347,6 +348,13 @@ class Worker:
             grammar=None if is_greedy else GrammarMasks(indices=rows, allowed=np.full(masks, -1, np.int32)),
         )
         return step, KVCacheConfig(next_block, block_size, groups)
+
+
+def _has_helpers() -> bool:
+    """Of the thread that computes, on CPU."""
+    from quire.kernels.cpu.team import has_helpers
+
+    return has_helpers(torch.get_num_threads())
 
 
 def check_heads(specs: Sequence[KVCacheSpec], device: torch.device) -> None:

@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from . import operators
 from .program import Program
 from .recording import CompiledCall, NotCapturableError, borrowed, recorded_by, recorder, span_bytes
+from .team import has_helpers
 
 _ALIGNMENT = 64  # bytes
 _SMALLEST = 4096  # bytes of a block
@@ -105,9 +106,9 @@ class Graph:
 
     def start(self) -> Callable[[], object] | None:
         """Begin with it, where a program comes first: helpers go on with that until the result is called, which takes
-        part and does the rest. None, and nothing was done, where something else comes first."""
+        part and does the rest. None, and nothing was done, where something else comes first, or nobody helps."""
         program, *others = self._actions
-        if not isinstance(program, Program):
+        if not isinstance(program, Program) or not has_helpers(program.num_threads):
             return None
         for action in self._preparations:
             action()

@@ -102,11 +102,11 @@ class Program:
             ],
             _NUMBER,
         )
-        self._num_threads = torch.get_num_threads()  # memory of the calls is made for as many
+        self.num_threads = torch.get_num_threads()  # memory of the calls is made for as many
         self._team: Team | None = None
         # On lines of their own: how often threads have come to the end of a call where they meet, calls that are over,
         # threads that have begun, whether calls are ready; and for each thread, the call that it is amid.
-        self._meeting = np.zeros((_PLACES + 1 + self._num_threads) * _LINE // 8, np.int64)
+        self._meeting = np.zeros((_PLACES + 1 + self.num_threads) * _LINE // 8, np.int64)
         first = self._meeting.ctypes.data
         self._arguments = _Arguments(
             self._calls.ctypes.data,
@@ -115,7 +115,7 @@ class Program:
             first + -first % _LINE,
             0,
             LEAST_PATIENCE,
-            self._num_threads,
+            self.num_threads,
         )
 
     def run_for(self, num_rows: int) -> None:
@@ -130,7 +130,7 @@ class Program:
 
     def start(self) -> None:
         """Threads beside this one begin with the calls, as far as they come without it."""
-        self._team = team_of(self._num_threads)
+        self._team = team_of(self.num_threads)
         self._meeting[:] = 0
         self._arguments.run += 1
         self._arguments.team_size = self._team.num_threads

@@ -89,10 +89,15 @@ def team_of(num_threads: int) -> Team:
     return _of_thread.team
 
 
+def has_helpers(num_threads: int) -> bool:
+    """Whether a team of so many does anything before it is joined. Apple's system has no such semaphores."""
+    return num_threads > 1 and sys.platform == "linux"
+
+
 def _started(address: int, count: int) -> list[ctypes.c_ulong]:
-    """So many helpers, or as many as there can be. On other systems there are none: Apple's has no such semaphores."""
+    """So many helpers, or as many as there can be."""
     handles: list[ctypes.c_ulong] = []
-    if sys.platform != "linux":
+    if not has_helpers(1 + count):
         return handles
     library = ctypes.CDLL(None)
     for place, function in ((_SEM_WAIT, library.sem_wait), (_SEM_POST, library.sem_post)):

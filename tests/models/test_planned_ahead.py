@@ -59,6 +59,7 @@ def greedy(request_id: str, first: int, num_tokens: int = 40) -> EngineRequest:
         ({}, 1),  # float32: requests may have drafts
         ({"model": {"dtype": "bfloat16"}, "scheduler": {"num_speculative_tokens": 2}}, 1),
         ({"model": {"dtype": "bfloat16", "enforce_eager": True}}, 1),
+        ({"model": {"dtype": "bfloat16", "num_threads": 1}}, 1),
     ],
     ids=str,
 )
