@@ -24,8 +24,8 @@ class Executor(Protocol):
     """
 
     def preferred_inflight_steps(self) -> int:
-        """How many steps outstanding keep the ranks busy: 1 where nothing is computed while the engine plans, else 2,
-        and as many as there are stages in a pipeline."""
+        """How many steps outstanding keep the ranks busy: 1 where nothing is computed while the engine plans, or where
+        no step can be planned until the last one is known; else 2, and as many as there are stages in a pipeline."""
         ...
 
     def takes_next_step(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -52,29 +52,36 @@ class StepWork:
         gives in the end what reads the result."""
         self._work = work
         self._read: Read | None = None
-        self._error: BaseException | None = None
+        self._error: str | None = None
+        self._lock = threading.Lock()
         self.is_under_way = next(work)
 
     def end(self) -> Read:
-        """Once, whoever calls it and however often. Raises what the rest of the work raised."""
-        if self._error is not None:
-            raise self._error
-        while self._read is None:
-            try:
-                with torch.inference_mode():
-                    next(self._work)
-            except StopIteration as ended:
-                self._read, self.is_under_way = ended.value, True
-            except BaseException as error:
-                self._error = error if isinstance(error, Exception) else RuntimeError("the step was interrupted")
-                raise
-        return self._read
+        """Once, whoever calls it and however often. Raises what the rest of the work raised, the first time; then a
+        `RuntimeError` that says so, for that keeps nothing alive that the work has used."""
+        with self._lock:
+            if self._error is not None:
+                raise RuntimeError(self._error)
+            while self._read is None:
+                try:
+                    with torch.inference_mode():
+                        next(self._work)
+                except StopIteration as ended:
+                    self._read, self.is_under_way = ended.value, True
+                except BaseException as error:
+                    self._error = f"{type(error).__name__}: {error}"
+                    raise
+            return self._read
 
     def drop(self) -> None:
-        """Nobody wants the result; nothing is computed any more when this returns."""
-        self._error = RuntimeError("the step was given up")
-        with suppress(Exception):
-            self._work.close()
+        """Nobody wants the result. Nothing is computed any more when this returns, but what another thread is just
+        waiting for."""
+        if self._lock.acquire(blocking=False):
+            self._error = "the step was given up"
+            try:
+                self._work.close()
+            finally:
+                self._lock.release()
 
 
 class LaunchedStep:

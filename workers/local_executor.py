@@ -89,7 +89,8 @@ class _Pending:
         try:
             return self._launched.result()
         except Exception as error:
-            raise self._executor.fail(self._step, error) from error
+            failed = self._executor.fail(self._step, error)
+        raise failed  # without a cause, whose traceback would keep the cache while the next one is allocated
 
 
 class _Failed:

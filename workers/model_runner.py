@@ -7,14 +7,14 @@ anybody has seen it:
     host      launch 1   launch 2   read 1   launch 3   read 2
     device    |--------- step 1 ---||------- step 2 ---||--- step 3 ...
 
-On CPU every operation is done when it has been launched, but for a recorded decode step, which helpers begin to compute
-(`kernels.cpu.team`). The thread that launches it takes part when it launches the next one, or asks for the result:
+On CPU helpers begin to compute a recorded decode step (`kernels.cpu.team`). The thread that launches it takes part when
+it launches the next one, or asks for the result; any other step is computed then:
 
     host      launch 1   send 0, plan 2   helps with 1 | launch 2   send 1, plan 3   helps with 2 | launch 3 ...
     helpers             |---------- step 1 -----------|            |---------- step 2 -----------|
 
-Where no more than one step is in flight, its tokens are waited for and written down at once, and nobody reads them from
-the device; all else is the same.
+Where no more than one step is in flight, it is computed and its tokens are written down at once, and nobody reads them
+from the device; all else is the same.
 """
 
 from __future__ import annotations
@@ -23,14 +23,21 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from quire.engine.kv_cache_spec import KVCacheConfig
-from quire.engine.outputs import BatchLogprobs, IntArray, ModelRunnerOutput, SchedulerOutput
+from quire.engine.outputs import (
+    BatchLogprobs,
+    FloatArray,
+    IntArray,
+    ModelRunnerOutput,
+    PromptLogprobs,
+    SchedulerOutput,
+)
 from quire.engine.speculation import MAX_STEP_DRAFTS
 from quire.kernels.ops import AttentionMetadata
 from quire.kernels.sampling import draw_tokens
@@ -69,12 +76,22 @@ class RecordingBackend(GraphBackend, AnyRowsBackend, Protocol):
 class _Unsettled:
     """A step whose tokens the request table has as references."""
 
+    step_id: int
     launched: LaunchedStep
     indices: IntArray  # [n] of the requests that sample, in the batch
     rows: IntArray  # [n]
     generation: IntArray  # [n] of the rows
     positions: IntArray  # [n] where their first tokens stand
     has_drafts: bool  # how many tokens there are is still unknown
+
+
+class _Asked(NamedTuple):
+    """A step that is launched."""
+
+    step: SchedulerOutput
+    batch: InputBatch
+    copies: HostCopies
+    wants_more: bool  # than the tokens that are sampled: of its rows as they are now, for others may have them next
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,13 +173,13 @@ class ModelRunner:
 
     def drop(self) -> None:
         """The result of the step under way is not wanted any more, and nobody computes it when this returns."""
-        if self._last is not None:
-            self._last.work.drop()
+        last, self._last = self._last, None
+        if last is not None:
+            last.work.drop()
 
     def _launch(self, step: SchedulerOutput, busy: AbstractContextManager[object]) -> LaunchedStep:
-        last = self._last
-        if last is not None and last.reads_table:
-            last.work.end()
+        if self._last is not None and self._last.reads_table:
+            self._end_last()
         # How many tokens a row with drafts has got: the engine knows it before the row is in a step again, though
         # perhaps from another rank.
         is_open = any(each.has_drafts for each in self._unsettled)
@@ -175,50 +192,52 @@ class ModelRunner:
         target = self._buffers.begin(shape)
         batch = gather_inputs(step, entries, table, target, samples=self._model.gives_logits)
         changes, copies = BlockChanges(table, target), HostCopies(self._device)
-        if last is not None:  # on CPU one step is computed at a time
-            last.work.end()
-        work = StepWork(self._work(step, batch, changes, copies, shape, is_graph=size is not None))
-        if self._is_computed_later:
-            self._last = _Last(work, reads_table=not batch.takes_likeliest or table.is_asked_for_more(step.rows))
-        else:
+        asked = _Asked(step, batch, copies, wants_more=table.is_asked_for_more(step.rows))
+        self._end_last()  # on CPU one step is computed at a time
+        work = StepWork(self._work(asked, changes, shape, is_graph=size is not None))
+        if self._is_computed_later and step.drafts is None:
+            self._last = _Last(work, reads_table=not batch.takes_likeliest or asked.wants_more)
+        else:  # drafts stand where the table is about to have what is sampled
             work.end()
         launched = LaunchedStep(copies, work, busy)
         if self._model.gives_logits and len(batch.sampling):
             self._expect(step, batch, launched)
         return launched
 
+    def _end_last(self) -> None:
+        """Raises `RuntimeError` where the step before fails."""
+        last, self._last = self._last, None
+        if last is not None:
+            try:
+                last.work.end()
+            except Exception as error:
+                raise RuntimeError("the step before it failed") from error
+
     def _work(
-        self,
-        step: SchedulerOutput,
-        batch: InputBatch,
-        changes: BlockChanges,
-        copies: HostCopies,
-        shape: BatchShape,
-        *,
-        is_graph: bool,
+        self, asked: _Asked, changes: BlockChanges, shape: BatchShape, *, is_graph: bool
     ) -> Generator[bool, None, Read]:
         """See `StepWork`."""
+        step, batch = asked.step, asked.batch
         keeps_hidden = self._keeps_hidden(step)
         host, inputs = self._buffers.upload(shape)
         if batch.reads_references:
             self._rows.resolve_in_place(host.token_ids)
         changes.apply(self._rows, inputs)
-        if self._graphs is not None and is_graph:
-            begun = self._graphs.begin(self._forward_in_place, shape.num_reqs, self._graph_end(batch))
-            try:
+        try:
+            if self._graphs is not None and is_graph:
+                begun = self._graphs.begin(self._forward_in_place, shape.num_reqs, self._graph_end(batch))
                 yield begun.is_under_way and step.grammar is None  # whose next masks follow from what is sampled
-            except GeneratorExit:
-                if begun.is_under_way:  # it is given up, or garbage: the memory is in use until this returns
-                    with torch.inference_mode():
-                        begun.end()
-                raise
-            decoded = begun.end()
-        else:
-            yield False
-            given = self._model_inputs(host, inputs, batch.max_blocks, reads_references=batch.reads_references)
-            decoded = Decoded(self._compute_step(*given, keeps_hidden=keeps_hidden))
+                decoded = begun.end()
+            else:
+                yield False
+                given = self._model_inputs(host, inputs, batch.max_blocks, reads_references=batch.reads_references)
+                decoded = Decoded(self._compute_step(*given, keeps_hidden=keeps_hidden))
+        except BaseException:  # it is given up, garbage, or interrupted: helpers use the memory until this returns
+            if self._device.type == "cpu":
+                _join_helpers()
+            raise
         if self._model.gives_logits:
-            return self._finish(step, batch, inputs, decoded, copies)
+            return self._finish(asked, inputs, decoded)
         nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=batch.entries.accept(*_NO_TOKENS))
         return lambda: nothing
 
@@ -231,7 +250,7 @@ class ModelRunner:
             return
         positions, generation = table.append_references(rows), table.generation[rows]
         has_drafts = step.drafts is not None
-        self._unsettled.append(_Unsettled(launched, indices, rows, generation, positions, has_drafts))
+        self._unsettled.append(_Unsettled(step.step_id, launched, indices, rows, generation, positions, has_drafts))
 
     def _graph_size(self, step: SchedulerOutput, entries: Entries) -> int | None:
         if self._graphs is None or self._keeps_hidden(step):
@@ -294,14 +313,15 @@ class ModelRunner:
         self._rows.write_tokens(inputs.sampling_rows, tokens)
         return Decoded(hidden, token_ids=tokens.int())
 
-    def _finish(
-        self, step: SchedulerOutput, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded, copies: HostCopies
-    ) -> Read:
+    def _finish(self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded) -> Read:
         """Sample, and start to copy what the step is asked for to the host."""
-        table = self._table
-        sampled = self._sample(batch, inputs, decoded, copies)
-        prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, decoded.hidden, copies)
-        embeddings = table.pooling.compute(step, self._model, decoded.hidden, copies)
+        table, step, copies = self._table, asked.step, asked.copies
+        sampled = self._sample(asked, inputs, decoded)
+        prompt_logprobs: Callable[[], list[tuple[int, PromptLogprobs]]] = list
+        embeddings: Callable[[], list[tuple[int, FloatArray]]] = list
+        if asked.wants_more:
+            prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, decoded.hidden, copies)
+            embeddings = table.pooling.compute(step, self._model, decoded.hidden, copies)
 
         def read() -> ModelRunnerOutput:
             token_ids, logprobs = sampled()
@@ -316,13 +336,14 @@ class ModelRunner:
         return read
 
     def _sample(
-        self, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded, copies: HostCopies
+        self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded
     ) -> Callable[[], tuple[IntArray, BatchLogprobs | None]]:
         """Sample for the rows that reach their last known token. The tokens stay on the device for the next step.
 
         Returns what gives, when `copies` are there, the tokens of all requests of the batch, as in `ModelRunnerOutput`,
         and the logprobs that some of them want.
         """
+        batch, copies = asked.batch, asked.copies
         num_sampling, entries = len(batch.sampling), batch.entries
         if num_sampling == 0:
             return lambda: (entries.accept(*_NO_TOKENS), None)
@@ -331,7 +352,7 @@ class ModelRunner:
             return lambda: (entries.accept(batch.sampling, token_ids.numpy()), None)
         if num_sampling < decoded.hidden.shape[0]:
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
-        sampled = self._choose(batch, inputs, decoded)
+        sampled = self._choose(asked, inputs, decoded)
         self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
         token_ids = copies.start(sampled.token_ids.int())
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
@@ -342,16 +363,17 @@ class ModelRunner:
 
         return read
 
-    def _choose(self, batch: InputBatch, inputs: DeviceInputs, decoded: Decoded) -> SamplerOutput:
+    def _choose(self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded) -> SamplerOutput:
         """Tokens for `batch.sampling_rows`, to which the rows of `decoded` belong."""
-        rows, table = batch.sampling_rows, self._table
+        batch, table = asked.batch, self._table
+        rows = batch.sampling_rows
         if batch.takes_likeliest:
             likeliest = self._model.likeliest(decoded.hidden) if decoded.likeliest is None else decoded.likeliest
             return SamplerOutput(likeliest, None)
         logits = self._model.logits(decoded.hidden) if decoded.logits is None else decoded.logits
         if table.sampling.reads_tokens(rows):
-            # All but this one. Where a device computes, it is at work meanwhile, and this one is not among them yet.
-            while len(self._unsettled) > self._is_computed_later:
+            # Where a device computes, the forward is under way: it does not wait with us.
+            while self._unsettled and self._unsettled[0].step_id != asked.step.step_id:
                 self._settle()
         parameters = table.sampling.gather(rows, batch.sampling_positions, table.token_ids, batch.masks)
         return sample(logits, None if batch.is_greedy else inputs.draws(len(rows)), parameters)
@@ -361,6 +383,12 @@ class ModelRunner:
         step = self._unsettled.popleft()
         token_ids = step.launched.result().sampled_token_ids[step.indices]
         self._table.settle(step.rows, step.generation, step.positions, token_ids)
+
+
+def _join_helpers() -> None:
+    from quire.kernels.cpu.team import join_all
+
+    join_all()
 
 
 _NO_TOKENS = np.empty(0, np.int32), np.empty(0, np.int32)

@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from . import operators
 from .program import Program
 from .recording import CompiledCall, NotCapturableError, borrowed, recorded_by, recorder, span_bytes
-from .team import has_helpers
 
 _ALIGNMENT = 64  # bytes
 _SMALLEST = 4096  # bytes of a block
@@ -107,13 +106,13 @@ class Graph:
     def start(self) -> Callable[[], object] | None:
         """Begin with it, where a program comes first: helpers go on with that until the result is called, which takes
         part and does the rest. None, and nothing was done, where something else comes first, or nobody helps."""
-        program, *others = self._actions
-        if not isinstance(program, Program) or not has_helpers(program.num_threads):
+        program = self._actions[0] if self._actions else None
+        if not isinstance(program, Program) or not program.has_helpers:
             return None
         for action in self._preparations:
             action()
         program.start()
-        return partial(_finish, program, others) if others else program.join
+        return partial(_finish, program, self._actions[1:])
 
 
 def _finish(program: Program, others: Sequence[Callable[[], object]]) -> None:

@@ -123,6 +123,11 @@ class Program:
         _write_rows(self._numbers.ctypes.data, len(self._numbers), num_rows)
         self()
 
+    @property
+    def has_helpers(self) -> bool:
+        """Whether threads beside this one begin with it when it is started."""
+        return team_of(self.num_threads).num_threads > 1
+
     def __call__(self) -> None:
         """All calls, in order. Python's other threads run meanwhile."""
         self.start()
@@ -131,10 +136,11 @@ class Program:
     def start(self) -> None:
         """Threads beside this one begin with the calls, as far as they come without it."""
         self._team = team_of(self.num_threads)
+        self._team.join()  # for whoever was interrupted before it did, perhaps amid this program
         self._meeting[:] = 0
         self._arguments.run += 1
         self._arguments.team_size = self._team.num_threads
-        self._team.start(_walker.address, ctypes.addressof(self._arguments))
+        self._team.start(_walker.address, ctypes.addressof(self._arguments), self)
 
     def join(self) -> None:
         """Take part in what was started, until all calls are over."""
@@ -183,7 +189,7 @@ def _make_ready(program):
 @njit(error_model="numpy")
 def _wait_until(place, value):
     spins = 0
-    while load_acquire(place) < value:
+    while load_in_order(place) < value:
         spins += 1
         if spins < _NUM_SPINS:
             pause()
@@ -215,7 +221,7 @@ def _walk(sources: str) -> Any:
             call = calls[index]
             store_release(own, index)
             for thread in range(num_threads if call.begins_after > 0 else 0):
-                _wait_until(places + _LINE * thread, call.begins_after)
+                _wait_until(places + _LINE * thread, call.begins_after)  # behind `over`: see who comes late
             call_address(call.function, call.argument)
             if call.num_met < 0:
                 fetch_max(over, index + 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -24,6 +25,7 @@ from numba import cfunc, types
 
 from .intrinsics import (
     call_address,
+    compare_exchange,
     exchange,
     fetch_add,
     give_way,
@@ -37,12 +39,12 @@ from .sources import digest_of
 logger = logging.getLogger(__name__)
 
 _LINE = 64  # bytes that cores hand to each other as one
-# Places in the memory of a team: how often helpers were asked for something, for what, and whether nobody has joined
-# them yet; functions of the C library.
-_ORDERS, _FUNCTION, _ARGUMENT, _IS_ASKED, _NUM_HELPERS, _SEM_WAIT, _SEM_POST = range(0, 56, 8)
+# Places in the memory of a team: how often helpers were asked for something, for what, whether somebody joins them, and
+# whether they are to end; functions of the C library.
+_ORDERS, _FUNCTION, _ARGUMENT, _STATE, _HAS_ENDED, _NUM_HELPERS, _SEM_WAIT, _SEM_POST = range(0, 64, 8)
+_AT_REST, _ASKED, _JOINED = range(3)  # states
 _NUM_DONE, _NUM_BEGUN, _HELPERS = _LINE, 2 * _LINE, 3 * _LINE  # helpers that are done with it, and that there are
 _IS_ASLEEP, _SEMAPHORE, _HELPER_BYTES = 0, _LINE, 2 * _LINE  # in that of a helper; a `sem_t` has 32 bytes at most
-_END = 0  # the function that is none: a helper ends
 _NUM_SPINS = 2_000  # some tens of microseconds
 _NUM_YIELDS = 2_000  # then others may have the core
 
@@ -50,7 +52,7 @@ _NUM_YIELDS = 2_000  # then others may have the core
 class Team:
     """`num_threads` - 1 helpers, or fewer where the system has no more. They end when this is dropped.
 
-    One thread at a time asks them, for one thing.
+    One thread at a time asks them, for one thing. Any may join them, and one does.
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -60,18 +62,35 @@ class Team:
         handles = _started(self._address, num_threads - 1)
         self.num_threads = 1 + len(handles)
         self._memory = memory  # longer than helpers need it: whoever is garbage with this may join them after their end
-        weakref.finalize(self, _end, handles, self._address, memory)
+        self._owners: list[object] = []
+        self._state = _at(self._address + _STATE)
+        weakref.finalize(self, _end, handles, self._address, memory, self._owners)
+        _teams.add(self)
 
-    def start(self, function: int, argument: int) -> None:
-        """Each helper calls `function(argument)`, a compiled `void (int64)` at an address, from now on."""
-        self.join()  # for whoever asked before, and was interrupted
+    def start(self, function: int, argument: int, owner: object) -> None:
+        """Each helper calls `function(argument)`, a compiled `void (int64)` at an address, from now on.
+
+        They are at rest: nobody has asked them for something that was not joined. `owner` keeps its memory.
+        """
+        self._owners[:] = [owner]
         _ask(self._address, function, argument)
 
     def join(self) -> None:
         """Call it on this thread as well, and return when all have returned. Python's other threads run meanwhile.
 
-        Nothing is done where nothing was asked, or somebody has joined."""
-        _finish(self._address)
+        Where another thread has joined them, wait for it; where they are at rest, do nothing."""
+        if self._state.value != _AT_REST:  # to call it would let others have the interpreter
+            _help(self._address)
+        self._owners.clear()
+
+
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()
+
+
+def join_all() -> None:
+    """Nobody is asked for anything any more when this returns."""
+    for team in list(_teams):
+        team.join()
 
 
 class _TeamOfThread(threading.local):
@@ -96,12 +115,21 @@ def has_helpers(num_threads: int) -> bool:
 
 def _started(address: int, count: int) -> list[ctypes.c_ulong]:
     """So many helpers, or as many as there can be."""
-    handles: list[ctypes.c_ulong] = []
     if not has_helpers(1 + count):
-        return handles
+        return []
     library = ctypes.CDLL(None)
     for place, function in ((_SEM_WAIT, library.sem_wait), (_SEM_POST, library.sem_post)):
         _at(address + place).value = ctypes.cast(function, ctypes.c_void_p).value or 0
+    # A signal is for Python's threads: they are blocked in what is started here.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        return _started_by(library, address, count)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _started_by(library: ctypes.CDLL, address: int, count: int) -> list[ctypes.c_ulong]:
+    handles: list[ctypes.c_ulong] = []
     for index in range(count):
         library.sem_init(ctypes.c_void_p(address + _HELPERS + _HELPER_BYTES * index + _SEMAPHORE), 0, 0)
         handle, arguments = ctypes.c_ulong(), (ctypes.c_void_p(_helper.address), ctypes.c_void_p(address))
@@ -115,19 +143,15 @@ def _started(address: int, count: int) -> list[ctypes.c_ulong]:
     return handles
 
 
-def _finish(address: int) -> None:
-    if _at(address + _IS_ASKED).value:
-        _help(address)
-
-
-def _end(handles: list[ctypes.c_ulong], address: int, memory: object) -> None:
+def _end(handles: list[ctypes.c_ulong], address: int, memory: object, owners: list[object]) -> None:
     """The memory is theirs until they have ended."""
-    _finish(address)
-    _ask(address, _END, 0)
-    _at(address + _IS_ASKED).value = 0  # there is nothing to join
+    _help(address)
+    _at(address + _HAS_ENDED).value = 1
+    _ask(address, 0, 0)
     for handle in handles:
         ctypes.CDLL(None).pthread_join(handle, None)
-    del memory
+    _at(address + _STATE).value = _AT_REST
+    del memory, owners
 
 
 def _at(address: int) -> ctypes.c_int64:
@@ -157,11 +181,10 @@ def _helper_worker(sources: str) -> Any:
                 if load_in_order(team + _ORDERS) == num_orders or exchange(own + _IS_ASLEEP, 0) == 0:
                     call_address(load_acquire(team + _SEM_WAIT), own + _SEMAPHORE)
                 spins = 0
-            num_orders += 1
-            function = load_acquire(team + _FUNCTION)
-            if function == _END:
+            if load_acquire(team + _HAS_ENDED) != 0:
                 return
-            call_address(function, load_acquire(team + _ARGUMENT))
+            num_orders += 1
+            call_address(load_acquire(team + _FUNCTION), load_acquire(team + _ARGUMENT))
             fetch_add(team + _NUM_DONE, 1)
 
     return worker
@@ -172,7 +195,7 @@ def _asker(sources: str) -> Any:
     def worker(team, function, argument):
         sources  # noqa: B018 (likewise)
         store_release(team + _NUM_DONE, 0)
-        store_release(team + _IS_ASKED, 1)
+        store_release(team + _STATE, _ASKED)
         store_release(team + _FUNCTION, function)
         store_release(team + _ARGUMENT, argument)
         fetch_add(team + _ORDERS, 1)
@@ -188,15 +211,18 @@ def _helping(sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     def worker(team):
         sources  # noqa: B018 (likewise)
-        call_address(load_acquire(team + _FUNCTION), load_acquire(team + _ARGUMENT))
         spins = 0
-        while load_acquire(team + _NUM_DONE) < load_acquire(team + _NUM_HELPERS):
-            spins += 1
-            if spins < _NUM_SPINS:
-                pause()
-            else:
-                give_way()
-        store_release(team + _IS_ASKED, 0)
+        if compare_exchange(team + _STATE, _ASKED, _JOINED):
+            call_address(load_acquire(team + _FUNCTION), load_acquire(team + _ARGUMENT))
+            while load_acquire(team + _NUM_DONE) < load_acquire(team + _NUM_HELPERS):
+                spins += 1
+                if spins < _NUM_SPINS:
+                    pause()
+                else:
+                    give_way()
+            store_release(team + _STATE, _AT_REST)
+        while load_acquire(team + _STATE) == _JOINED:  # by another
+            give_way()
 
     return worker
 

@@ -19,7 +19,7 @@ from test_claims import LAG, NUM_CALLS, NUM_ITEMS, NUM_THREADS, Calls
 
 from quire.kernels.cpu.intrinsics import IS_X86, fetch_add
 from quire.kernels.cpu.program import Program
-from quire.kernels.cpu.team import Team, team_of
+from quire.kernels.cpu.team import Team, join_all, team_of
 
 WAIT_S = 30.0
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or not IS_X86, reason="no helpers, or no clock")
@@ -54,7 +54,7 @@ def test_each_thread_calls_it_once_and_helpers_need_nobody(num_threads: int) -> 
     team, count = Team(num_threads), np.zeros(1, np.int64)
     assert team.num_threads == num_threads
     for i in range(50):
-        team.start(_count.address, count.ctypes.data)
+        team.start(_count.address, count.ctypes.data, count)
         _wait_until(lambda i=i: count[0] == (i + 1) * num_threads - 1)
         team.join()
         assert count[0] == (i + 1) * num_threads
@@ -70,18 +70,22 @@ def test_helpers_that_sleep_are_woken_up() -> None:
 
     for i in range(5):
         _wait_until(sleeps)
-        team.start(_count.address, count.ctypes.data)
+        team.start(_count.address, count.ctypes.data, count)
         team.join()
         assert count[0] == 2 * (i + 1)
 
 
-def test_what_nobody_joined_is_joined_by_who_asks_next() -> None:
-    team, count = Team(3), np.zeros(2, np.int64)
-    team.start(_count.address, count.ctypes.data)
-    team.start(_count.address, count.ctypes.data + 8)
-    assert count[0] == 3
-    team.join()
-    assert count[1] == 3
+def test_whoever_joins_does_so_once() -> None:
+    """Several threads, and nobody who asked: it is called once by each helper, and by one of those who join."""
+    team, count = Team(3), np.zeros(1, np.int64)
+    for i in range(50):
+        team.start(_count.address, count.ctypes.data, count)
+        threads = [threading.Thread(target=each) for each in (team.join, join_all, team.join)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        assert count[0] == 3 * (i + 1)
 
 
 def test_helpers_end_with_their_team_and_with_its_thread() -> None:
@@ -89,7 +93,7 @@ def test_helpers_end_with_their_team_and_with_its_thread() -> None:
     before, count = _helpers(), np.zeros(1, np.int64)
 
     def use() -> None:
-        team_of(3).start(_count.address, count.ctypes.data)
+        team_of(3).start(_count.address, count.ctypes.data, count)
 
     thread = threading.Thread(target=use)
     thread.start()
@@ -103,19 +107,23 @@ def test_helpers_end_with_their_team_and_with_its_thread() -> None:
     assert _helpers() <= before
 
 
-def test_a_process_ends_amid_a_program() -> None:
+def test_a_process_ends_amid_what_was_asked_for() -> None:
     code = (
         "import numpy as np\n"
         "from numba import cfunc, types\n"
-        "from quire.kernels.cpu.intrinsics import fetch_add\n"
+        "from quire.kernels.cpu.intrinsics import fetch_add, give_way\n"
         "from quire.kernels.cpu.team import team_of\n"
-        "count = cfunc(types.void(types.int64))(lambda address: fetch_add(address, 1) * 0)\n"
+        "@cfunc(types.void(types.int64))\n"
+        "def long(address):\n"
+        "    for _ in range(3_000_000):\n"
+        "        give_way()\n"
+        "    fetch_add(address, 1)\n"
         "memory = np.zeros(1, np.int64)\n"
-        "team_of(2).start(count.address, memory.ctypes.data)\n"
-        "print('asked')\n"
-    ).replace("cfunc(types.void(types.int64))(lambda", "cfunc(types.int64(types.int64))(lambda")
+        "team_of(2).start(long.address, memory.ctypes.data, memory)\n"
+        "print('asked', memory[0])\n"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "asked\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "asked 0\n", "")
 
 
 @pytest.fixture
@@ -145,7 +153,9 @@ def test_what_all_must_meet_at_waits_for_who_started_it(lag: int) -> None:
     calls = Calls(stalled=-1, stalls=0, releasing=None, in_place=True)
     program = Program(calls.calls, lag)
     program.start()
-    _wait_until(lambda: calls.values[0].any())
-    assert not (calls.values[0] > 1).any(), "nobody is at the second call"
+    _wait_until(lambda: bool(calls.values[0].all()))
+    for _ in range(1000):
+        os.sched_yield()
+        assert calls.values[0].tolist() == [1] * NUM_ITEMS, "nobody is at the second call"
     program.join()
     assert calls.values[0].tolist() == [sum(range(1, NUM_CALLS + 1))] * NUM_ITEMS
