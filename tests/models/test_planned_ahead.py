@@ -175,14 +175,15 @@ def test_an_embedding_takes_over_the_row_of_a_step_under_way(directory: Path) ->
         pooling=PoolingParams(type="mean"),
     )
     executor = make_executor(directory, model={"dtype": "bfloat16"}, scheduler={"max_num_seqs": 1})
-    first = Driver(executor, MAX_LEN).run([greedy("first", 1)])[0].token_ids
     (expected,) = Driver(executor, MAX_LEN).run([vector])
-    for stop in range(3, 12):
-        params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=(first[stop],))
-        leaving = msgspec.structs.replace(greedy("leaving", 1), sampling_params=params)
+    for num_steps in range(3, 12):  # in one of them it leaves where the prompt ends that comes
         driver = Driver(executor, MAX_LEN, scheduler={"max_num_seqs": 1})
-        _, found = driver.run([leaving, vector])
-        assert found.embedding is not None
+        driver.core.add_request(greedy("leaving", 1))
+        for _ in range(num_steps):
+            driver.core.step()
+        assert len(driver.core._inflight) == 1
+        driver.core.abort(["leaving"])
+        (found,) = driver.run([vector])
         assert torch.equal(torch.as_tensor(found.embedding), torch.as_tensor(expected.embedding))
 
 
@@ -197,8 +198,11 @@ def test_who_comes_during_a_prompt_is_in_the_next_step(directory: Path) -> None:
     assert driver.core.stats().num_running == 2
 
 
-def test_requests_go_on_after_a_step_that_failed(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It fails when the next one is launched, which fails with it. The old cache is gone before there is a new one."""
+@pytest.mark.parametrize("failing", [1, 15], ids=["when-asked-for", "when-the-next-is-launched"])
+def test_requests_go_on_after_a_step_that_failed(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    """The old cache is gone before there is a new one."""
     requests = [greedy(f"r{i}", 1 + i) for i in range(3)]
     executor = make_executor(directory, model={"dtype": "bfloat16"})
     expected = [answer.token_ids for answer in Driver(executor, MAX_LEN).run(requests)]
@@ -207,7 +211,7 @@ def test_requests_go_on_after_a_step_that_failed(directory: Path, monkeypatch: p
     def fails_once(self: ModelRunner, *arguments: Any) -> Any:
         nonlocal num_steps
         num_steps += 1
-        if num_steps == 15:
+        if num_steps == failing:
             raise RuntimeError("out of luck")
         return finish(self, *arguments)
 
@@ -221,12 +225,14 @@ def test_requests_go_on_after_a_step_that_failed(directory: Path, monkeypatch: p
     monkeypatch.setattr("quire.workers.worker.allocate_kv_cache", allocate)
     # What a test is told of by the log has tracebacks, and those what failed.
     monkeypatch.setattr("quire.workers.local_executor.logger.error", lambda *_, **__: None)
-    monkeypatch.setattr(ModelRunner, "_finish", fails_once)
     gc.collect()
-    gc.disable()
     driver = Driver(executor, MAX_LEN)
-    assert [answer.token_ids for answer in driver.run(requests)] == expected
-    gc.enable()
+    monkeypatch.setattr(ModelRunner, "_finish", fails_once)
+    gc.disable()
+    try:
+        assert [answer.token_ids for answer in driver.run(requests)] == expected
+    finally:
+        gc.enable()
     assert num_steps > 40
     assert sum(driver.core.stats().num_recoveries.values()) == 1
 
