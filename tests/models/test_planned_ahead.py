@@ -22,8 +22,7 @@ from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ExecutorError
 from quire.engine.kv_cache_spec import group_layers
 from quire.engine.model_source import load_model_info
-from quire.engine.outputs import EngineRequest, GrammarMasks
-from quire.engine.pooling import PoolingParams
+from quire.engine.outputs import EngineRequest, GrammarMasks, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels.cpu.team import team_of
 from quire.workers.kv_cache import allocate_kv_cache
@@ -79,6 +78,14 @@ def test_how_far_ahead_is_planned(directory: Path, sections: dict, expected: int
     assert make_executor(directory, **sections).preferred_inflight_steps() == expected
 
 
+def recorded(backend: CountedBackend | None = None) -> tuple[ModelRunner, list[SchedulerOutput]]:
+    """A runner that records its graphs, and steps for it: a prompt of each request, then decodes."""
+    model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
+    runner = make_runner(model, NUM_REQS, torch.device("cpu"))
+    runner.record_graphs(backend or CountedBackend(), most=NUM_REQS)
+    return runner, steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
+
+
 def run_steps(runner: ModelRunner, steps: list) -> tuple[list[LaunchedStep], list[bool]]:
     """Each is launched before the result of the one before is asked for. And whether it was under way then."""
     launched: list[LaunchedStep] = []
@@ -93,10 +100,8 @@ def run_steps(runner: ModelRunner, steps: list) -> tuple[list[LaunchedStep], lis
 
 @pytest.mark.usefixtures("_threads")
 def test_decodes_are_under_way_and_prompts_are_not() -> None:
-    model, backend = make_model(torch.device("cpu"), torch.float32, quantization="int8"), CountedBackend()
-    steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
-    runner = make_runner(model, NUM_REQS, torch.device("cpu"))
-    runner.record_graphs(backend, most=NUM_REQS)
+    backend = CountedBackend()
+    runner, steps = recorded(backend)
     for num_recorded in (0, 1):
         launched, under_way = run_steps(runner, steps)
         # A prompt, and the first decode, which is recorded while it is computed.
@@ -109,10 +114,7 @@ def test_decodes_are_under_way_and_prompts_are_not() -> None:
 @pytest.mark.usefixtures("_threads")
 def test_nothing_is_planned_beside_a_step_whose_masks_follow_from_it() -> None:
     """Else requests with a grammar would be in every second step only."""
-    model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
-    steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
-    runner = make_runner(model, NUM_REQS, torch.device("cpu"))
-    runner.record_graphs(CountedBackend(), most=NUM_REQS)
+    runner, steps = recorded()
     assert run_steps(runner, steps[:-1])[1][-1]
     masks = GrammarMasks(indices=np.array([1], np.int32), allowed=np.full((1, -(-VOCAB_SIZE // 32)), -1, np.int32))
     assert not runner.launch(msgspec.structs.replace(steps[-1], grammar=masks)).is_under_way
@@ -120,10 +122,7 @@ def test_nothing_is_planned_beside_a_step_whose_masks_follow_from_it() -> None:
 
 @pytest.mark.usefixtures("_threads")
 def test_a_step_that_is_given_up_leaves_nothing_behind() -> None:
-    model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
-    steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
-    runner = make_runner(model, NUM_REQS, torch.device("cpu"))
-    runner.record_graphs(CountedBackend(), most=NUM_REQS)
+    runner, steps = recorded()
     expected = [each.result().sampled_token_ids for each in run_steps(runner, steps)[0]]
     for until in (1, 5, len(steps)):
         launched, _ = run_steps(runner, steps[:until])
@@ -139,15 +138,12 @@ def test_a_step_under_way_is_garbage() -> None:
     """And so are its threads, as others are asked since."""
     for num_threads in (2, 3, 2):
         torch.set_num_threads(num_threads)
-        model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
-        steps = steps_of(NUM_REQS, len(group_layers(model.kv_cache_specs(16, torch.float32), 1)))
-        runner = make_runner(model, NUM_REQS, torch.device("cpu"))
-        runner.record_graphs(CountedBackend(), most=NUM_REQS)
+        runner, steps = recorded()
         (*_, last), under_way = run_steps(runner, steps)
         assert under_way[-1]
         step = weakref.ref(last)
         team_of(num_threads + 1)
-        del model, runner, last, _
+        del runner, last, _
         gc.collect()
         assert step() is None
 
@@ -167,13 +163,7 @@ def test_answers_are_the_same(directory: Path, depth: int, num_threads: int, num
 
 def test_an_embedding_takes_over_the_row_of_a_step_under_way(directory: Path) -> None:
     """What that step computes for a request that has ended is no part of the vector."""
-    vector = EngineRequest(
-        request_id="vector",
-        prompt_token_ids=list(range(3, 30)),
-        sampling_params=SamplingParams(max_tokens=1),
-        seed=0,
-        pooling=PoolingParams(type="mean"),
-    )
+    (vector,) = (request for request in all_kinds() if request.pooling is not None)
     executor = make_executor(directory, model={"dtype": "bfloat16"}, scheduler={"max_num_seqs": 1})
     (expected,) = Driver(executor, MAX_LEN).run([vector])
     for num_steps in range(3, 12):  # in one of them it leaves where the prompt ends that comes
