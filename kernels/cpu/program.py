@@ -235,7 +235,7 @@ def _walk(sources: str) -> Any:
     return worker
 
 
-_SOURCES = digest_of("claims", "intrinsics")
+_SOURCES = digest_of("claims", "intrinsics", "team")
 _WRITER = ctypes.PYFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _write_rows = _WRITER(_rows_writer(_SOURCES).address)
 _walker = _walk(_SOURCES)
