@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from queue import SimpleQueue
 from typing import Any
 
@@ -17,7 +18,7 @@ from quire.cluster.rank_links import RankLink, RankServer
 from quire.cluster.transport import TransportError, new_secret
 from quire.cluster.worker_actor import WorkerActor
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
-from quire.workers.launched_step import HostCopies, LaunchedStep
+from quire.workers.launched_step import HostCopies, LaunchedStep, Read, StepWork
 
 WAIT_S = 10
 
@@ -46,7 +47,11 @@ class Device:
                 raise RuntimeError("an illegal address")
             return ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=np.array([[7]], np.int32))
 
-        return LaunchedStep(HostCopies(torch.device("cpu")), read)
+        def work() -> Generator[bool, None, Read]:
+            yield True
+            return read
+
+        return LaunchedStep(HostCopies(torch.device("cpu")), StepWork(work()), nullcontext())
 
 
 class Rank:
