@@ -352,7 +352,7 @@ class Worker:
 
 def _has_helpers() -> bool:
     """Of the thread that computes, on CPU."""
-    from quire.kernels.cpu.team import has_helpers
+    from quire.kernels.cpu.threads import has_helpers
 
     return has_helpers(torch.get_num_threads())
 

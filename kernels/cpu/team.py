@@ -16,7 +16,6 @@ import ctypes
 import logging
 import os
 import signal
-import sys
 import threading
 import weakref
 from typing import Any
@@ -35,6 +34,7 @@ from .intrinsics import (
     store_release,
 )
 from .sources import digest_of
+from .threads import has_helpers
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +106,6 @@ def team_of(num_threads: int) -> Team:
     if _of_thread.team is None or _of_thread.num_threads != num_threads:
         _of_thread.team, _of_thread.num_threads = Team(num_threads), num_threads
     return _of_thread.team
-
-
-def has_helpers(num_threads: int) -> bool:
-    """Whether a team of so many does anything before it is joined. Apple's system has no such semaphores."""
-    return num_threads > 1 and sys.platform == "linux"
 
 
 def _started(address: int, count: int) -> list[ctypes.c_ulong]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ import torch
 from .recording import CompiledCall, recorder
 
 logger = logging.getLogger(__name__)
+
+
+def has_helpers(num_threads: int) -> bool:
+    """Whether a `team.Team` of so many does anything before it is joined. Apple's system has no such semaphores.
+
+    Asked before anything of it is compiled."""
+    return num_threads > 1 and sys.platform == "linux"
 
 
 def run_call(call: CompiledCall) -> None:
