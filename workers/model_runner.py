@@ -19,6 +19,7 @@ from the device; all else is the same.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -386,6 +387,8 @@ class ModelRunner:
 
 
 def _join_helpers() -> None:
+    if sys.is_finalizing():
+        return  # they have ended (`atexit`), and nothing can be imported any more
     from quire.kernels.cpu.team import join_all
 
     join_all()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +34,19 @@ from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_runner import ModelRunner
 
 NUM_REQS = 3
+
+
+_ENDS_AMID_A_STEP = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from test_planned_ahead import MAX_LEN, Driver, greedy, make_executor
+driver = Driver(make_executor(Path(sys.argv[1]), model={"dtype": "bfloat16"}), MAX_LEN)
+driver.core.add_request(greedy("interrupted", 1))
+for _ in range(6):
+    driver.core.step()
+print(len(driver.core._inflight))
+"""
 
 
 @pytest.fixture
@@ -133,6 +148,14 @@ def test_a_step_that_is_given_up_leaves_nothing_behind() -> None:
         np.testing.assert_array_equal(found, expected)
 
 
+def test_a_process_ends_quietly_with_a_step_under_way(directory: Path) -> None:
+    """As one does that was interrupted amid its answers."""
+    command = [sys.executable, "-c", _ENDS_AMID_A_STEP, str(directory), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1\n"), done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 @pytest.mark.usefixtures("_threads")
 def test_a_step_under_way_is_garbage() -> None:
     """And so are its threads, as others are asked since."""
@@ -182,6 +205,7 @@ def test_who_comes_during_a_prompt_is_in_the_next_step(directory: Path) -> None:
     driver = Driver(executor, MAX_LEN)
     driver.core.add_request(greedy("first", 1))
     driver.core.step()
+    assert not driver.core._inflight, "nothing was planned beside the prompt"
     assert driver.core.stats().num_running == 1
     driver.core.add_request(greedy("second", 5))
     driver.core.step()
