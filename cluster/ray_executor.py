@@ -68,6 +68,9 @@ class RayExecutor:
     def preferred_inflight_steps(self) -> int:
         return self._ranks.facts[0].preferred_inflight_steps
 
+    def preferred_speculative_tokens(self) -> int:
+        return self._ranks.facts[0].preferred_speculative_tokens
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._ranks.facts[0].kv_cache_specs
 

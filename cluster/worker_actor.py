@@ -33,6 +33,7 @@ class RankFacts:
     kv_cache_specs: list[KVCacheSpec]
     available_kv_cache_bytes: int
     preferred_inflight_steps: int
+    preferred_speculative_tokens: int
     pid: int
     node_id: str
 
@@ -81,6 +82,7 @@ class WorkerActor:
             self._worker.kv_cache_specs(),
             self._worker.available_kv_cache_bytes(),
             self._worker.preferred_inflight_steps,
+            self._worker.preferred_speculative_tokens,
             os.getpid(),
             ray.get_runtime_context().get_node_id(),
         )

@@ -136,7 +136,7 @@ class SchedulerConfig(Section):
         ge=1,
         le=8,
         description="Steps given to the workers before the first is back. When not given, 2 on GPU, and on CPU where "
-        "decode steps are recorded and there are no drafts, else 1; the stages of a pipeline where it is one.",
+        "decode steps are recorded, else 1; the stages of a pipeline where it is one.",
     )
     num_speculative_tokens: int | None = Field(
         None,

@@ -63,7 +63,7 @@ class EngineCore:
         self.max_model_len = fit_model_len(config, kv_cache, max_model_len)
         self._max_inflight_steps = config.scheduler.max_inflight_steps or executor.preferred_inflight_steps()
         share = PipelineShare(self._max_inflight_steps) if config.parallel.pipeline_parallel_size > 1 else None
-        num_drafts = num_speculative_tokens(config, executor.preferred_inflight_steps())
+        num_drafts = num_speculative_tokens(config, executor.preferred_speculative_tokens())
         # Who asks for drafts gets them; nobody else does where they do not pay.
         policy = DraftGain() if num_drafts and config.scheduler.num_speculative_tokens is None else EveryDraft()
         speculation = Speculation(num_drafts, policy)
@@ -105,9 +105,7 @@ class EngineCore:
         """
         if self._woken.is_set():
             self._woken.clear()
-        while len(self._inflight) < self._max_inflight_steps and (
-            not self._inflight or self._executor.takes_next_step()
-        ):
+        while not self._inflight or self._takes_next_step():
             step = self.scheduler.schedule(self._clock())
             if step is None:
                 break
@@ -124,6 +122,14 @@ class EngineCore:
             logger.warning("A step failed; its requests start again: %s", error.message)
             return outputs + self._recover(step, error)
         return outputs + self.scheduler.update(step, result, self._clock())
+
+    def _takes_next_step(self) -> bool:
+        """Whether to plan a step while others are in flight."""
+        return (
+            len(self._inflight) < self._max_inflight_steps
+            and self._executor.takes_next_step()
+            and not self.scheduler.awaits(self._inflight[-1][0])
+        )
 
     def wake(self) -> None:
         """A gate may let in what it refused. From any thread."""

@@ -24,8 +24,13 @@ class Executor(Protocol):
     """
 
     def preferred_inflight_steps(self) -> int:
-        """How many steps outstanding keep the ranks busy: 1 where nothing is computed while the engine plans, or where
-        no step can be planned until the last one is known; else 2, and as many as there are stages in a pipeline."""
+        """How many steps outstanding keep the ranks busy: 1 where nothing is computed while the engine plans, else 2,
+        and as many as there are stages in a pipeline."""
+        ...
+
+    def preferred_speculative_tokens(self) -> int:
+        """Drafts of a request in one step, where nobody says how many: 0 where what is computed beside a row changes
+        its bits."""
         ...
 
     def takes_next_step(self) -> bool:

@@ -20,7 +20,7 @@ class RunningTable:
     `num_tokens` counts the known tokens of a row (prompt and output), `num_pending` those that steps in flight will
     sample, `num_computed` those whose keys and values are in the cache or will be, by the steps given out so far.
     `is_constrained` rows sample under a mask that follows from their last token: they are not computed again before
-    that token is known here. Nor are `is_speculative` rows, to which one step may bring several tokens.
+    that token is known here.
     `last_token_ids` are the last known ones. `is_short` says that the last step gave the row less than it could use.
     `epoch` changes whenever a row is released, so that the result of a step that was in flight then is recognised.
     """
@@ -35,7 +35,6 @@ class RunningTable:
         self.num_blocks = column()
         self.max_total = column()
         self.is_constrained = np.zeros(max_num_seqs, dtype=np.bool_)
-        self.is_speculative = np.zeros(max_num_seqs, dtype=np.bool_)
         self.last_token_ids = column()
         self.is_short = np.zeros(max_num_seqs, dtype=np.bool_)
         self.epoch = column()
@@ -71,7 +70,6 @@ class RunningTable:
         self.num_blocks[row] = num_blocks
         self.max_total[row] = request.max_total_tokens
         self.is_constrained[row] = request.constraint is not None
-        self.is_speculative[row] = False
         self.last_token_ids[row] = request.token_slice(request.num_tokens - 1, request.num_tokens)[0]
         self.is_short[row] = False
         insort(self._order, (request.sort_key, row))

@@ -138,6 +138,10 @@ class Scheduler:
             self._speculation.add_to(plan, self.running, self.kv_cache.block_size)
         return self._give_out(plan)
 
+    def awaits(self, last: ScheduledStep) -> bool:
+        """Whether the next step had better be planned when `last`, the last one that was given out, is back."""
+        return self._speculation.awaits(last, self.running, self.kv_cache.block_size)
+
     def _serve_alone(self, suspect: Request, now: float) -> StepPlan | None:
         """A plan for one request. None if it cannot get a row: then the others go on, for they hold what it lacks."""
         if suspect.status is not RequestStatus.RUNNING:
@@ -254,7 +258,7 @@ class Scheduler:
         if kv_cache.grow(row, num_computed, num_blocks) is None:
             raise EngineError(f"no room for {num_blocks} blocks, although they were counted: {self.stats()}")
         kv_cache.commit(request, num_computed + chunk)
-        self._speculation.enter(request, self.running)
+        self._speculation.enter(request)
         self.running.is_short[row] = chunk < wants
         request.ledger.bill(WaitCause.TOKEN_BUDGET if chunk < wants else None, now)
         plan.budget -= chunk
@@ -317,7 +321,7 @@ class Scheduler:
     def update(self, step: ScheduledStep, result: ModelRunnerOutput, now: float) -> list[EngineOutput]:
         """Book the tokens that a step sampled, and end the requests that they end. In batch order."""
         self._share.taken_in(step.num_tokens)
-        self._speculation.learn_step(step, now - step.planned_at)
+        self._speculation.learn_step(step, now)
         table, rows = self.running, step.output.rows
         taken = step.samples & (table.epoch[rows] == step.epochs)  # a row released meanwhile belongs to somebody else
         table.num_pending[rows[taken]] -= 1

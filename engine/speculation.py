@@ -38,25 +38,17 @@ _NUM_CHEAP = 8
 MAX_STEP_DRAFTS = _NUM_CHEAP - 1  # of all requests; workers have room for so many
 
 
-def num_speculative_tokens(config: EngineConfig, preferred_inflight_steps: int) -> int:
-    """Drafts of a request in one step.
-
-    By default in float32 on CPU: there a row's bits do not depend on the rows beside it, and a step is planned when the
-    one before is known. Elsewhere a request that may get some would have to wait for it. Whether they pay there, says
-    `DraftGain`.
+def num_speculative_tokens(config: EngineConfig, preferred: int) -> int:
+    """Drafts of a request in one step. `preferred`: what its executor likes best.
 
     Raises `ConfigError` if the user asks for drafts that cannot be.
     """
-    wanted, model = config.scheduler.num_speculative_tokens, config.model
+    wanted = config.scheduler.num_speculative_tokens
     if config.parallel.pipeline_parallel_size > 1:
         if wanted:
             raise ConfigError("scheduler.num_speculative_tokens: must be 0 (or not given) in a pipeline.")
         return 0
-    if wanted is not None:
-        return wanted
-    is_on_cpu = preferred_inflight_steps == 1
-    is_float32 = model.dtype in ("auto", "float32") and model.quantization is None
-    return DEFAULT_NUM_TOKENS if is_on_cpu and is_float32 and config.scheduler.max_inflight_steps in (None, 1) else 0
+    return preferred if wanted is None else wanted
 
 
 class NgramDrafter:
@@ -71,32 +63,30 @@ class NgramDrafter:
     def __init__(self, token_ids: list[int], policy: DraftPolicy) -> None:
         self._policy = policy
         self._tokens = bytearray(array("i", token_ids[-_WINDOW:]).tobytes())
-        self._drafts: list[int] = []
+        self._drafts: list[int] | None = None  # nobody has asked
         self.trust = 0
 
     def draft(self, count: int) -> list[int]:
-        """Guesses for the next `count` tokens, or none."""
-        start = self._find()
-        if start < 0:
-            self._drafts = []
-        else:
-            drafts = array("i", bytes(self._tokens[start : start + count * _BYTES])).tolist()
-            while len(drafts) < count:  # it goes on with what it has just guessed
-                drafts += drafts[: count - len(drafts)]
-            self._drafts = drafts
+        """Guesses for the `count` tokens behind those that it knows, or none. The same until it learns."""
+        if self._drafts is None:
+            self._drafts, start = [], self._find()
+            if start >= 0:
+                self._drafts = array("i", bytes(self._tokens[start : start + count * _BYTES])).tolist()
+            while 0 < len(self._drafts) < count:  # it goes on with what it has just guessed
+                self._drafts += self._drafts[: count - len(self._drafts)]
         return self._drafts
 
     def learn(self, token_ids: list[int]) -> None:
         """The tokens that really came, since the last call."""
         if not self._drafts:
             self.trust = max(self.trust - 1, 0)
-        for draft, token_id in zip(self._drafts, token_ids, strict=False):
+        for draft, token_id in zip(self._drafts or (), token_ids, strict=False):
             self._policy.learn(self.trust, was_right=draft == token_id)
             if draft != token_id:
                 self.trust = 0
                 break
             self.trust = min(self.trust + 1, MAX_TRUST)
-        self._drafts = []
+        self._drafts = None
         self._tokens += array("i", token_ids).tobytes()
         if len(self._tokens) > 2 * _WINDOW * _BYTES:
             del self._tokens[: -_WINDOW * _BYTES]
@@ -128,10 +118,11 @@ class Speculation:
         """`policy`: every draft if None."""
         self._num_tokens = num_tokens
         self._policy = policy or EveryDraft()
+        self._known_at = 0.0  # when the last step was back
         self.num_drafts = 0  # draft tokens given out
         self.num_accepted = 0  # those that were right
 
-    def enter(self, request: Request, table: RunningTable) -> None:
+    def enter(self, request: Request) -> None:
         """A request has taken a row. It gets no drafts where something follows each of its tokens that would have to
         be taken back: counts for its penalties, the state of its grammar.
         """
@@ -140,7 +131,21 @@ class Speculation:
             return
         if request.drafter is None:
             request.drafter = NgramDrafter(request.all_token_ids, self._policy)
-        table.is_speculative[request.row] = True
+
+    def awaits(self, last: ScheduledStep, table: RunningTable, block_size: int) -> bool:
+        """Whether the next step had better be planned when `last`, which was given out, is back.
+
+        How many tokens its drafts bring is known then only. And a request whose guesses are worth their time now will
+        have some behind the token that is under way, if that is as guessed.
+        """
+        if last.output.drafts is not None:
+            return True
+        room = _NUM_CHEAP - len(table)
+        if not self._num_tokens or room <= 0:
+            return False
+        rows = table.rows()
+        _, wanted = self._guess(rows[table.num_pending[rows] > 0], table, block_size)
+        return bool(wanted and self._policy.choose(wanted, len(rows), len(rows), room))
 
     def add_to(self, plan: StepPlan, table: RunningTable, block_size: int) -> None:
         """Give drafts to the requests that compute just their last token, as long as the step stays small.
@@ -156,19 +161,7 @@ class Speculation:
             return
         rows = plan.rows
         ready = (plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])
-        drafts: dict[int, list[int]] = {}
-        wanted: dict[int, tuple[int, int]] = {}  # by row: see `DraftGain`
-        for row in rows[ready].tolist():
-            request = table.requests[row]
-            if request is None or request.drafter is None:
-                continue
-            drafts[row] = request.drafter.draft(self._num_tokens)
-            room_in_blocks = int(table.num_blocks[row]) * block_size - request.num_tokens
-            # One more than were right the last time.
-            trust = request.drafter.trust
-            count = min(trust + 1, len(drafts[row]), room_in_blocks, request.num_tokens_left - 1)
-            if count > 0:
-                wanted[row] = trust, count
+        drafts, wanted = self._guess(rows[ready], table, block_size)
         if not wanted:
             return
         num_requests = int((plan.grants > 0).sum()) + len(plan.new_grants)
@@ -178,8 +171,31 @@ class Speculation:
         plan.budget -= given
         self.num_drafts += given
 
-    def learn_step(self, step: ScheduledStep, seconds: float) -> None:
-        """What a step took, from its plan to its results. Prompts are computed in other ways than as many decodes."""
+    def _guess(
+        self, rows: IntArray, table: RunningTable, block_size: int
+    ) -> tuple[dict[int, list[int]], dict[int, tuple[int, int]]]:
+        """By row, what may follow the known tokens, and what of it the request could have: see `DraftPolicy`."""
+        drafts, wanted = {}, {}
+        for row in rows.tolist():
+            request = table.requests[row]
+            if request is None or request.drafter is None:
+                continue
+            drafts[row] = request.drafter.draft(self._num_tokens)
+            num_pending = int(table.num_pending[row])
+            num_tokens = request.num_tokens + num_pending
+            num_blocks = max(int(table.num_blocks[row]), -(-num_tokens // block_size))  # as it will have for those
+            room_in_blocks = num_blocks * block_size - num_tokens
+            # One more than were right the last time.
+            trust = request.drafter.trust
+            count = min(trust + 1, len(drafts[row]), room_in_blocks, request.num_tokens_left - num_pending - 1)
+            if count > 0:
+                wanted[row] = trust, count
+        return drafts, wanted
+
+    def learn_step(self, step: ScheduledStep, now: float) -> None:
+        """What a step took whose results are there: since its plan, or since those of the step before, beside which it
+        was planned. Prompts are computed in other ways than as many decodes."""
+        seconds, self._known_at = now - max(step.planned_at, self._known_at), now
         if step.num_tokens > _NUM_CHEAP:
             return
         drafts = step.output.drafts

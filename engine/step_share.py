@@ -63,8 +63,7 @@ class WholeShare:
     """Without a pipeline: everything, at once."""
 
     def known(self, table: RunningTable, rows: IntArray) -> IntArray:
-        is_settled_first = table.is_constrained[rows] | table.is_speculative[rows]
-        return table.num_tokens[rows] + table.num_pending[rows] * ~is_settled_first  # for those, none that is pending
+        return table.num_tokens[rows] + table.num_pending[rows] * ~table.is_constrained[rows]
 
     def limit(self, wants: IntArray, num_running: int, num_waiting_tokens: int, budget: int) -> Share:  # noqa: ARG002
         return Share(wants, budget)

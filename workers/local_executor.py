@@ -38,6 +38,9 @@ class LocalExecutor:
     def preferred_inflight_steps(self) -> int:
         return self._worker.preferred_inflight_steps
 
+    def preferred_speculative_tokens(self) -> int:
+        return self._worker.preferred_speculative_tokens
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._worker.kv_cache_specs()
 

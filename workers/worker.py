@@ -17,7 +17,7 @@ from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec, group_layers
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import GrammarMasks, IntArray, ModelRunnerOutput, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
-from quire.engine.speculation import MAX_STEP_DRAFTS, num_speculative_tokens
+from quire.engine.speculation import DEFAULT_NUM_TOKENS, MAX_STEP_DRAFTS, num_speculative_tokens
 from quire.kernels import fp8
 from quire.kernels.dispatch import LARGEST_GPU_HEAD
 from quire.kernels.ops import AttentionMetadata
@@ -220,12 +220,16 @@ class Worker:
     @property
     def preferred_inflight_steps(self) -> int:
         """One for each stage, so that all are at work. Two where a step is computed while the host plans the next: on a
-        GPU, which then never waits for it, and as a graph on CPU, unless requests may have drafts, for then a step is
-        planned when the one before is known."""
-        is_computed_meanwhile = self.device.type == "cuda" or (
-            self._uses_graphs and _has_helpers() and num_speculative_tokens(self._config, 1) == 0
-        )
+        GPU, which then never waits for it, and as a graph on CPU."""
+        is_computed_meanwhile = self.device.type == "cuda" or (self._uses_graphs and _has_helpers())
         return max(self._parallel.grid.num_stages, 2 if is_computed_meanwhile else 1)
+
+    @property
+    def preferred_speculative_tokens(self) -> int:
+        """Some in float32 on CPU: there a row's bits do not depend on the rows beside it. Whether they pay, says the
+        engine's `DraftGain`."""
+        is_exact = self.device.type == "cpu" and self.dtype == torch.float32 and self._config.model.quantization is None
+        return DEFAULT_NUM_TOKENS if is_exact else 0
 
     def launch(self, step: SchedulerOutput) -> LaunchedStep:
         """Start one step, without waiting for it where several may be in flight. With several ranks, all must be given
@@ -296,7 +300,7 @@ class Worker:
 
     def _draft_bytes(self) -> int:
         """What drafts add to the largest step, which has none: logits, and three copies where they are drawn."""
-        has_drafts = num_speculative_tokens(self._config, self.preferred_inflight_steps) > 0
+        has_drafts = num_speculative_tokens(self._config, self.preferred_speculative_tokens) > 0
         return MAX_STEP_DRAFTS * self._info.vocab_size * 4 * 4 if has_drafts else 0
 
     def _measure_graphs(self) -> int:

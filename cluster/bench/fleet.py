@@ -195,6 +195,9 @@ class _Replica:
     def preferred_inflight_steps(self) -> int:
         return 1
 
+    def preferred_speculative_tokens(self) -> int:
+        return 0
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return [KVCacheSpec(BLOCK_SIZE, 1, 1, 1)]
 

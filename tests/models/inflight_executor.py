@@ -91,6 +91,9 @@ class InflightExecutor:
     def preferred_inflight_steps(self) -> int:
         return 2
 
+    def preferred_speculative_tokens(self) -> int:
+        return 0
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._worker.kv_cache_specs()
 

@@ -75,6 +75,9 @@ class _Executor:
     def preferred_inflight_steps(self) -> int:
         return self.grid.num_stages
 
+    def preferred_speculative_tokens(self) -> int:
+        return 0
+
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self.call("kv_cache_specs")[0]
 

@@ -81,9 +81,8 @@ def greedy(request_id: str, first: int, num_tokens: int = 40) -> EngineRequest:
     [
         ({"model": {"dtype": "bfloat16"}}, 2),
         ({"model": {"quantization": "int8"}}, 2),
-        ({"scheduler": {"num_speculative_tokens": 0}}, 2),
-        ({}, 1),  # float32: requests may have drafts
-        ({"model": {"dtype": "bfloat16"}, "scheduler": {"num_speculative_tokens": 2}}, 1),
+        ({}, 2),
+        ({"scheduler": {"num_speculative_tokens": 2}}, 2),
         ({"model": {"dtype": "bfloat16", "enforce_eager": True}}, 1),
         ({"model": {"dtype": "bfloat16", "num_threads": 1}}, 1),
     ],

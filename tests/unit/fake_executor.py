@@ -25,6 +25,7 @@ from quire.engine.outputs import (
     SchedulerOutput,
 )
 from quire.engine.pooling import PoolingParams
+from quire.engine.speculation import DEFAULT_NUM_TOKENS
 
 VOCABULARY = 50
 EMPTY = (-1, -1)
@@ -117,6 +118,9 @@ class FakeExecutor:
 
     def preferred_inflight_steps(self) -> int:
         return self.num_stages
+
+    def preferred_speculative_tokens(self) -> int:
+        return DEFAULT_NUM_TOKENS
 
     def kv_cache_specs(self) -> list[KVCacheSpec]:
         return self._specs

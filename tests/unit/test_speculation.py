@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from itertools import pairwise
+
 import pytest
 from engine_helpers import make_core, make_request, run
 from fake_executor import FakeExecutor, expected_tokens
 
 from quire.engine.config import EngineConfig
-from quire.engine.draft_gain import EveryDraft
+from quire.engine.draft_gain import DraftGain, EveryDraft
 from quire.engine.errors import ConfigError
+from quire.engine.outputs import DraftTokens, ModelRunnerOutput, SchedulerOutput
 from quire.engine.speculation import NgramDrafter, num_speculative_tokens
 
 REPETITIVE = 4  # a seed with which the fake model mostly repeats itself
@@ -90,6 +94,75 @@ def test_the_answer_is_the_same_in_fewer_steps() -> None:
 
 
 STEPS_DRAFTS_ACCEPTED = (70, 47, 30)
+
+
+class Ahead(FakeExecutor):
+    """Notes of each step how many are in flight when it is planned, and what is known of the first request then."""
+
+    def __init__(self) -> None:
+        super().__init__(block_size=16)
+        self.planned: list[tuple[int, list[int], DraftTokens | None]] = []
+
+    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        known = self.core.scheduler.requests["0"].all_token_ids
+        self.planned.append((len(self.core._inflight), known, step.drafts))
+        return super().execute(step)
+
+    def run(self, num_requests: int, **scheduler: object) -> None:
+        self.core = make_core(self, num_speculative_tokens=4, **scheduler)
+        requests = [make_request(str(i), [*PROMPT, i], 90, REPETITIVE) for i in range(num_requests)]
+        collector = run(self.core, requests)
+        for i, request in enumerate(requests):
+            assert collector.tokens[str(i)] == expected_tokens(request.prompt_token_ids, 90, REPETITIVE)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_a_step_is_planned_beside_another_unless_there_is_a_guess(depth: int) -> None:
+    executor = Ahead()
+    executor.run(1, max_inflight_steps=depth)
+    num_beside = 0
+    for (num_before, _, drafts_before), (num_inflight, known, drafts) in pairwise(executor.planned):
+        if num_inflight:
+            num_beside += 1
+            assert drafts_before is drafts is None
+            # The token under way is the last of a block, or of the answer: there is no room for a draft behind it.
+            assert NgramDrafter(known, EveryDraft()).draft(4) == [] or len(known) % 16 == 15 or len(known) >= 94
+        elif num_before:  # one was planned beside another, and then none
+            assert NgramDrafter(known[:-1], EveryDraft()).draft(4) != []
+    assert num_beside > 5
+    assert sum(drafts is not None for _, _, drafts in executor.planned) > 5
+
+
+def test_a_step_that_has_no_room_for_drafts_is_planned_beside_another() -> None:
+    executor = Ahead()
+    executor.run(8, max_inflight_steps=2)
+    assert all(num_inflight == 1 for num_inflight, _, _ in executor.planned[1:])
+    assert executor.core.stats().num_draft_tokens == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_what_a_step_takes_is_not_counted_for_the_next_one(depth: int) -> None:
+    """Each takes a second here, from when the one before is back, or from its own plan."""
+    now = 0.0
+
+    class Slow(FakeExecutor):
+        def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+            done = super().execute(step)
+
+            class Pending(Future[ModelRunnerOutput]):
+                def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+                    nonlocal now
+                    now += 1.0
+                    return done.result(timeout)
+
+            return Pending()
+
+    core = make_core(Slow(), clock=lambda: now, num_speculative_tokens=None, max_inflight_steps=depth)
+    run(core, [make_request("a", PROMPT, 100, REPETITIVE)])
+    gain = core.scheduler._speculation._policy
+    assert isinstance(gain, DraftGain)
+    assert gain.costs._seen
+    assert {mean for mean, _, _ in gain.costs._seen.values()} == {1.0}
 
 
 @pytest.mark.parametrize("max_inflight_steps", [1, 2, 3])
@@ -185,16 +258,11 @@ def test_who_gets_drafts() -> None:
     def config(**sections: object) -> EngineConfig:
         return EngineConfig.model_validate(sections)
 
-    assert num_speculative_tokens(config(), 1) == 4
-    assert num_speculative_tokens(config(), 2) == 0
-    assert num_speculative_tokens(config(scheduler={"max_inflight_steps": 2}), 1) == 0
-    assert num_speculative_tokens(config(model={"dtype": "float32"}), 1) == 4
-    assert num_speculative_tokens(config(model={"dtype": "bfloat16"}), 1) == 0
-    assert num_speculative_tokens(config(model={"quantization": "int8"}), 1) == 0
-    assert num_speculative_tokens(config(model={"dtype": "bfloat16"}, scheduler={"num_speculative_tokens": 3}), 1) == 3
-    assert num_speculative_tokens(config(scheduler={"num_speculative_tokens": 7}), 2) == 7
-    assert num_speculative_tokens(config(scheduler={"num_speculative_tokens": 0}), 1) == 0
+    for preferred in (0, 4):
+        assert num_speculative_tokens(config(), preferred) == preferred
+        assert num_speculative_tokens(config(scheduler={"num_speculative_tokens": 7}), preferred) == 7
+        assert num_speculative_tokens(config(scheduler={"num_speculative_tokens": 0}), preferred) == 0
     pipeline = {"pipeline_parallel_size": 2}
-    assert num_speculative_tokens(config(parallel=pipeline), 1) == 0
+    assert num_speculative_tokens(config(parallel=pipeline), 4) == 0
     with pytest.raises(ConfigError, match="num_speculative_tokens"):
-        num_speculative_tokens(config(parallel=pipeline, scheduler={"num_speculative_tokens": 1}), 1)
+        num_speculative_tokens(config(parallel=pipeline, scheduler={"num_speculative_tokens": 1}), 4)
