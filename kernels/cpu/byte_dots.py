@@ -39,14 +39,8 @@ from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
 from .byte_products import ONE_DIGIT, THREE_DIGITS, TWO_DIGITS, Way
-from .byte_rows import split_row, words_at, x_block_bytes
-from .byte_vectors import (
-    ROWS,
-    multiply_packed,
-    multiply_unpacked,
-    unpack,
-    unpacked_bytes,
-)
+from .byte_rows import ROWS, place_of_row, split_row, words_at, x_block_bytes
+from .byte_vectors import multiply_packed, multiply_unpacked, unpack, unpacked_bytes
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
@@ -196,7 +190,7 @@ def _split_worker(packing: str, num_digits: int, x_bytes: int, sources: str) -> 
             if item < 0:
                 return
             for row in range(first, stop):
-                target = a.digits + row * num_blocks * block_bytes
+                target = a.digits + place_of_row(row, num_blocks, block_bytes)
                 split_row(packing, num_digits, x_bytes, a.x + row * a.in_features * x_bytes, num_blocks, target)
 
     return worker
@@ -233,7 +227,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
             digits = unpacked + block_unpacked
             for i in range(num_rows):
                 row = a[X] + i * in_features * x_bytes
-                split_row(packing, num_digits, x_bytes, row, num_blocks, digits + i * x_row)
+                split_row(packing, num_digits, x_bytes, row, num_blocks, digits + i * block_bytes)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
         chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
@@ -257,12 +251,12 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
                 if are_few:
                     multiply_packed(
                         packing, num_digits,
-                        panel, panel_step, num_blocks, unpacked, x, x_row, count, totals,
+                        panel, panel_step, num_blocks, unpacked, x, count, totals,
                     )  # fmt: skip
                 else:
                     multiply_unpacked(
                         packing, num_digits,
-                        unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step,
+                        unpacked, num_blocks, x, count, totals, panel + next_pair, panel_step,
                     )  # fmt: skip
                 results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
                 finish(activation, is_short, has_short_x, results.ctypes.data)

@@ -2,10 +2,11 @@
 # mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
 """Words to write rows of x as `byte_vectors` multiplies them, as LLVM vectors.
 
-A block of a row is `x_block_bytes`: its parts, [part][number in the order of lines], then words: what a whole number is
-worth and the sum of the block, float32, and for each group what is added to its sums, int32, where codes have no
-sign. A part is a digit, int8, the highest first, or there is one: all digits as a word, or x in float32 as it is, with
-no words behind it (see `byte_products`).
+Rows are in groups of ROWS, in which the first blocks of all rows lie together, then the second ones: where one is
+known, so is where the others are. A block of a row is `x_block_bytes`: its parts, [part][number in the order of lines],
+then words: what a whole number is worth and the sum of the block, float32, and for each group what is added to its
+sums, int32, where codes have no sign. A part is a digit, int8, the highest first, or there is one: all digits as a
+word, or x in float32 as it is, with no words behind it (see `byte_products`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS
@@ -42,6 +43,7 @@ from .vectors import (
     take,
 )
 
+ROWS = 8  # of x at a time
 FACTOR, SUM, OFFSETS = range(3)  # words of a block
 
 _AT_ONCE = 4  # blocks that are split together
@@ -79,12 +81,18 @@ def x_block_bytes(way: Way) -> int:
     return -(-(words_at(way) + 4 * num_words) // STEP_BYTES) * STEP_BYTES
 
 
+@njit(inline="always")
+def place_of_row(row: int, num_blocks: int, block_bytes: int) -> int:
+    """In bytes, where the first block of a row is."""
+    return (row // ROWS * ROWS * num_blocks + row % ROWS) * block_bytes
+
+
 @intrinsic(prefer_literal=True)
 def split_row(
     typing_context: Any, packing: Any, num_digits: Any, x_bytes: Any, x: Any, num_blocks: Any, out: Any
 ) -> Any:
     """Write a row of x (4 bytes: float32, 2: bfloat16) as blocks of so many digits, for codes of a packing; all three
-    are constants.
+    are constants. `out`: where its first block goes, see `place_of_row`.
 
     A block's numbers become whole multiples of a power of two, which is 2^-22 of its largest or less (of those right
     below a power, 1.008 times that), with two digits 2^-14, and no less than 2^-126; with one digit, of 1/127 of its
@@ -102,7 +110,7 @@ def split_row(
             numbers = [at_most(b, b.add(k, INT64(i)), last) for i in range(_AT_ONCE)]
             sources, targets = (
                 [b.add(start, b.mul(number, INT64(step))) for number in numbers]
-                for start, step in ((x, BLOCK * size), (out, x_block_bytes(way)))
+                for start, step in ((x, BLOCK * size), (out, ROWS * x_block_bytes(way)))
             )
             halves = [
                 [load_numbers(b, b.add(source, INT64(first * size)), size) for first in (0, LANES)]

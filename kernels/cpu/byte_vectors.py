@@ -24,8 +24,8 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..packed import PACKINGS
-from .byte_products import Way
-from .byte_rows import FACTOR, OFFSETS, SUM, groups_of, part_bytes, parts_of, words_at, x_block_bytes
+from .byte_products import ONE_DIGIT, Way
+from .byte_rows import FACTOR, OFFSETS, ROWS, SUM, groups_of, part_bytes, parts_of, words_at, x_block_bytes
 from .code_words import WIDTH, blocks_of, codes_of, fetch, scale_and_middle, total_at
 from .tile_product import STEP_BYTES
 from .vectors import (
@@ -42,8 +42,6 @@ from .vectors import (
     splat,
     store,
 )
-
-ROWS = 8  # of x at a time
 
 _COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
 _ZEROS, _NO_SUMS = splat(FLOATS, 0.0), splat(INTS, 0)
@@ -86,17 +84,16 @@ def multiply_packed(
     num_blocks: Any,
     scratch: Any,
     x: Any,
-    x_row: Any,
     num_rows: Any,
     totals: Any,
 ) -> Any:
-    """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
+    """totals = the products of `num_rows` rows of x, ROWS at most, the first ones of a group, and WIDTH panels,
     `panel_step` bytes from one to the next, unpacked on the way. `packing` and `num_digits` are constants; scratch, for
     what is not multiplied from registers: `unpacked_bytes`."""
     way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, panel, panel_step, num_blocks, scratch, x, x_row, num_rows, totals = arguments
+        _, _, panel, panel_step, num_blocks, scratch, x, num_rows, totals = arguments
 
         def block_of(k: Any, count: int) -> _Block:
             blocks = blocks_of(b, way.kind, panel, panel_step, k)
@@ -107,10 +104,10 @@ def multiply_packed(
             _unpack_block(b, way, blocks, scratch)
             return _Unpacked(b, way, scratch)
 
-        _multiply(b, way, num_blocks, block_of, (x, x_row, num_rows), totals)
+        _multiply(b, way, num_blocks, block_of, x, num_rows, totals)
         return context.get_dummy_value()
 
-    return types.void(packing, num_digits, *[types.int64] * 8), generate
+    return types.void(packing, num_digits, *[types.int64] * 7), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -121,7 +118,6 @@ def multiply_unpacked(
     unpacked: Any,
     num_blocks: Any,
     x: Any,
-    x_row: Any,
     num_rows: Any,
     totals: Any,
     following: Any,
@@ -131,17 +127,17 @@ def multiply_unpacked(
     way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step = arguments
+        _, _, unpacked, num_blocks, x, num_rows, totals, following, panel_step = arguments
 
         def block_of(k: Any, _count: int) -> _Block:
             for block in blocks_of(b, way.kind, following, panel_step, k):
                 fetch(b, way.kind, block, ahead=0)
             return _Unpacked(b, way, b.add(unpacked, b.mul(k, INT64(unpacked_bytes(way)))))
 
-        _multiply(b, way, num_blocks, block_of, (x, x_row, num_rows), totals)
+        _multiply(b, way, num_blocks, block_of, x, num_rows, totals)
         return context.get_dummy_value()
 
-    return types.void(packing, num_digits, *[types.int64] * 8), generate
+    return types.void(packing, num_digits, *[types.int64] * 7), generate
 
 
 def _line(b: ir.IRBuilder, start: Any, number: int, panel: int) -> Any:
@@ -204,12 +200,12 @@ def _multiply(
     way: Way,
     num_blocks: Any,
     block_of: Callable[[Any, int], _Block],
-    rows: tuple[Any, Any, Any],
+    x: Any,
+    num_rows: Any,
     totals: Any,
 ) -> None:
-    """`block_of` gives a block by its number, for so many rows; `rows`: the address of the first, the bytes from one to
-    the next, and how many there are."""
-    own, words_start, (first_row, x_row, num_rows) = way.product, words_at(way), rows
+    """`block_of` gives a block by its number, for so many rows."""
+    own, words_start, block_bytes = way.product, words_at(way), x_block_bytes(way)
 
     def of_rows(count: int) -> None:
         size = _tile_of(way, count)
@@ -221,16 +217,15 @@ def _multiply(
             return []
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            block, place_in_row = block_of(k, count), b.mul(k, INT64(x_block_bytes(way)))
+            block, x_start = block_of(k, count), b.add(x, b.mul(k, INT64(ROWS * block_bytes)))
             for panel in range(0, WIDTH, own.panels):
-                loop_over(b, num_tiles, 1, [], partial(tile, block, place_in_row, range(panel, panel + own.panels)))
+                loop_over(b, num_tiles, 1, [], partial(tile, block, x_start, range(panel, panel + own.panels)))
             return []
 
-        def tile(block: _Block, place_in_row: Any, panels: range, number: Any, _state: list[Any]) -> list[Any]:
+        def tile(block: _Block, x_start: Any, panels: range, number: Any, _state: list[Any]) -> list[Any]:
             first = b.mul(number, INT64(size))
-            x_blocks = [b.add(b.add(first_row, place_in_row), b.mul(first, x_row))]
-            for _ in range(size - 1):
-                x_blocks.append(b.add(x_blocks[-1], x_row))
+            x_first = b.add(x_start, b.mul(first, INT64(block_bytes)))
+            x_blocks = [b.add(x_first, INT64(i * block_bytes)) for i in range(size)]
             sums = iter(_sums(b, way, block, x_blocks, panels))
             scales = {j: block.scale_and_middle(j) for j in panels}
             for i, x_block in enumerate(x_blocks):
@@ -339,7 +334,10 @@ def _dots(
     ahead = block.unit if own.is_joint else 0
     if ahead:
         state = add(INT64(0), 1, state)
-    at_once = 1 if own.is_narrow else max(1, ROWS // (len(x_blocks) * block.unit))  # units
+    at_once = 1  # units
+    if not own.is_narrow:  # one digit's products are so few that the end of a loop takes a tenth of their time
+        all_units, some = way.num_lines // block.unit, max(1, ROWS // (len(x_blocks) * block.unit))
+        at_once = all_units if way.num_digits == ONE_DIGIT else some
     assert (way.num_lines - ahead) % (at_once * block.unit) == 0
 
     def step(first: Any, state: list[Any]) -> list[Any]:
