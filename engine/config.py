@@ -143,8 +143,8 @@ class SchedulerConfig(Section):
         ge=0,
         le=7,
         description="Tokens of a request that are guessed, from what stood behind its last ones before, and checked in "
-        "one step; the tokens stay the same. 0: none. When not given, up to 4 in float32 on CPU, where they pay by "
-        "what steps have taken and how guesses have fared, else 0.",
+        "one step; the tokens stay the same. 0: none. When not given, up to 4 in float32 on CPU, for up to 3 "
+        "requests, where they pay by what steps have taken and how guesses have fared, else 0.",
     )
     policy: Literal["fcfs", "priority"] = Field(
         "fcfs", description="fcfs: by arrival. priority: lower number first, then arrival."

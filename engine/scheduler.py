@@ -287,6 +287,7 @@ class Scheduler:
         rows, grants = plan.batch()
         if not rows.size:
             self.waiting.drain_rate.pause()
+            self._speculation.pause()
             return None
         table = self.running
         computed = table.num_computed[rows]

@@ -18,7 +18,7 @@ from array import array
 import numpy as np
 
 from .config import EngineConfig
-from .draft_gain import MAX_TRUST, DraftPolicy, EveryDraft
+from .draft_gain import MAX_TRUST, DraftPolicy, EveryDraft, Wanted
 from .errors import ConfigError
 from .outputs import DraftTokens, IntArray
 from .request import Request
@@ -118,7 +118,8 @@ class Speculation:
         """`policy`: every draft if None."""
         self._num_tokens = num_tokens
         self._policy = policy or EveryDraft()
-        self._known_at = 0.0  # when the last step was back
+        self._known_at: float | None = None  # when the last step was back, unless nothing was to do since
+        self._plans_ahead = False  # whether anybody has asked
         self.num_drafts = 0  # draft tokens given out
         self.num_accepted = 0  # those that were right
 
@@ -138,10 +139,11 @@ class Speculation:
         How many tokens its drafts bring is known then only. And a request whose guesses are worth their time now will
         have some behind the token that is under way, if that is as guessed.
         """
+        self._plans_ahead = True
         if last.output.drafts is not None:
             return True
         room = _NUM_CHEAP - len(table)
-        if not self._num_tokens or room <= 0:
+        if not self._num_tokens or room <= 0 or len(table) > self._policy.most_requests:
             return False
         rows = table.rows()
         _, wanted = self._guess(rows[table.num_pending[rows] > 0], table, block_size)
@@ -156,15 +158,15 @@ class Speculation:
         if not self._num_tokens:
             return
         num_tokens = int(plan.grants.sum()) + sum(plan.new_grants)
+        num_requests = int((plan.grants > 0).sum()) + len(plan.new_grants)
         room = min(plan.budget, _NUM_CHEAP - num_tokens)
-        if room <= 0:
+        if room <= 0 or num_requests > self._policy.most_requests:
             return
         rows = plan.rows
         ready = (plan.grants == 1) & (table.num_computed[rows] + 1 == table.num_tokens[rows])
         drafts, wanted = self._guess(rows[ready], table, block_size)
         if not wanted:
             return
-        num_requests = int((plan.grants > 0).sum()) + len(plan.new_grants)
         counts = self._policy.choose(wanted, num_requests, num_tokens, room)
         plan.drafts = {row: drafts[row][:count] for row, count in counts.items()}
         given = sum(counts.values())
@@ -173,8 +175,8 @@ class Speculation:
 
     def _guess(
         self, rows: IntArray, table: RunningTable, block_size: int
-    ) -> tuple[dict[int, list[int]], dict[int, tuple[int, int]]]:
-        """By row, what may follow the known tokens, and what of it the request could have: see `DraftPolicy`."""
+    ) -> tuple[dict[int, list[int]], dict[int, Wanted]]:
+        """By row, what may follow the known tokens, and what of it the request could have."""
         drafts, wanted = {}, {}
         for row in rows.tolist():
             request = table.requests[row]
@@ -189,19 +191,30 @@ class Speculation:
             trust = request.drafter.trust
             count = min(trust + 1, len(drafts[row]), room_in_blocks, request.num_tokens_left - num_pending - 1)
             if count > 0:
-                wanted[row] = trust, count
+                wanted[row] = Wanted(trust, count, num_pending)
         return drafts, wanted
 
     def learn_step(self, step: ScheduledStep, now: float) -> None:
-        """What a step took whose results are there: since its plan, or since those of the step before, beside which it
-        was planned. Prompts are computed in other ways than as many decodes."""
-        seconds, self._known_at = now - max(step.planned_at, self._known_at), now
-        if step.num_tokens > _NUM_CHEAP:
-            return
-        drafts = step.output.drafts
+        """What a step took whose results are there, since those of the one before. Prompts are computed in other ways
+        than as many decodes.
+
+        Where steps are planned ahead, one that was not counts with drafts alone, which are the reason, and twice what
+        passed before it was planned: that passes before the next one as well.
+        """
+        begun = step.planned_at if self._known_at is None else self._known_at
+        wait, self._known_at = max(step.planned_at - begun, 0.0), now
+        drafts, is_alone = step.output.drafts, step.planned_at >= begun
         num_drafts = 0 if drafts is None else int(drafts.counts.sum())
-        if step.num_tokens - num_drafts == len(step.requests):
-            self._policy.learn_step(step.num_tokens, seconds)
+        if step.num_tokens > _NUM_CHEAP or step.num_tokens - num_drafts != len(step.requests):
+            return
+        if not self._plans_ahead:
+            self._policy.learn_step(step.num_tokens, now - begun, has_drafts=drafts is not None)
+        elif not is_alone or drafts is not None:
+            self._policy.learn_step(step.num_tokens, now - begun + wait, has_drafts=drafts is not None)
+
+    def pause(self) -> None:
+        """Nothing can be computed now."""
+        self._known_at = None
 
     def book(self, request: Request, sampled: list[int], table: RunningTable) -> None:
         """What a step sampled after a request's last token and the drafts that were right is appended to it, up to the

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+
 import pytest
 from engine_helpers import make_core, make_request, run
 from fake_executor import FakeExecutor, expected_tokens
 
-from quire.engine.draft_gain import DraftGain, StepCosts
+from quire.engine.draft_gain import DraftGain, StepCosts, Wanted
+from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 REPETITIVE = 4  # a seed with which the fake model mostly repeats itself
 PROMPT = [7, 8, 9, 10, 11]
@@ -16,8 +19,8 @@ def gain(seconds: dict[int, float], right: int, of: int) -> DraftGain:
     """Of every `of` guesses, `right` were right, evenly, whatever the trust in them."""
     made = DraftGain()
     for size, each in seconds.items():
-        made.costs.learn(size, each)
-        made.costs.learn(size, each)
+        for has_drafts in (False, True) * 2:
+            made.learn_step(size, each, has_drafts=has_drafts)
     for trust in range(17):
         for index in range(3 * of):
             made.learn(trust, was_right=(index + 1) * right // of > index * right // of)
@@ -28,9 +31,9 @@ def test_what_steps_take_is_a_mean_that_forgets() -> None:
     costs = StepCosts()
     for seconds in (40.0, 2.0, 2.0, 6.0):  # the first one had something else to do
         costs.learn(4, seconds)
-    assert costs.seconds(4) == pytest.approx(3.0)
+    assert costs.seconds(4) == pytest.approx(2.125)  # the last one was held up
     costs.learn(4, 0.0)  # by a clock that has not moved
-    for _ in range(200):
+    for _ in range(300):
         costs.learn(4, 5.0)
     assert costs.seconds(4) == pytest.approx(5.0, abs=1e-4)
 
@@ -58,7 +61,7 @@ def test_a_size_that_was_not_seen_of_late_is_as_fast_as_it_could_be() -> None:
 def test_a_step_without_drafts_is_tried_as_well() -> None:
     """Else steps whose requests always have a guess would never find out."""
     made = gain({5: 11.0, 6: 11.2}, 20, of=100)
-    assert made.choose(dict.fromkeys(range(4), (0, 1)), num_requests=4, num_tokens=4, room=4) == {}
+    assert made.choose(dict.fromkeys(range(4), Wanted(0, 1)), num_requests=4, num_tokens=4, room=4) == {}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +77,9 @@ def test_a_step_without_drafts_is_tried_as_well() -> None:
     ],
 )
 def test_drafts_are_given_where_tokens_come_sooner(seconds: dict[int, float], right: int, drafts: int) -> None:
-    chosen = gain(seconds, right, of=100).choose(dict.fromkeys(range(4), (0, 1)), num_requests=4, num_tokens=4, room=4)
+    chosen = gain(seconds, right, of=100).choose(
+        dict.fromkeys(range(4), Wanted(0, 1)), num_requests=4, num_tokens=4, room=4
+    )
     assert sum(chosen.values()) == drafts
     assert set(chosen.values()) <= {1}
 
@@ -84,27 +89,29 @@ def test_the_likeliest_come_first_and_none_behind_one_that_is_left_out() -> None
     for _ in range(60):
         chosen.learn(0, was_right=False)
     # A second draft counts 0.8 times what the first one does: 0.8, 0.64, 0.51 of row 5 and far less of row 3.
-    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_requests=2, num_tokens=2, room=3) == {5: 3}
-    assert chosen.choose({3: (0, 3), 5: (1, 3)}, num_requests=2, num_tokens=2, room=4) == {5: 3, 3: 1}
+    assert chosen.choose({3: Wanted(0, 3), 5: Wanted(1, 3)}, num_requests=2, num_tokens=2, room=3) == {5: 3}
+    assert chosen.choose({3: Wanted(0, 3), 5: Wanted(1, 3)}, num_requests=2, num_tokens=2, room=4) == {5: 3, 3: 1}
     assert chosen.choose({}, num_requests=2, num_tokens=2, room=3) == {}
 
 
 def test_a_draft_is_lost_behind_a_wrong_one() -> None:
     made = gain({1: 1.0, 2: 1.5, 3: 2.0}, 60, of=100)
     # 1.6 tokens of 1.5 come sooner than one of 1.0 and than 1.6 + 0.36 of 2.0.
-    assert made.choose({0: (0, 2)}, num_requests=1, num_tokens=1, room=7) == {0: 1}
+    assert made.choose({0: Wanted(0, 2)}, num_requests=1, num_tokens=1, room=7) == {0: 1}
 
 
 def test_what_was_seen_of_guesses_fades() -> None:
     made = gain({}, 90, of=100)
     for _ in range(200):
         made.learn(3, was_right=False)
-    assert made.choose({0: (3, 1)}, num_requests=1, num_tokens=1, room=1) == {0: 1}  # of one step, nothing is known
+    # What steps take is not known: what might pay is tried, and what is hopeless is not.
+    assert made.choose({0: Wanted(3, 1)}, num_requests=1, num_tokens=1, room=1) == {}
+    assert made.choose({0: Wanted(4, 1)}, num_requests=1, num_tokens=1, room=1) == {0: 1}
     for _ in range(2):
-        made.costs.learn(1, 1.0)
-        made.costs.learn(2, 1.1)
-    assert made.choose({0: (3, 1)}, num_requests=1, num_tokens=1, room=1) == {}
-    assert made.choose({0: (4, 1)}, num_requests=1, num_tokens=1, room=1) == {0: 1}
+        made.learn_step(1, 1.0, has_drafts=False)
+        made.learn_step(2, 1.1, has_drafts=True)
+    assert made.choose({0: Wanted(3, 1)}, num_requests=1, num_tokens=1, room=1) == {}
+    assert made.choose({0: Wanted(4, 1)}, num_requests=1, num_tokens=1, room=1) == {0: 1}
 
 
 @pytest.mark.parametrize(("extra", "share_with_drafts"), [(0.0, (0.3, 1.0)), (1.0, (0.0, 0.1))])
@@ -136,8 +143,8 @@ def test_prompts_say_nothing_of_what_decodes_take() -> None:
     run(core, [make_request("a", PROMPT, 100, REPETITIVE)])
     gain = core.scheduler._speculation._policy
     assert isinstance(gain, DraftGain)
-    assert {gain.costs.seconds(size) for size in range(1, 9)} == {1.0}
-    assert len(gain.costs._seen) > 1  # steps with drafts, too
+    for costs in (gain.costs, gain.draft_costs):
+        assert {costs.seconds(size) for size in range(min(costs._seen), 9)} == {1.0}
 
 
 def test_who_asks_for_drafts_gets_them() -> None:
@@ -148,3 +155,65 @@ def test_who_asks_for_drafts_gets_them() -> None:
 
     run(make_core(executor, clock=clock, num_speculative_tokens=4), [make_request("a", PROMPT, 150, REPETITIVE)])
     assert sum(step.drafts is not None for step in executor.steps) > 20
+
+
+def test_a_guess_for_a_token_under_way_comes_before_the_drafts() -> None:
+    """It has to be right as well, and is no draft itself."""
+    made = gain({1: 1.0, 2: 1.5, 3: 2.0}, 60, of=100)
+    # 1.36 tokens of 1.5 come no sooner than one of 1.0, where 1.6 of 1.5 did.
+    assert made.choose({0: Wanted(0, 2, num_pending=1)}, num_requests=1, num_tokens=1, room=7) == {}
+    likely = gain({1: 1.0, 2: 1.5, 3: 2.0}, 90, of=100)
+    assert likely.choose({0: Wanted(0, 1, num_pending=1)}, num_requests=1, num_tokens=1, room=7) == {0: 1}
+
+
+@pytest.mark.parametrize(("num_requests", "asked", "has_drafts"), [(3, None, True), (4, None, False), (4, 2, True)])
+def test_few_requests_are_looked_at(num_requests: int, asked: int | None, has_drafts: bool) -> None:
+    """Of many, the search takes what it brings; who asks for drafts has them all the same."""
+    executor = FakeExecutor(block_size=16)
+    core = make_core(executor, clock=lambda: float(len(executor.steps)), num_speculative_tokens=asked)
+    run(core, [make_request(str(i), [*PROMPT, i], 60, REPETITIVE) for i in range(num_requests)])
+    of_all = [step.drafts is not None for step in executor.steps if len(step.rows) == num_requests]
+    assert any(of_all) is has_drafts
+
+
+def test_steps_without_drafts_are_timed_where_they_are_planned_ahead() -> None:
+    """Each takes a second, and who takes in its results another one until the next is planned, unless that is."""
+    now = 0.0
+
+    class Slow(FakeExecutor):
+        def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+            done = super().execute(step)
+
+            class Pending(Future[ModelRunnerOutput]):
+                def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+                    nonlocal now
+                    now += 1.0
+                    return done.result(timeout)
+
+            return Pending()
+
+    core = make_core(Slow(block_size=16), clock=lambda: now, num_speculative_tokens=None, max_inflight_steps=2)
+    core.add_request(make_request("a", PROMPT, 150, REPETITIVE))
+    while core.has_work:
+        core.step()
+        if not core._inflight:
+            now += 1.0
+    gain = core.scheduler._speculation._policy
+    assert isinstance(gain, DraftGain)
+    assert {mean for mean, _, _ in gain.costs._seen.values()} == {1.0}
+    # With drafts it is planned alone, and so is the one behind it.
+    assert {mean for mean, _, _ in gain.draft_costs._seen.values()} == {3.0}
+
+
+def test_the_time_when_nothing_was_to_do_is_no_steps() -> None:
+    """A prompt of one token is computed as a decode is."""
+    executor = FakeExecutor(block_size=16)
+    waited = 0.0
+    core = make_core(executor, clock=lambda: waited + len(executor.steps), num_speculative_tokens=None)
+    for i in range(4):
+        run(core, [make_request(str(i), [i + 1], 20)])
+        assert core.step() == []  # as often as it is asked
+        waited += 100.0
+    gain = core.scheduler._speculation._policy
+    assert isinstance(gain, DraftGain)
+    assert gain.costs.seconds(1) == 1.0

@@ -108,8 +108,8 @@ class Ahead(FakeExecutor):
         self.planned.append((len(self.core._inflight), known, step.drafts))
         return super().execute(step)
 
-    def run(self, num_requests: int, **scheduler: object) -> None:
-        self.core = make_core(self, num_speculative_tokens=4, **scheduler)
+    def run(self, num_requests: int, num_drafts: int | None = 4, **scheduler: object) -> None:
+        self.core = make_core(self, num_speculative_tokens=num_drafts, **scheduler)
         requests = [make_request(str(i), [*PROMPT, i], 90, REPETITIVE) for i in range(num_requests)]
         collector = run(self.core, requests)
         for i, request in enumerate(requests):
@@ -133,9 +133,12 @@ def test_a_step_is_planned_beside_another_unless_there_is_a_guess(depth: int) ->
     assert sum(drafts is not None for _, _, drafts in executor.planned) > 5
 
 
-def test_a_step_that_has_no_room_for_drafts_is_planned_beside_another() -> None:
+@pytest.mark.parametrize(("num_requests", "num_drafts"), [(8, 4), (4, None)])
+def test_a_step_for_which_no_drafts_are_looked_for_is_planned_beside_another(
+    num_requests: int, num_drafts: int | None
+) -> None:
     executor = Ahead()
-    executor.run(8, max_inflight_steps=2)
+    executor.run(num_requests, num_drafts, max_inflight_steps=2)
     assert all(num_inflight == 1 for num_inflight, _, _ in executor.planned[1:])
     assert executor.core.stats().num_draft_tokens == 0
 
@@ -161,8 +164,8 @@ def test_what_a_step_takes_is_not_counted_for_the_next_one(depth: int) -> None:
     run(core, [make_request("a", PROMPT, 100, REPETITIVE)])
     gain = core.scheduler._speculation._policy
     assert isinstance(gain, DraftGain)
-    assert gain.costs._seen
-    assert {mean for mean, _, _ in gain.costs._seen.values()} == {1.0}
+    for costs in (gain.costs, gain.draft_costs):
+        assert {mean for mean, _, _ in costs._seen.values()} == {1.0}
 
 
 @pytest.mark.parametrize("max_inflight_steps", [1, 2, 3])
