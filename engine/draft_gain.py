@@ -5,9 +5,10 @@ the most tokens per second:
 
     (requests + chances of the drafts) / seconds of a step with as many tokens as both are
 
-What steps take depends on the CPU, on how weights are stored and on the length of contexts, and is no line: they are
-measured, those with drafts by themselves, as they and those that follow them are not planned ahead. How often guesses
-are right depends on the text, and is counted by how many of a request's last ones were.
+or has none, unless that is some more than without. What steps take depends on the CPU, on how weights are stored and on
+the length of contexts, and is no line: they are measured, those with drafts by themselves, as they and those that
+follow them are not planned ahead. How often guesses are right depends on the text, and is counted by how many of a
+request's last ones were.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple, Protocol
 MAX_TRUST = 16  # of a request: guesses in a row that were right
 _SOME_GUESSES = 64  # of the same trust, that are counted in full: texts differ
 _SOME_STEPS = 16  # of a size, that its average remembers
-_MEMORY = 256  # steps after which a size is tried again
+_MEMORY = 256  # steps that were timed, after which a size is tried again
 _LONGEST = 1.25  # of the average, that one step counts: whatever else the machine has to do is no cost of its tokens
 _LEAST_GAIN = 1.05  # in tokens per second, for which a step has drafts: averages are no better known
 
@@ -30,7 +31,7 @@ class Wanted(NamedTuple):
 
     trust: int  # in its next guess
     most: int  # drafts
-    num_pending: int = 0  # guesses for tokens that are under way, before the drafts
+    num_pending: int = 0  # tokens under way, the guesses for which come before the drafts
 
 
 class DraftPolicy(Protocol):
@@ -47,7 +48,7 @@ class DraftPolicy(Protocol):
         ...
 
     def learn_step(self, num_tokens: int, seconds: float, *, has_drafts: bool) -> None:
-        """What a step of decodes and drafts took."""
+        """What a step of decodes and drafts took, with what it makes others wait."""
         ...
 
 
@@ -141,7 +142,8 @@ class DraftGain:
 
     def choose(self, wanted: Mapping[int, Wanted], num_requests: int, num_tokens: int, room: int) -> Mapping[int, int]:
         chances = sorted((chance for row in wanted.items() for chance in self._chances(*row)), reverse=True)[:room]
-        least = self.costs.seconds(num_tokens)
+        # Where no step without drafts was seen of late, one is as fast as it could be, so that it is tried.
+        least = self.costs.seconds(num_tokens, self.draft_costs.seconds(num_tokens))
         right, best, most = 0.0, 0, _LEAST_GAIN * num_requests / least
         for count, (chance, _) in enumerate(chances, start=1):
             right += chance

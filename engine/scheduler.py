@@ -140,6 +140,8 @@ class Scheduler:
 
     def awaits(self, last: ScheduledStep) -> bool:
         """Whether the next step had better be planned when `last`, the last one that was given out, is back."""
+        if last.output.drafts is None and self.running.has_free_row and self.waiting.queue.peek() is not None:
+            return False  # somebody comes, with a prompt
         return self._speculation.awaits(last, self.running, self.kv_cache.block_size)
 
     def _serve_alone(self, suspect: Request, now: float) -> StepPlan | None:
@@ -287,7 +289,6 @@ class Scheduler:
         rows, grants = plan.batch()
         if not rows.size:
             self.waiting.drain_rate.pause()
-            self._speculation.pause()
             return None
         table = self.running
         computed = table.num_computed[rows]
@@ -413,6 +414,7 @@ class Scheduler:
         self.kv_cache.reset_prefix_cache()
         self._released_rows = []
         self._share.reset()
+        self._speculation.pause()
         self.waiting.queue.all_stand_still(WaitCause.RECOVERY, now)
         ends = []
         for request in given_up:
@@ -453,6 +455,8 @@ class Scheduler:
         request.ledger.bill(None, now)
         self.waiting.tenants.leave(request.tenant)
         del self.requests[request.request_id]
+        if not self.requests:
+            self._speculation.pause()
 
     def _leave_row(self, request: Request) -> None:
         """Release row and blocks. Steps in flight may still write there: they run before any step that reuses them."""

@@ -39,7 +39,7 @@ MAX_STEP_DRAFTS = _NUM_CHEAP - 1  # of all requests; workers have room for so ma
 
 
 def num_speculative_tokens(config: EngineConfig, preferred: int) -> int:
-    """Drafts of a request in one step. `preferred`: what its executor likes best.
+    """Drafts of a request in one step. `preferred`: `Executor.preferred_speculative_tokens`.
 
     Raises `ConfigError` if the user asks for drafts that cannot be.
     """
@@ -54,8 +54,8 @@ def num_speculative_tokens(config: EngineConfig, preferred: int) -> int:
 class NgramDrafter:
     """Guesses how a request goes on: as it did after its last tokens when they stood there before.
 
-    `trust` is how many of its guesses in a row were right, those that no step checked as well; without one it falls.
-    `policy` is told of each. Owned by the request's scheduler.
+    `trust` is how many of its guesses in a row were right, those that no step checked as well; where it has none, or
+    nobody asks, it falls. `policy` is told of each. Owned by the request's scheduler.
     """
 
     __slots__ = ("_drafts", "_policy", "_tokens", "trust")
@@ -119,7 +119,7 @@ class Speculation:
         self._num_tokens = num_tokens
         self._policy = policy or EveryDraft()
         self._known_at: float | None = None  # when the last step was back, unless nothing was to do since
-        self._plans_ahead = False  # whether anybody has asked
+        self._plans_ahead = False  # whether steps are planned beside others at all: then it was asked about one
         self.num_drafts = 0  # draft tokens given out
         self.num_accepted = 0  # those that were right
 
@@ -136,16 +136,18 @@ class Speculation:
     def awaits(self, last: ScheduledStep, table: RunningTable, block_size: int) -> bool:
         """Whether the next step had better be planned when `last`, which was given out, is back.
 
-        How many tokens its drafts bring is known then only. And a request whose guesses are worth their time now will
-        have some behind the token that is under way, if that is as guessed.
+        How many tokens its drafts bring is known then only: nobody goes on, so that those who have some and those who
+        have none stay in one step. And a request whose guesses are worth their time now will have some behind the token
+        that is under way, if that is as guessed; but not in a step with parts of prompts.
         """
         self._plans_ahead = True
         if last.output.drafts is not None:
             return True
-        room = _NUM_CHEAP - len(table)
+        rows, room = table.rows(), _NUM_CHEAP - len(table)
         if not self._num_tokens or room <= 0 or len(table) > self._policy.most_requests:
             return False
-        rows = table.rows()
+        if (table.num_computed[rows] < table.num_tokens[rows]).any():
+            return False
         _, wanted = self._guess(rows[table.num_pending[rows] > 0], table, block_size)
         return bool(wanted and self._policy.choose(wanted, len(rows), len(rows), room))
 
@@ -213,7 +215,7 @@ class Speculation:
             self._policy.learn_step(step.num_tokens, now - begun + wait, has_drafts=drafts is not None)
 
     def pause(self) -> None:
-        """Nothing can be computed now."""
+        """No step follows the last one at once."""
         self._known_at = None
 
     def book(self, request: Request, sampled: list[int], table: RunningTable) -> None:

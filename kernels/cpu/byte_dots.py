@@ -227,7 +227,9 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
             digits = unpacked + block_unpacked
             for i in range(num_rows):
                 row = a[X] + i * in_features * x_bytes
-                split_row(packing, num_digits, x_bytes, row, num_blocks, digits + i * block_bytes)
+                split_row(
+                    packing, num_digits, x_bytes, row, num_blocks, digits + place_of_row(i, num_blocks, block_bytes)
+                )
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
         chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
@@ -247,7 +249,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
             if not are_few:
                 unpack(packing, num_digits, panel, panel_step, num_blocks, unpacked)
             while row < end:
-                x, count = digits + row * x_row, min(ROWS, end - row)
+                x, count = digits + place_of_row(row, num_blocks, block_bytes), min(ROWS, end - row)
                 if are_few:
                     multiply_packed(
                         packing, num_digits,

@@ -123,7 +123,8 @@ def multiply_unpacked(
     following: Any,
     panel_step: Any,
 ) -> Any:
-    """Likewise, with what `unpack` wrote. `following`: the address of the panels that come next, which are fetched."""
+    """Likewise, of the first rows of a group, too, with what `unpack` wrote. `following`: the address of the panels
+    that come next, which are fetched."""
     way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:

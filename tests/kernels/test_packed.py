@@ -18,7 +18,7 @@ from quire.kernels import ops
 from quire.kernels.cpu import (
     byte_dots,
     byte_products,
-    byte_vectors,
+    byte_rows,
     codes,
     dots,
     few_rows,
@@ -54,7 +54,7 @@ OF_CODES = [(kernel, dtype) for kernel, dtype in KERNELS if kernel is not panels
 IN_FLOAT32 = codes if matrix_tiles.are_available() else byte_dots if HAS_BYTES else panels  # what multiplies it
 IN_BFLOAT16 = dots if dots_are_fast() and IN_FLOAT32 is not codes else IN_FLOAT32
 # That are recorded for others, where not 1.
-LEAST_ROWS = {panels: FEW[-1] + 1, byte_dots: byte_vectors.ROWS + 1, rounded_dots: byte_vectors.ROWS + 1}
+LEAST_ROWS = {panels: FEW[-1] + 1, byte_dots: byte_rows.ROWS + 1, rounded_dots: byte_rows.ROWS + 1}
 WORKERS = {rounded_dots: byte_dots}  # the module that has a kernel's workers, where that is another
 DTYPES = (
     [torch.bfloat16, torch.float32] if IS_WIDE or HAS_BYTES else [torch.float32]

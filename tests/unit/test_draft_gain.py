@@ -60,7 +60,9 @@ def test_a_size_that_was_not_seen_of_late_is_as_fast_as_it_could_be() -> None:
 
 def test_a_step_without_drafts_is_tried_as_well() -> None:
     """Else steps whose requests always have a guess would never find out."""
-    made = gain({5: 11.0, 6: 11.2}, 20, of=100)
+    made = gain({}, 20, of=100)
+    for size, seconds in ((5, 11.0), (6, 11.2)) * 2:
+        made.learn_step(size, seconds, has_drafts=True)
     assert made.choose(dict.fromkeys(range(4), Wanted(0, 1)), num_requests=4, num_tokens=4, room=4) == {}
 
 
@@ -82,6 +84,18 @@ def test_drafts_are_given_where_tokens_come_sooner(seconds: dict[int, float], ri
     )
     assert sum(chosen.values()) == drafts
     assert set(chosen.values()) <= {1}
+
+
+def test_what_steps_without_drafts_take_is_asked_again() -> None:
+    made = gain({}, 50, of=100)
+    for _ in range(2):
+        made.learn_step(1, 0.01, has_drafts=False)
+        made.learn_step(5, 0.04, has_drafts=True)
+    wanted = {0: Wanted(0, 4)}
+    assert made.choose(wanted, num_requests=1, num_tokens=1, room=7) == {}
+    for _ in range(300):
+        made.learn_step(5, 0.04, has_drafts=True)
+    assert made.choose(wanted, num_requests=1, num_tokens=1, room=7) == {}
 
 
 def test_the_likeliest_come_first_and_none_behind_one_that_is_left_out() -> None:
@@ -212,7 +226,6 @@ def test_the_time_when_nothing_was_to_do_is_no_steps() -> None:
     core = make_core(executor, clock=lambda: waited + len(executor.steps), num_speculative_tokens=None)
     for i in range(4):
         run(core, [make_request(str(i), [i + 1], 20)])
-        assert core.step() == []  # as often as it is asked
         waited += 100.0
     gain = core.scheduler._speculation._policy
     assert isinstance(gain, DraftGain)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from itertools import pairwise
 
 import pytest
-from engine_helpers import make_core, make_request, run
+from engine_helpers import Collector, make_core, make_request, run
 from fake_executor import FakeExecutor, expected_tokens
 
 from quire.engine.config import EngineConfig
@@ -141,6 +141,32 @@ def test_a_step_for_which_no_drafts_are_looked_for_is_planned_beside_another(
     executor.run(num_requests, num_drafts, max_inflight_steps=2)
     assert all(num_inflight == 1 for num_inflight, _, _ in executor.planned[1:])
     assert executor.core.stats().num_draft_tokens == 0
+
+
+def test_nobody_waits_for_drafts_that_a_prompt_leaves_no_room_for() -> None:
+    """It comes in parts, or is still to come."""
+    executor = Ahead()
+    executor.core = core = make_core(executor, num_speculative_tokens=4, max_inflight_steps=2, max_num_batched_tokens=9)
+    known = [*PROMPT, 0, *expected_tokens([*PROMPT, 0], 40, REPETITIVE)]
+    core.add_request(make_request("0", known[:40], 40, REPETITIVE))
+    collector = Collector()
+    collector.start(make_request("0", known[:40], 40, REPETITIVE))
+    while not (
+        core._inflight
+        and executor.planned[-1][2] is None
+        and NgramDrafter(known[: 40 + len(collector.tokens["0"])], EveryDraft()).draft(1)
+        and len(collector.tokens["0"]) > 10
+    ):
+        collector.take(core.step())
+    num_before = len(executor.planned)
+    late = make_request("1", list(range(60, 120)), 2)
+    core.add_request(late)
+    collector.start(late)
+    while not collector.tokens["1"]:
+        collector.take(core.step())
+    *of_prompt, _ = executor.planned[num_before:]
+    assert len(of_prompt) >= 60 // 9
+    assert {(num_inflight, drafts) for num_inflight, _, drafts in of_prompt} == {(1, None)}
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
