@@ -307,3 +307,25 @@ class FakeExecutor:
         block_id = self._tables[row][group][position // self._block_size]
         assert block_id != 0, f"row {row}, group {group}: position {position} is in the null block"
         return block_id * self._block_size + position % self._block_size
+
+
+class TimedExecutor(FakeExecutor):
+    """Each step takes a second of its `clock`, by the time that its result is asked for."""
+
+    now = 0.0
+
+    def clock(self) -> float:
+        return self.now
+
+    def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
+        return _Timed(self, super().execute(step))
+
+
+class _Timed(Future[ModelRunnerOutput]):
+    def __init__(self, executor: TimedExecutor, done: Future[ModelRunnerOutput]) -> None:
+        super().__init__()
+        self._executor, self._done = executor, done
+
+    def result(self, timeout: float | None = None) -> ModelRunnerOutput:
+        self._executor.now += 1.0
+        return self._done.result(timeout)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import pytest
 from engine_helpers import make_core, make_request, run
-from fake_executor import FakeExecutor, expected_tokens
+from fake_executor import FakeExecutor, TimedExecutor, expected_tokens
 
 from quire.engine.draft_gain import DraftGain, StepCosts, Wanted
-from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 REPETITIVE = 4  # a seed with which the fake model mostly repeats itself
 PROMPT = [7, 8, 9, 10, 11]
@@ -192,26 +189,13 @@ def test_few_requests_are_looked_at(num_requests: int, asked: int | None, has_dr
 
 def test_steps_without_drafts_are_timed_where_they_are_planned_ahead() -> None:
     """Each takes a second, and who takes in its results another one until the next is planned, unless that is."""
-    now = 0.0
-
-    class Slow(FakeExecutor):
-        def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-            done = super().execute(step)
-
-            class Pending(Future[ModelRunnerOutput]):
-                def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-                    nonlocal now
-                    now += 1.0
-                    return done.result(timeout)
-
-            return Pending()
-
-    core = make_core(Slow(block_size=16), clock=lambda: now, num_speculative_tokens=None, max_inflight_steps=2)
+    executor = TimedExecutor(block_size=16)
+    core = make_core(executor, clock=executor.clock, num_speculative_tokens=None, max_inflight_steps=2)
     core.add_request(make_request("a", PROMPT, 150, REPETITIVE))
     while core.has_work:
         core.step()
         if not core._inflight:
-            now += 1.0
+            executor.now += 1.0
     gain = core.scheduler._speculation._policy
     assert isinstance(gain, DraftGain)
     assert {mean for mean, _, _ in gain.costs._seen.values()} == {1.0}

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 from engine_helpers import Collector, make_core, make_request, run
-from fake_executor import FakeExecutor, expected_tokens
+from fake_executor import FakeExecutor, TimedExecutor, expected_tokens
 
 from quire.engine.config import EngineConfig
 from quire.engine.draft_gain import DraftGain, EveryDraft
@@ -172,21 +172,8 @@ def test_nobody_waits_for_drafts_that_a_prompt_leaves_no_room_for() -> None:
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_what_a_step_takes_is_not_counted_for_the_next_one(depth: int) -> None:
     """Each takes a second here, from when the one before is back, or from its own plan."""
-    now = 0.0
-
-    class Slow(FakeExecutor):
-        def execute(self, step: SchedulerOutput) -> Future[ModelRunnerOutput]:
-            done = super().execute(step)
-
-            class Pending(Future[ModelRunnerOutput]):
-                def result(self, timeout: float | None = None) -> ModelRunnerOutput:
-                    nonlocal now
-                    now += 1.0
-                    return done.result(timeout)
-
-            return Pending()
-
-    core = make_core(Slow(), clock=lambda: now, num_speculative_tokens=None, max_inflight_steps=depth)
+    executor = TimedExecutor()
+    core = make_core(executor, clock=executor.clock, num_speculative_tokens=None, max_inflight_steps=depth)
     run(core, [make_request("a", PROMPT, 100, REPETITIVE)])
     gain = core.scheduler._speculation._policy
     assert isinstance(gain, DraftGain)
