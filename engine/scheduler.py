@@ -140,9 +140,8 @@ class Scheduler:
 
     def awaits(self, last: ScheduledStep) -> bool:
         """Whether the next step had better be planned when `last`, the last one that was given out, is back."""
-        if last.output.drafts is None and self.running.has_free_row and self.waiting.queue.peek() is not None:
-            return False  # somebody comes, with a prompt
-        return self._speculation.awaits(last, self.running, self.kv_cache.block_size)
+        has_newcomer = self.running.has_free_row and self.waiting.queue.peek() is not None
+        return self._speculation.awaits(last, self.running, self.kv_cache.block_size, has_newcomer=has_newcomer)
 
     def _serve_alone(self, suspect: Request, now: float) -> StepPlan | None:
         """A plan for one request. None if it cannot get a row: then the others go on, for they hold what it lacks."""

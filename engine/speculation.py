@@ -133,12 +133,12 @@ class Speculation:
         if request.drafter is None:
             request.drafter = NgramDrafter(request.all_token_ids, self._policy)
 
-    def awaits(self, last: ScheduledStep, table: RunningTable, block_size: int) -> bool:
+    def awaits(self, last: ScheduledStep, table: RunningTable, block_size: int, *, has_newcomer: bool) -> bool:
         """Whether the next step had better be planned when `last`, which was given out, is back.
 
         How many tokens its drafts bring is known then only: nobody goes on, so that those who have some and those who
         have none stay in one step. And a request whose guesses are worth their time now will have some behind the token
-        that is under way, if that is as guessed; but not in a step with parts of prompts.
+        that is under way, if that is as guessed; but not in a step with parts of prompts, as that of a newcomer.
         """
         self._plans_ahead = True
         if last.output.drafts is not None:
@@ -146,7 +146,7 @@ class Speculation:
         rows, room = table.rows(), _NUM_CHEAP - len(table)
         if not self._num_tokens or room <= 0 or len(table) > self._policy.most_requests:
             return False
-        if (table.num_computed[rows] < table.num_tokens[rows]).any():
+        if has_newcomer or (table.num_computed[rows] < table.num_tokens[rows]).any():
             return False
         _, wanted = self._guess(rows[table.num_pending[rows] > 0], table, block_size)
         return bool(wanted and self._policy.choose(wanted, len(rows), len(rows), room))
@@ -210,9 +210,10 @@ class Speculation:
         if step.num_tokens > _NUM_CHEAP or step.num_tokens - num_drafts != len(step.requests):
             return
         if not self._plans_ahead:
-            self._policy.learn_step(step.num_tokens, now - begun, has_drafts=drafts is not None)
-        elif not is_alone or drafts is not None:
-            self._policy.learn_step(step.num_tokens, now - begun + wait, has_drafts=drafts is not None)
+            wait = 0.0
+        elif is_alone and drafts is None:
+            return
+        self._policy.learn_step(step.num_tokens, now - begun + wait, has_drafts=drafts is not None)
 
     def pause(self) -> None:
         """No step follows the last one at once."""

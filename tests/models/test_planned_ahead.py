@@ -92,6 +92,22 @@ def test_how_far_ahead_is_planned(directory: Path, sections: dict, expected: int
     assert make_executor(directory, **sections).preferred_inflight_steps() == expected
 
 
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, 4),
+        ({"model": {"dtype": "float32", "enforce_eager": True}}, 4),
+        ({"scheduler": {"max_inflight_steps": 1}}, 4),
+        ({"model": {"dtype": "bfloat16"}}, 0),
+        ({"model": {"quantization": "int8"}}, 0),
+        ({"model": {"quantization": "int8", "dtype": "bfloat16"}}, 0),
+    ],
+    ids=str,
+)
+def test_who_is_given_drafts(directory: Path, sections: dict, expected: int) -> None:
+    assert make_executor(directory, **sections).preferred_speculative_tokens() == expected
+
+
 def recorded(backend: CountedBackend | None = None) -> tuple[ModelRunner, list[SchedulerOutput]]:
     """A runner that records its graphs, and steps for it: a prompt of each request, then decodes."""
     model = make_model(torch.device("cpu"), torch.float32, quantization="int8")
