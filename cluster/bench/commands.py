@@ -293,12 +293,10 @@ def _parsed(parse: Callable[[str], T], text: str, option: str, wanted: str) -> T
 
 def _with_progress(load: Load) -> Result:
     """Run the load behind a progress bar on stderr (nothing is drawn where stderr is no terminal)."""
-    import asyncio
-
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from .serve import run
+    from .serve import measure
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     # Drawing costs the server's CPU too: twice a second is enough.
@@ -308,4 +306,4 @@ def _with_progress(load: Load) -> Result:
         def on_level(level: Level) -> None:
             progress.reset(task, total=level.num_requests, description=level.title)
 
-        return asyncio.run(run(load, on_level, lambda: progress.advance(task)))
+        return measure(load, on_level, lambda: progress.advance(task))

@@ -14,6 +14,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import uvloop
 
 from ..cli_http import base_url_of
 from . import Endpoint
@@ -82,6 +83,11 @@ class Result:
     exact_output_len: bool  # False: the server does not take `ignore_eos`, so answers may end early
     levels: list[Summary]
     errors: list[str]  # the distinct ones, at most a few
+
+
+def measure(load: Load, on_level: Callable[[Level], None], on_request: Callable[[], None]) -> Result:
+    """`run` on an event loop of its own, one that leaves more of a machine to the server that it may be shared with."""
+    return uvloop.run(run(load, on_level, on_request))
 
 
 async def run(load: Load, on_level: Callable[[Level], None], on_request: Callable[[], None]) -> Result:

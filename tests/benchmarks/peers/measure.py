@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quire.cluster.bench.latency import Summary
-from quire.cluster.bench.serve import Load, run
+from quire.cluster.bench.serve import Load, measure
 from quire.cluster.bench.workload import Lengths
 from quire.engine.errors import QuireError
 
@@ -118,7 +117,7 @@ def load_server(url: str, workload: Workload, seed: int, on_request: Callable[[]
         api_key=None,
         timeout_s=600.0,
     )
-    result = asyncio.run(run(load, lambda _: None, on_request))
+    result = measure(load, lambda _: None, on_request)
     (summary,) = result.levels
     if result.errors or not result.exact_output_len:
         raise QuireError(f"{url}: {workload.title}: {result.errors or 'answers have lengths of their own'}")
