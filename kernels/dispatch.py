@@ -29,8 +29,8 @@ BACKENDS = {
 
 
 class Backend(Protocol):
-    """The functions of a backend's package. `ops`, `elementwise` and `sampling` checked the arguments, and say what
-    they mean.
+    """The functions of a backend's package. `ops`, `elementwise`, `sampling` and `tokens` checked the arguments, and
+    say what they mean.
 
     What writes to a cache in 8 bits gets it as bytes, and stores keys and values as `fp8.stored` does. Scales are of
     such caches only.
@@ -137,6 +137,10 @@ class Backend(Protocol):
     def likeliest_tokens(self, logits: Tensor) -> Tensor: ...
 
     def draw_tokens(self, logits: Tensor, draws: Draws) -> Tensor: ...
+
+    def resolve_tokens(self, token_ids: Tensor, last_token_ids: Tensor) -> Tensor: ...
+
+    def keep_tokens(self, last_token_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None: ...
 
 
 _forced: list[str] = []  # tests only: the innermost `forced_backend` is the last

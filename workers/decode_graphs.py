@@ -47,20 +47,21 @@ class End(Enum):
 
     HIDDEN = auto()
     LOGITS = auto()
-    LIKELIEST = auto()
     # What every request samples, the likeliest ones or drawn: kept on the device for the next step as well.
     TOKENS = auto()
     DRAWN = auto()
 
+    @property
+    def gives_tokens(self) -> bool:
+        return self in (End.TOKENS, End.DRAWN)
+
 
 class Decoded(NamedTuple):
-    """What a forward gives for each token: its hidden state, and the logits or the likeliest token at the graph's
-    end."""
+    """What a forward gives for each token: its hidden state, and what is at the graph's end."""
 
     hidden: Tensor  # [num_tokens, hidden_size]
     logits: Tensor | None = None  # [num_tokens, vocab] float32
-    likeliest: Tensor | None = None  # [num_tokens] int64
-    token_ids: Tensor | None = None  # [num_tokens] int32, of `End.TOKENS` and `End.DRAWN`
+    token_ids: Tensor | None = None  # [num_tokens] int64
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Decoded:
         others = (None if each is None else function(each) for each in self[1:])

@@ -6,7 +6,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .input_buffers import DeviceInputs, HostInputs, Int64Array
+from quire.kernels.tokens import keep_tokens, resolve_tokens
+
+from .input_buffers import DeviceInputs, HostInputs
 from .request_table import RequestTable
 from .transfers import to_device
 
@@ -24,27 +26,14 @@ class DeviceRows:
         self._keeps_tokens = keeps_tokens
         # [max_num_seqs + 1]; the last one is for padding to write to
         self.last_token_ids = torch.zeros(table.no_row + 1, dtype=torch.int64, device=device)
-        # On CPU, the same memory: small operators of torch would take ten times as long.
-        self._on_host: Int64Array | None = self.last_token_ids.numpy() if device.type == "cpu" else None
 
     @property
     def max_blocks(self) -> int:
         return self.block_tables.shape[2]
 
     def resolve(self, token_ids: Tensor) -> Tensor:
-        """[num_tokens] with references, see `RequestTable` -> the tokens. Fit to be captured.
-
-        On CPU there are none any more: a step begins when the one before it is done (`resolve_in_place`)."""
-        if not self._keeps_tokens or self._on_host is not None:
-            return token_ids
-        sampled = self.last_token_ids.index_select(0, (-1 - token_ids).clamp_(min=0))
-        return torch.where(token_ids < 0, sampled, token_ids)
-
-    def resolve_in_place(self, token_ids: Int64Array) -> None:
-        """On CPU, the inputs of a step that begins now: tokens in place of references."""
-        if self._on_host is not None:
-            places = (token_ids < 0).nonzero()[0]
-            token_ids[places] = self._on_host[-1 - token_ids[places]]
+        """[num_tokens] with references, see `RequestTable` -> the tokens. Fit to be captured."""
+        return resolve_tokens(token_ids, self.last_token_ids) if self._keeps_tokens else token_ids
 
     def write_blocks(self, entries: Tensor, block_ids: Tensor) -> None:
         """The entries [m] int64 of the flat tables become `block_ids` [m] int32."""
@@ -52,11 +41,9 @@ class DeviceRows:
 
     def write_tokens(self, rows: Tensor, token_ids: Tensor) -> None:
         """Rows [m] int64 have sampled `token_ids` [m] int64. A row that is there more than once had drafts, and is not
-        read before it has sampled again."""
-        if self._keeps_tokens and self._on_host is not None:
-            self._on_host[rows.numpy()] = token_ids.numpy()
-        elif self._keeps_tokens:
-            self.last_token_ids.index_copy_(0, rows, token_ids)
+        read before it has sampled again. Fit to be captured."""
+        if self._keeps_tokens:
+            keep_tokens(self.last_token_ids, rows, token_ids)
 
 
 class BlockChanges:

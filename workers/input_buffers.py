@@ -78,8 +78,8 @@ class DeviceInputs:
 class _Views(NamedTuple):
     """The sections for one shape of batch."""
 
-    num_bytes: int
     host: list[HostInputs]  # one per staging
+    copies: list[tuple[Tensor, Tensor]]  # likewise, bytes: from where to where
     device: DeviceInputs
     readable: list[HostInputs]  # by the host while the device reads `device`, one per staging
 
@@ -97,8 +97,8 @@ class _Staging:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def upload(self, target: Tensor, num_bytes: int) -> None:
-        target[:num_bytes].copy_(self.memory[:num_bytes], non_blocking=True)
+    def has_been_read(self) -> None:
+        """By what was launched last."""
         if self._copied is not None:
             self._copied.record()
 
@@ -135,7 +135,9 @@ class InputBuffers:
 
     def upload(self, shape: BatchShape) -> tuple[HostInputs, DeviceInputs]:
         """Copy what `begin` gave to the device; the copy runs before whatever is launched next. See `current`."""
-        self._stagings[self._turn].upload(self._memory, self._views(shape).num_bytes)
+        source, target = self._views(shape).copies[self._turn]
+        target.copy_(source, non_blocking=True)
+        self._stagings[self._turn].has_been_read()
         return self.current(shape)
 
     def current(self, shape: BatchShape) -> tuple[HostInputs, DeviceInputs]:
@@ -153,7 +155,8 @@ class InputBuffers:
             num_bytes = sum(_padded_bytes(*section) for section in sections.values())
             host, device = [_host(_cut(each.memory, sections)) for each in self._stagings], _cut(self._memory, sections)
             readable = host if self._memory.device.type == "cuda" else [_host(device)]
-            views = _Views(num_bytes, host, DeviceInputs(**device), readable)
+            copies = [(each.memory[:num_bytes], self._memory[:num_bytes]) for each in self._stagings]
+            views = _Views(host, copies, DeviceInputs(**device), readable)
             self._by_shape[shape] = views
         return views
 

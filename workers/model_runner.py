@@ -41,7 +41,7 @@ from quire.engine.outputs import (
 )
 from quire.engine.speculation import MAX_STEP_DRAFTS
 from quire.kernels.ops import AttentionMetadata
-from quire.kernels.sampling import draw_tokens
+from quire.kernels.sampling import draw_tokens, likeliest_tokens
 
 from .attention_metadata import build_attention_metadata
 from .decode_graphs import Decoded, DecodeGraphs, End, GraphBackend, graph_sizes
@@ -152,10 +152,9 @@ class ModelRunner:
         """From now on decode steps of up to `most` requests are graphs, each size recorded when it first comes, and all
         larger steps are one.
 
-        The former go on to logits or the likeliest tokens: what has to be called for these one by one takes longer than
-        they do.
+        The former go on to logits, at least: what has to be called for these one by one takes longer than they do.
         """
-        self._graph_ends = (End.LOGITS, End.LIKELIEST) if self._model.gives_logits else (End.HIDDEN,)
+        self._graph_ends = (End.LOGITS, End.TOKENS, End.DRAWN) if self._model.gives_logits else (End.HIDDEN,)
         sizes = list(range(1, min(most, self._most_entries) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
@@ -194,10 +193,12 @@ class ModelRunner:
         batch = gather_inputs(step, entries, table, target, samples=self._model.gives_logits)
         changes, copies = BlockChanges(table, target), HostCopies(self._device)
         asked = _Asked(step, batch, copies, wants_more=table.is_asked_for_more(step.rows))
+        end = None if size is None else self._graph_end(batch)
         self._end_last()  # on CPU one step is computed at a time
-        work = StepWork(self._work(asked, changes, shape, is_graph=size is not None))
+        work = StepWork(self._work(asked, changes, shape, end))
         if self._is_computed_later and step.drafts is None:
-            self._last = _Last(work, reads_table=not batch.takes_likeliest or asked.wants_more)
+            samples_alone = batch.takes_likeliest or (end is not None and end.gives_tokens)
+            self._last = _Last(work, reads_table=asked.wants_more or not samples_alone)
         else:  # drafts stand where the table is about to have what is sampled
             work.end()
         launched = LaunchedStep(copies, work, busy)
@@ -215,18 +216,16 @@ class ModelRunner:
                 raise RuntimeError("the step before it failed") from error
 
     def _work(
-        self, asked: _Asked, changes: BlockChanges, shape: BatchShape, *, is_graph: bool
+        self, asked: _Asked, changes: BlockChanges, shape: BatchShape, end: End | None
     ) -> Generator[bool, None, Read]:
-        """See `StepWork`."""
+        """See `StepWork`. `end`: of a graph, if it is one."""
         step, batch = asked.step, asked.batch
         keeps_hidden = self._keeps_hidden(step)
         host, inputs = self._buffers.upload(shape)
-        if batch.reads_references:
-            self._rows.resolve_in_place(host.token_ids)
         changes.apply(self._rows, inputs)
         try:
-            if self._graphs is not None and is_graph:
-                begun = self._graphs.begin(self._forward_in_place, shape.num_reqs, self._graph_end(batch))
+            if self._graphs is not None and end is not None:
+                begun = self._graphs.begin(self._forward_in_place, shape.num_reqs, end)
                 yield begun.is_under_way and step.grammar is None  # whose next masks follow from what is sampled
                 decoded = begun.end()
             else:
@@ -260,15 +259,13 @@ class ModelRunner:
 
     def _graph_end(self, batch: InputBatch) -> End:
         """How far the graph of a step goes; the first of those that there are is for all steps."""
-        if batch.takes_likeliest and End.LIKELIEST in self._graph_ends:
-            return End.LIKELIEST
         if batch.is_plain and batch.all_sample and End.TOKENS in self._graph_ends:
             return End.TOKENS if batch.is_greedy else End.DRAWN
         return self._graph_ends[0]
 
     def _keeps_hidden(self, step: SchedulerOutput) -> bool:
         """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
-        return bool(self._table.pooling.is_pooled(step.rows).any())
+        return self._table.pooling.concerns(step.rows)
 
     def _model_inputs(
         self, host: HostInputs, inputs: DeviceInputs, max_blocks: int, *, reads_references: bool
@@ -303,8 +300,6 @@ class ModelRunner:
         hidden = self._compute(*given)
         if end is End.LOGITS:
             return Decoded(hidden, logits=self._model.logits(hidden))
-        if end is End.LIKELIEST:
-            return Decoded(hidden, likeliest=self._model.likeliest(hidden))
         if end is End.HIDDEN:
             return Decoded(hidden)
         if end is End.TOKENS:
@@ -312,7 +307,7 @@ class ModelRunner:
         else:
             tokens = draw_tokens(self._model.logits(hidden), inputs.draws(size))
         self._rows.write_tokens(inputs.sampling_rows, tokens)
-        return Decoded(hidden, token_ids=tokens.int())
+        return Decoded(hidden, token_ids=tokens)
 
     def _finish(self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded) -> Read:
         """Sample, and start to copy what the step is asked for to the host."""
@@ -355,7 +350,7 @@ class ModelRunner:
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
         sampled = self._choose(asked, inputs, decoded)
         self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
-        token_ids = copies.start(sampled.token_ids.int())
+        token_ids = copies.start(sampled.token_ids)
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
 
         def read() -> tuple[IntArray, BatchLogprobs | None]:
@@ -369,7 +364,9 @@ class ModelRunner:
         batch, table = asked.batch, self._table
         rows = batch.sampling_rows
         if batch.takes_likeliest:
-            likeliest = self._model.likeliest(decoded.hidden) if decoded.likeliest is None else decoded.likeliest
+            likeliest = (
+                self._model.likeliest(decoded.hidden) if decoded.logits is None else likeliest_tokens(decoded.logits)
+            )
             return SamplerOutput(likeliest, None)
         logits = self._model.logits(decoded.hidden) if decoded.logits is None else decoded.logits
         if table.sampling.reads_tokens(rows):

@@ -17,6 +17,7 @@ from .linear import (
 from .look_up import look_up_packed, looks_up_packed
 from .moe import experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
+from .tokens import keep_tokens, resolve_tokens
 
 __all__ = [
     "activate_and_mul",
@@ -28,6 +29,7 @@ __all__ = [
     "exclude_tokens",
     "experts",
     "fits_packed",
+    "keep_tokens",
     "lay_out_packed",
     "likeliest_packed",
     "likeliest_tokens",
@@ -39,6 +41,7 @@ __all__ = [
     "look_up_packed",
     "looks_up_packed",
     "paged_attention",
+    "resolve_tokens",
     "rms_norm",
     "rotate",
     "rotate_and_write_kv",

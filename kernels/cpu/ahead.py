@@ -23,7 +23,7 @@ from contextlib import contextmanager
 
 import torch
 
-from . import decode, elementwise, likeliest, operators, prompt_tiles, prompts, sampling
+from . import decode, elementwise, likeliest, operators, prompt_tiles, prompts, sampling, tokens
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def _decodes(query: torch.dtype, keys: torch.dtype) -> None:
     decode.worker(query, keys, prompt_tiles.decodes_in_pairs(query))
 
 
-_FUNCTIONS = (*elementwise.FUNCTIONS, *sampling.FUNCTIONS, *operators.FUNCTIONS, *likeliest.FUNCTIONS)
+_FUNCTIONS = tuple(each for some in (elementwise, sampling, operators, likeliest, tokens) for each in some.FUNCTIONS)
 _PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": _decodes, "prompts": _prompts}
 
 

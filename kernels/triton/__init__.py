@@ -1,6 +1,7 @@
 """GPU backend. Importing this package imports triton; nothing else of `quire.kernels` does."""
 
 from ..reference.elementwise import angles  # by torch's operators, once per step
+from ..reference.tokens import keep_tokens, resolve_tokens  # likewise
 from .attention import paged_attention
 from .cache import write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
@@ -30,6 +31,7 @@ __all__ = [
     "exclude_tokens",
     "experts",
     "fits_packed",
+    "keep_tokens",
     "lay_out_packed",
     "likeliest_packed",
     "likeliest_tokens",
@@ -41,6 +43,7 @@ __all__ = [
     "look_up_packed",
     "looks_up_packed",
     "paged_attention",
+    "resolve_tokens",
     "rms_norm",
     "rotate",
     "rotate_and_write_kv",

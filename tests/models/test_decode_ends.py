@@ -1,4 +1,4 @@
-"""Decode graphs that end in the likeliest tokens, or in logits where something else is asked for: the same tokens."""
+"""Decode graphs that end in tokens, or in logits where something else is asked for: the same tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ NUM_TOKENS = 24
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_greedy_tokens_are_the_same_whatever_else_is_asked_for(dtype: str) -> None:
-    """With logprobs, or beside a request that draws its tokens, all logits are computed."""
+    """With logprobs, or beside a request that draws its tokens, all logits are computed; what is drawn is so by the
+    graph, or behind it."""
     others = {id(each) for each in gc.get_objects() if type(each) is DecodeGraphs}
     llm = LLM(dtype=dtype, num_threads=2, num_kv_blocks=64, num_speculative_tokens=0, enable_prefix_caching=False)
     (graphs,) = (each for each in gc.get_objects() if type(each) is DecodeGraphs and id(each) not in others)
@@ -26,8 +27,12 @@ def test_greedy_tokens_are_the_same_whatever_else_is_asked_for(dtype: str) -> No
         return [list(answer.outputs[0].token_ids) for answer in answers]
 
     plain = tokens(*[SamplingParams(**greedy)] * 3)
-    assert {end for _, end in graphs._replays} == {End.LIKELIEST}
+    assert {end for _, end in graphs._replays} == {End.TOKENS}
     assert tokens(*[SamplingParams(**greedy, logprobs=2)] * 3) == plain
-    assert {end for _, end in graphs._replays} == {End.LIKELIEST, End.LOGITS}
-    drawn = SamplingParams(temperature=1.5, max_tokens=NUM_TOKENS, ignore_eos=True, seed=1)
-    assert tokens(SamplingParams(**greedy), drawn, SamplingParams(**greedy))[::2] == plain[::2]
+    assert {end for _, end in graphs._replays} == {End.TOKENS, End.LOGITS}
+    drawn = {"temperature": 1.5, "max_tokens": NUM_TOKENS, "ignore_eos": True, "seed": 1}
+    mixed = tokens(SamplingParams(**greedy), SamplingParams(**drawn), SamplingParams(**greedy))
+    assert mixed[::2] == plain[::2]
+    assert {end for _, end in graphs._replays} == {End.TOKENS, End.LOGITS, End.DRAWN}
+    assert tokens(SamplingParams(**greedy), SamplingParams(**drawn, logprobs=2), SamplingParams(**greedy)) == mixed
+    assert mixed[1] != plain[1]
