@@ -16,7 +16,7 @@ def resolve_tokens(token_ids: Tensor, last_token_ids: Tensor) -> Tensor:
     """[n] int64 with references -> the tokens, a new tensor. Does not wait for the device.
 
     last_token_ids: [rows] int64, the last token that each row has sampled; contiguous, as is `token_ids`.
-    Raises `ValueError` or `TypeError` before anything runs; a reference to a row that there is not gives any token.
+    References are to rows that there are, or give any token. Raises `ValueError` or `TypeError` before anything runs.
     """
     _check(token_ids=token_ids, last_token_ids=last_token_ids)
     return backend_for(token_ids.device).resolve_tokens(token_ids, last_token_ids)
@@ -25,8 +25,8 @@ def resolve_tokens(token_ids: Tensor, last_token_ids: Tensor) -> Tensor:
 def keep_tokens(last_token_ids: Tensor, rows: Tensor, token_ids: Tensor) -> None:
     """`rows` [n] have sampled `token_ids` [n], both int64 and contiguous: written to `last_token_ids` [rows] int64.
 
-    A row that is there more than once keeps one of its tokens. Does not wait for the device. Raises `ValueError` or
-    `TypeError` before anything is written.
+    Rows are some that there are; one that is given more than once keeps one of its tokens. Does not wait for the
+    device. Raises `ValueError` or `TypeError` before anything is written.
     """
     _check(last_token_ids=last_token_ids, rows=rows, token_ids=token_ids)
     if rows.shape != token_ids.shape:

@@ -29,7 +29,7 @@ class CpuGraphBackend:
             graph = capture(run, self._pool)
         except NotCapturableError as reason:
             logger.info("decode steps are not recorded: %s", reason)
-            run()  # what was computed before, and stored, is computed and stored again
+            run()  # what was stored before is stored again; it has written no token that it reads
             return None
 
         def replay() -> Started:

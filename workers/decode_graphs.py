@@ -47,12 +47,12 @@ class End(Enum):
 
     HIDDEN = auto()
     LOGITS = auto()
-    # What every request samples, the likeliest ones or drawn: kept on the device for the next step as well.
-    TOKENS = auto()
-    DRAWN = auto()
+    TOKENS = auto()  # the likeliest
+    DRAWN = auto()  # tokens, as the parameters in the inputs say
 
     @property
     def gives_tokens(self) -> bool:
+        """Of all requests, and keeps them on the device where the next step may read them."""
         return self in (End.TOKENS, End.DRAWN)
 
 
@@ -128,6 +128,7 @@ class DecodeGraphs:
     def __init__(self, backend: GraphBackend, sizes: list[int]) -> None:
         self._backend = backend
         self._sizes = sizes
+        self._largest = sizes[-1]
         self._replays: dict[tuple[int, End], tuple[Replay, Decoded]] = {}  # with views of `_outputs`, of its size
         # One output for all of an end: what a graph leaves in the pool, the next one overwrites.
         self._outputs: dict[End, Decoded] = {}
@@ -184,7 +185,7 @@ class DecodeGraphs:
     def _run(self, forward: Forward, size: int, end: End) -> None:
         computed = forward(size, end)
         if end not in self._outputs:
-            self._outputs[end] = computed.map(lambda each: each.new_empty(self._sizes[-1], *each.shape[1:]))
+            self._outputs[end] = computed.map(lambda each: each.new_empty(self._largest, *each.shape[1:]))
         for output, each in zip(self._outputs[end], computed, strict=True):
             if output is not None and each is not None:
                 output[:size].copy_(each)

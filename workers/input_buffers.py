@@ -97,8 +97,8 @@ class _Staging:
         if self._copied is not None:
             self._copied.synchronize()
 
-    def has_been_read(self) -> None:
-        """By what was launched last."""
+    def note_copy(self) -> None:
+        """It is read by what was launched last."""
         if self._copied is not None:
             self._copied.record()
 
@@ -137,7 +137,7 @@ class InputBuffers:
         """Copy what `begin` gave to the device; the copy runs before whatever is launched next. See `current`."""
         source, target = self._views(shape).copies[self._turn]
         target.copy_(source, non_blocking=True)
-        self._stagings[self._turn].has_been_read()
+        self._stagings[self._turn].note_copy()
         return self.current(shape)
 
     def current(self, shape: BatchShape) -> tuple[HostInputs, DeviceInputs]:

@@ -197,8 +197,9 @@ class ModelRunner:
         self._end_last()  # on CPU one step is computed at a time
         work = StepWork(self._work(asked, changes, shape, end))
         if self._is_computed_later and step.drafts is None:
-            samples_alone = batch.takes_likeliest or (end is not None and end.gives_tokens)
-            self._last = _Last(work, reads_table=asked.wants_more or not samples_alone)
+            # The likeliest token needs no parameters, and a graph that gives tokens finds them in its inputs.
+            reads_parameters = not batch.takes_likeliest and (end is None or not end.gives_tokens)
+            self._last = _Last(work, reads_table=reads_parameters or asked.wants_more)
         else:  # drafts stand where the table is about to have what is sampled
             work.end()
         launched = LaunchedStep(copies, work, busy)
@@ -306,7 +307,7 @@ class ModelRunner:
             tokens = self._model.likeliest(hidden)
         else:
             tokens = draw_tokens(self._model.logits(hidden), inputs.draws(size))
-        self._rows.write_tokens(inputs.sampling_rows, tokens)
+        self._rows.write_tokens(inputs.sampling_rows, tokens)  # last: what cannot be recorded is done once more
         return Decoded(hidden, token_ids=tokens)
 
     def _finish(self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded) -> Read:

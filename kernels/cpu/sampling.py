@@ -318,5 +318,5 @@ def _exclude_worker(sources: str) -> Any:
 _SOURCES = digest_of("call", "claims", "exponential", "walk", "intrinsics", "vectors")
 _exclude = RowFunction(partial(_exclude_worker, _SOURCES), _EXCLUDE, 0.3)
 _likeliest = RowFunction(partial(_likeliest_worker, _SOURCES), _LIKELIEST, 0.15, is_idempotent=True)
-_draw = RowFunction(partial(_draw_worker, _SOURCES), _DRAW, 2.0)
+_draw = RowFunction(partial(_draw_worker, _SOURCES), _DRAW, 2.0, is_idempotent=True)
 FUNCTIONS = (_exclude, _likeliest, _draw)

@@ -77,5 +77,7 @@ def _keep_worker(sources: str) -> Any:
 _SOURCES = digest_of("call", "claims", "intrinsics")
 _NS = 1.0  # about what a token takes
 _resolve = RowFunction(partial(_resolve_worker, _SOURCES), _RESOLVE, _NS, is_idempotent=True)
+# Not idempotent: a program begins with reading what this writes, and a row may be given twice. So all threads are done
+# with the former before one of them begins this.
 _keep = RowFunction(partial(_keep_worker, _SOURCES), _KEEP, _NS)
 FUNCTIONS = (_resolve, _keep)

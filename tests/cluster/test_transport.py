@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+import uvloop
 
 from quire.cluster import transport
 from quire.cluster.messages import RankAnswer, encoder
@@ -220,7 +221,6 @@ def test_the_loop_may_be_uvloop(
     test: Callable[..., Coroutine[None, None, None]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Serve runs replicas on it, and its transports are not those of asyncio."""
-    uvloop = pytest.importorskip("uvloop")
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(test(*(monkeypatch for name in inspect.signature(test).parameters if name == "monkeypatch")))
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels.cpu.graph import Pool, capture
+from quire.kernels.cpu.program import Program
 from quire.kernels.dispatch import BACKENDS, forced_backend
 from quire.kernels.tokens import keep_tokens, resolve_tokens
 
@@ -39,7 +40,7 @@ def test_rows_keep_what_they_have_sampled(backend: str) -> None:
     assert last.tolist()[5] in (6, 7)
 
 
-def test_a_row_that_there_is_not_is_written_nowhere() -> None:
+def test_compiled_code_writes_nothing_beside_its_rows() -> None:
     memory = tensor(*LAST)
     with forced_backend("cpu"):
         keep_tokens(memory[2:8], tensor(-1, 6, 2**40, 0), tensor(1, 2, 3, 4))
@@ -48,24 +49,26 @@ def test_a_row_that_there_is_not_is_written_nowhere() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 31])
 def test_a_record_reads_and_writes_where_it_did(num_tokens: int) -> None:
-    """Each repetition goes on with what the last one has left, as one step does with another's tokens."""
-    token_ids, rows = -1 - torch.arange(num_tokens), torch.arange(num_tokens)
-    last, seen = torch.arange(100, 100 + num_tokens), torch.empty(num_tokens, dtype=torch.int64)
-
-    def step() -> None:
-        tokens = resolve_tokens(token_ids, last)
-        seen.copy_(tokens)
-        tokens.add_(1)
-        keep_tokens(last, rows, tokens)
-
-    graph = capture(step, Pool())
-    assert seen.tolist() == list(range(100, 100 + num_tokens))
-    for number in range(1, 20):
+    """Each repetition goes on with what the last one has left, as a step does: here every row takes over the token of
+    the one before it."""
+    token_ids, rows = -1 - torch.arange(num_tokens), torch.arange(num_tokens).roll(-1)
+    last = torch.arange(100, 100 + num_tokens)
+    graph = capture(lambda: keep_tokens(last, rows, resolve_tokens(token_ids, last)), Pool())
+    for number in range(1, 40):
+        assert last.tolist() == torch.arange(100, 100 + num_tokens).roll(number).tolist()
         graph()
-        assert seen.tolist() == list(range(100 + number, 100 + num_tokens + number))
     token_ids[0] = 5
     graph()
-    assert (seen[0], last[0]) == (5, 6)
+    assert last[rows[0]] == 5
+
+
+def test_tokens_are_written_when_nobody_reads_them_any_more() -> None:
+    """A thread that has lost its core amid the first call of a program may be many calls behind the others."""
+    last, rows, token_ids = tensor(*LAST), tensor(1, 2), tensor(-2, -3)
+    graph = capture(lambda: keep_tokens(last, rows, resolve_tokens(token_ids, last)), Pool())
+    (program,) = graph._actions
+    assert isinstance(program, Program)
+    assert program._calls["begins_after"].tolist() == [0, 1], "a call may begin before the one that reads is over"
 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
