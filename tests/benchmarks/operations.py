@@ -66,10 +66,10 @@ def watched(steps: list[Step]) -> Iterator[None]:
 
         return run
 
-    def timed_launch(self: ModelRunner, step: SchedulerOutput) -> Any:
+    def timed_launch(self: ModelRunner, step: SchedulerOutput, *told: Any) -> Any:
         steps.append(Step(step.total_num_scheduled_tokens, len(step.rows)))
         started = time.perf_counter()
-        result = launch(self, step)
+        result = launch(self, step, *told)
         steps[-1].seconds = time.perf_counter() - started
         return result
 
