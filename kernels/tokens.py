@@ -38,6 +38,7 @@ def _check(**given: Tensor) -> None:
     devices = {tensor.device for tensor in given.values()}
     for name, tensor in given.items():
         if tensor.dim() != 1 or not tensor.is_contiguous() or len(devices) > 1:
-            raise ValueError(f"{name} must be [n], contiguous, on one device, got {list(tensor.shape)} on {devices}")
+            where = " and ".join(sorted(map(str, devices)))
+            raise ValueError(f"{name} must be [n], contiguous, on one device, got {list(tensor.shape)} on {where}")
         if tensor.dtype != torch.int64:
             raise TypeError(f"{name} must be int64, got {tensor.dtype}")

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="attr-defined, type-var, call-arg, untyped-decorator, no-untyped-call"
 # (compiled functions and their views into memory are not Python to a type checker)
-"""What is read and written of tokens that stay where they are, compiled: a decode step begins and ends with it, and
-goes on with the next program without Python in between."""
+"""What is read and written of tokens that stay where they are, compiled: the program of a decode step begins and ends
+with it, and leaves nothing of it to Python, for which helpers would wait."""
 
 from __future__ import annotations
 
