@@ -44,7 +44,9 @@ def _decodes(query: torch.dtype, keys: torch.dtype) -> None:
     decode.worker(query, keys, prompt_tiles.decodes_in_pairs(query))
 
 
-_FUNCTIONS = tuple(each for some in (elementwise, sampling, operators, likeliest, tokens) for each in some.FUNCTIONS)
+_FUNCTIONS = tuple(
+    each for some in (elementwise, sampling, operators, likeliest, tokens, decode) for each in some.FUNCTIONS
+)
 _PARTS: dict[str, Callable[[torch.dtype, torch.dtype], object]] = {"decode": _decodes, "prompts": _prompts}
 
 

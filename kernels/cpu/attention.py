@@ -137,6 +137,8 @@ def _decode_plan(metadata: AttentionMetadata, shape: Shape) -> decode.DecodePlan
         _read(plan, metadata)
         if listener is not None:  # the lengths are others in every step, and of any rows, all else is
             listener.add_preparation(partial(_read, plan, metadata) if most_rows else plan.update)
+            if not most_rows:
+                plan.list_pieces()
         metadata.plans[key] = plan if plan.num_decodes or most_rows else None
     found: decode.DecodePlan | None = metadata.plans[key]
     return found

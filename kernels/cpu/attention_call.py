@@ -17,7 +17,6 @@ from .recording import CompiledCall
 _FIELDS = (
     *("query", "key_cache", "value_cache", "out", "sinks", "token_stride", "head_stride", "plan"),
     *("claims", "num_threads", "number", "scratch"),  # of the call, as the plan understands them
-    "cache_bytes",  # of a number
 )
 _SCALES = ("key_scale", "value_scale")  # of caches in 8 bits; 1 of others
 # What differs from layer to layer. Strides are in elements.
@@ -34,14 +33,16 @@ class Shape(NamedTuple):
     scale: float
     window: int  # 0: none, as of `softcap`
     softcap: float
+    cache_bytes: int  # of a number in the caches
 
     @classmethod
     def of(
         cls, query: Tensor, key_cache: Tensor, scale: float, sliding_window: int | None, softcap: float | None
     ) -> Shape:
         """query [num_tokens, num_heads, head_dim], key_cache [num_blocks, block_size, num_kv_heads, head_dim]."""
-        _, block_size, num_kv_heads, head_dim = key_cache.shape
-        return cls(query.shape[1], num_kv_heads, head_dim, block_size, scale, sliding_window or 0, softcap or 0.0)
+        (_, block_size, num_kv_heads, head_dim), number_bytes = key_cache.shape, key_cache.itemsize
+        window, cap = sliding_window or 0, softcap or 0.0
+        return cls(query.shape[1], num_kv_heads, head_dim, block_size, scale, window, cap, number_bytes)
 
 
 _SHAPE = [(name, np.float64 if name in ("scale", "softcap") else np.int64) for name in Shape._fields]
@@ -103,7 +104,6 @@ def layer_call(worker: Any, layer: Layer, plan: npt.NDArray[Any], number: int = 
         num_threads,
         number,
         scratch,
-        key_cache.itemsize,
         *scales,
     )
     return CompiledCall(worker.ctypes, arguments, claims, (), is_idempotent=True)

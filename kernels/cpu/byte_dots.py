@@ -46,6 +46,7 @@ from .claims import enter, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_words import TOTALS_BYTES, WIDTH, fits
 from .intrinsics import pointer
+from .kv_prefetch import has_time, new_cursor, point_to_share
 from .many_rows import CHUNK_BYTES
 from .packed_call import (
     BIAS,
@@ -57,6 +58,7 @@ from .packed_call import (
     NUM_THREADS,
     OUT,
     OUT_FEATURES,
+    SHARE,
     WEIGHT,
     X,
     run_product,
@@ -86,6 +88,7 @@ _SOURCES = (
     "exponential",
     "features",
     "intrinsics",
+    "kv_prefetch",
     "many_rows",
     "matrix_tiles",
     "packed_call",
@@ -142,15 +145,16 @@ def multiply(
     x, (num_rows, in_features), has_short_x = x.contiguous(), x.shape, x.dtype == torch.bfloat16
     num_digits = num_digits or _DIGITS[x.dtype]
     entry = _entry(packing.name, num_digits, has_short_x, out.dtype == torch.bfloat16, activation)
+    run = partial(run_product, entry, chosen=chosen, fetches=has_time(num_rows, num_digits))
     if num_rows <= ROWS:
-        run_product(entry, x.data_ptr(), in_features, weight, bias, out, most_rows=ROWS, chosen=chosen)
+        run(x.data_ptr(), in_features, weight, bias, out, most_rows=ROWS)
         return
     row_bytes = in_features // BLOCK * x_block_bytes(Way(packing, num_digits))
     rows_read = -(-num_rows // ROWS) * ROWS  # whatever is behind the last
     digits = torch.empty(rows_read * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = digits.data_ptr() + -digits.data_ptr() % STEP_BYTES  # a block is then whole lines of the cache
     _splitter(packing.name, num_digits, has_short_x)(num_rows, in_features, x.data_ptr(), in_features, first)
-    run_product(entry, first, in_features, weight, bias, out, least_rows=ROWS + 1, chosen=chosen)
+    run(first, in_features, weight, bias, out, least_rows=ROWS + 1)
 
 
 def bounds_pay(packing: Packing, dtype: torch.dtype) -> bool:
@@ -232,6 +236,8 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
                 )
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
+        cursor = new_cursor()
+        cursor_at = np.int64(cursor.ctypes.data)
         chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
         item, lap = -1, 0
         while True:
@@ -242,6 +248,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
             chunk, pair = item // num_pairs, item % num_pairs
             if chooses and chosen[pair] == 0:
                 continue
+            point_to_share(cursor, address + 8 * SHARE, num_threads, item, num_pairs * num_chunks)
             first = pair if is_gated else min(WIDTH * pair, num_panels - WIDTH)
             panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
             results[BIASES] = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0
@@ -253,16 +260,16 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
                 if are_few:
                     multiply_packed(
                         packing, num_digits,
-                        panel, panel_step, num_blocks, unpacked, x, count, totals,
+                        panel, panel_step, num_blocks, unpacked, x, count, totals, cursor_at,
                     )  # fmt: skip
                 else:
                     multiply_unpacked(
                         packing, num_digits,
-                        unpacked, num_blocks, x, count, totals, panel + next_pair, panel_step,
+                        unpacked, num_blocks, x, count, totals, panel + next_pair, panel_step, cursor_at,
                     )  # fmt: skip
                 results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
                 finish(activation, is_short, has_short_x, results.ctypes.data)
                 row += count
-        own[0] = results[0] = 0  # they live until here: Numba does not see who has their addresses
+        own[0] = results[0] = cursor[0] = 0  # they live until here: Numba does not see who has their addresses
 
     return worker

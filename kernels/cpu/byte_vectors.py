@@ -24,9 +24,10 @@ from numba import types
 from numba.extending import intrinsic
 
 from ..packed import PACKINGS
-from .byte_products import ONE_DIGIT, Way
+from .byte_products import ONE_DIGIT, THREE_DIGITS, Way
 from .byte_rows import FACTOR, OFFSETS, ROWS, SUM, groups_of, part_bytes, parts_of, words_at, x_block_bytes
 from .code_words import WIDTH, blocks_of, codes_of, fetch, scale_and_middle, total_at
+from .kv_prefetch import fetch_pieces
 from .tile_product import STEP_BYTES
 from .vectors import (
     FLOAT,
@@ -86,14 +87,15 @@ def multiply_packed(
     x: Any,
     num_rows: Any,
     totals: Any,
+    cursor: Any,
 ) -> Any:
     """totals = the products of `num_rows` rows of x, ROWS at most, the first ones of a group, and WIDTH panels,
     `panel_step` bytes from one to the next, unpacked on the way. `packing` and `num_digits` are constants; scratch, for
-    what is not multiplied from registers: `unpacked_bytes`."""
+    what is not multiplied from registers: `unpacked_bytes`; cursor: see `kv_prefetch`."""
     way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, panel, panel_step, num_blocks, scratch, x, num_rows, totals = arguments
+        _, _, panel, panel_step, num_blocks, scratch, x, num_rows, totals, cursor = arguments
 
         def block_of(k: Any, count: int) -> _Block:
             blocks = blocks_of(b, way.kind, panel, panel_step, k)
@@ -104,10 +106,10 @@ def multiply_packed(
             _unpack_block(b, way, blocks, scratch)
             return _Unpacked(b, way, scratch)
 
-        _multiply(b, way, num_blocks, block_of, x, num_rows, totals)
+        _multiply(b, way, num_blocks, block_of, x, num_rows, totals, cursor)
         return context.get_dummy_value()
 
-    return types.void(packing, num_digits, *[types.int64] * 7), generate
+    return types.void(packing, num_digits, *[types.int64] * 8), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -122,23 +124,24 @@ def multiply_unpacked(
     totals: Any,
     following: Any,
     panel_step: Any,
+    cursor: Any,
 ) -> Any:
     """Likewise, of the first rows of a group, too, with what `unpack` wrote. `following`: the address of the panels
     that come next, which are fetched."""
     way = Way(PACKINGS[packing.literal_value], num_digits.literal_value)
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, unpacked, num_blocks, x, num_rows, totals, following, panel_step = arguments
+        _, _, unpacked, num_blocks, x, num_rows, totals, following, panel_step, cursor = arguments
 
         def block_of(k: Any, _count: int) -> _Block:
             for block in blocks_of(b, way.kind, following, panel_step, k):
                 fetch(b, way.kind, block, ahead=0)
             return _Unpacked(b, way, b.add(unpacked, b.mul(k, INT64(unpacked_bytes(way)))))
 
-        _multiply(b, way, num_blocks, block_of, x, num_rows, totals)
+        _multiply(b, way, num_blocks, block_of, x, num_rows, totals, cursor)
         return context.get_dummy_value()
 
-    return types.void(packing, num_digits, *[types.int64] * 7), generate
+    return types.void(packing, num_digits, *[types.int64] * 8), generate
 
 
 def _line(b: ir.IRBuilder, start: Any, number: int, panel: int) -> Any:
@@ -204,9 +207,11 @@ def _multiply(
     x: Any,
     num_rows: Any,
     totals: Any,
+    cursor: Any,
 ) -> None:
     """`block_of` gives a block by its number, for so many rows."""
     own, words_start, block_bytes = way.product, words_at(way), x_block_bytes(way)
+    num_pieces = 2 if way.num_digits == THREE_DIGITS else 1  # so that there is time for them
 
     def of_rows(count: int) -> None:
         size = _tile_of(way, count)
@@ -221,6 +226,7 @@ def _multiply(
             block, x_start = block_of(k, count), b.add(x, b.mul(k, INT64(ROWS * block_bytes)))
             for panel in range(0, WIDTH, own.panels):
                 loop_over(b, num_tiles, 1, [], partial(tile, block, x_start, range(panel, panel + own.panels)))
+            fetch_pieces(b, cursor, num_pieces)
             return []
 
         def tile(block: _Block, x_start: Any, panels: range, number: Any, _state: list[Any]) -> list[Any]:

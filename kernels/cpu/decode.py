@@ -19,7 +19,7 @@ afterwards).
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -30,9 +30,12 @@ from torch import Tensor
 
 from .. import fp8
 from .attention_call import LAYER, NUMBERS, Layer, Shape, layer_call, new_plan, plan_type
+from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import RUN, enter, take_item
 from .heads import AHEAD, CHUNK, POSITIONS, VALUES, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
+from .kv_prefetch import MOST_PIECES, PIECE
+from .recording import CacheReads
 from .sources import digest_of, filed_as
 from .threads import run_call
 from .vectors import LANES
@@ -48,7 +51,12 @@ _PLAN = plan_type(
     # For calls in turn, so that one may begin while a thread still computes an item of one before: what the items gave,
     # and the last call of whom each was finished
     *("partial", "finished", "room"),
+    # What it reads of the caches of a layer (`kv_prefetch`); by decode, its first piece; and how many a block has
+    *("pieces", "first_piece", "num_pieces", "block_pieces"),
 )
+_LISTING = Arguments("plan")
+_LISTING_TYPE = _LISTING.dtype
+_LISTING_NS = 200.0  # about what the pieces of a decode take, of some hundred tokens
 _NUM_TURNS = 4
 _MANY_CALLS = 1 << 32  # of one plan
 
@@ -73,6 +81,10 @@ class DecodePlan:
         fields = self._record[0]
         fields["tokens"], fields["requests"] = self._of_decodes.ctypes.data, self._of_decodes[1:].ctypes.data
         fields["first_item"] = self._first_item.ctypes.data
+        block_bytes = shape.block_size * shape.num_kv_heads * shape.head_dim * shape.cache_bytes
+        self._pieces, self._first_piece = np.empty(0, np.int32), np.empty(most_reqs + 1, np.int64)
+        fields["first_piece"] = self._first_piece.ctypes.data
+        fields["block_pieces"] = block_bytes // PIECE if block_bytes % PIECE == 0 else 0
         self._address, self._num_calls = self._record.ctypes.data, 0
 
     def read(
@@ -116,6 +128,19 @@ class DecodePlan:
             fields[name] = values.ctypes.data
         fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
+    def list_pieces(self) -> None:
+        """Write down what layers read, now and whenever a record is repeated, so that it can be fetched."""
+        if not len(self._pieces):
+            self._pieces = np.empty(MOST_PIECES, np.int32)
+            self._record[0]["pieces"] = self._pieces.ctypes.data
+        _list_pieces(self._of_decodes.shape[1], 1, self._address)
+
+    def _reads(self, layer: Layer) -> CacheReads | None:
+        if not len(self._pieces):
+            return None
+        count, caches = self._record["num_pieces"].ctypes.data, (layer.key_cache, layer.value_cache)
+        return CacheReads(self._pieces.ctypes.data, count, *(each.data_ptr() for each in caches))
+
     def attend(self, layer: Layer, *, in_pairs: bool = False) -> None:
         """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned.
 
@@ -124,7 +149,7 @@ class DecodePlan:
         turn = self._num_calls % _NUM_TURNS
         compiled = worker(layer.query.dtype, layer.key_cache.dtype, in_pairs)
         call = layer_call(compiled, layer, self._record, number=self._num_calls, scratch=turn)
-        run_call(call._replace(scratch=self._address + turn))
+        run_call(call._replace(scratch=self._address + turn, reads=self._reads(layer)))
 
 
 def _planner(sources: str) -> Any:
@@ -141,23 +166,63 @@ def _planner(sources: str) -> Any:
         owners = carray(pointer(plan.owners), (many,), np.int64)
         begins = carray(pointer(plan.begins), (many,), np.int64)
         ends = carray(pointer(plan.ends), (many,), np.int64)
-        decode, item = 0, 0
+        first_piece, most_pieces = carray(pointer(plan.first_piece), (num_reqs + 1,), np.int64), MOST_PIECES // num_reqs
+        decode, item, piece = 0, 0, 0
         for request in range(num_reqs):
             if starts[request + 1] - starts[request] != 1:
                 continue
             end = np.int64(seq_lens[request])
             begin = max(np.int64(0), end - plan.window) if plan.window != 0 else np.int64(0)
             tokens[decode], requests[decode], first_item[decode] = starts[request], request, item
+            first_piece[decode] = piece
+            piece += min(_num_pieces(plan, begin, end), most_pieces)
             while begin < end:
                 owners[item], begins[item] = decode, begin
                 begin = min((begin // CHUNK + 1) * CHUNK, end)
                 ends[item] = begin
                 item += 1
             decode += 1
-        first_item[decode] = item
-        plan.num_decodes, plan.num_items = decode, item
+        first_item[decode], first_piece[decode] = item, piece
+        plan.num_decodes, plan.num_items, plan.num_pieces = decode, item, piece
 
     return planner
+
+
+@njit(error_model="numpy")
+def _num_pieces(plan: Any, begin: int, end: int) -> int:
+    """From the beginning of the block of position `begin` on."""
+    num_tokens = end - begin // plan.block_size * plan.block_size
+    count: int = (num_tokens * plan.block_pieces + plan.block_size - 1) // plan.block_size
+    return count
+
+
+def _lister(sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    def worker(address: int) -> None:
+        """Decode by decode."""
+        sources  # noqa: B018 (likewise)
+        plan = carray(pointer(carray(pointer(address), (1,), _LISTING_TYPE)[0].plan), (1,), _PLAN)[0]
+        many, block_pieces = np.int64(1) << 31, plan.block_pieces
+        seq_lens = carray(pointer(plan.seq_lens), (plan.num_reqs,), np.int32)
+        requests = carray(pointer(plan.requests), (plan.num_decodes,), np.int64)
+        table = carray(pointer(plan.block_table), (many,), np.int32)
+        first_piece = carray(pointer(plan.first_piece), (plan.num_decodes + 1,), np.int64)
+        pieces = carray(pointer(plan.pieces), (plan.num_pieces,), np.int32)
+        thread, item, lap = enter_rows(address), -1, 0
+        while True:
+            item, lap, start, stop = take_rows(address, thread, item, lap)
+            if item < 0:
+                return
+            for decode in range(start, min(stop, plan.num_decodes)):
+                request = requests[decode]
+                begin = max(0, seq_lens[request] - plan.window) if plan.window != 0 else 0
+                within = begin // plan.block_size * block_pieces
+                for piece in range(first_piece[decode], first_piece[decode + 1]):
+                    block = table[request * plan.table_stride + within // block_pieces]
+                    pieces[piece] = block * block_pieces + within % block_pieces
+                    within += 1
+
+    return worker
 
 
 @njit(error_model="numpy")
@@ -345,6 +410,7 @@ def _worker(query_type: type[np.generic], cache_type: type[np.generic], in_pairs
 _SOURCES = digest_of(
     *(
         "attention_call",
+        "call",
         "claims",
         "decode",
         "exponential",
@@ -352,11 +418,14 @@ _SOURCES = digest_of(
         "features",
         "heads",
         "intrinsics",
+        "kv_prefetch",
         "tile_product",
         "vectors",
     )
 )
 _plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
+_list_pieces = RowFunction(partial(_lister, _SOURCES), _LISTING, _LISTING_NS, is_idempotent=True)
+FUNCTIONS = (_list_pieces,)
 
 
 @cache

@@ -31,6 +31,7 @@ from .code_words import (
     total_at,
     x_sum_at,
 )
+from .kv_prefetch import fetch_pieces
 from .tile_product import STEP_BYTES, span_bytes
 from .vectors import (
     FLOATS,
@@ -98,14 +99,15 @@ def multiply_codes(
     x_sums: Any,
     x_sums_row: Any,
     totals: Any,
+    cursor: Any,
 ) -> Any:
     """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
     `panel_step` bytes from one to the next. `x_sums`: what `sum_blocks` writes, `x_sums_row` bytes from row to row,
-    where least numbers are stored. `packing`, the name of one, is a constant."""
+    where least numbers are stored. `packing`, the name of one, is a constant; cursor: see `kv_prefetch`."""
     kind = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, panel, panel_step, num_blocks, x, x_row, num_rows, x_sums, x_sums_row, totals = arguments
+        _, panel, panel_step, num_blocks, x, x_row, num_rows, x_sums, x_sums_row, totals, cursor = arguments
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)
@@ -116,6 +118,7 @@ def multiply_codes(
                 places = [b.add(start, b.mul(k, INT64(BLOCK_BYTES))) for start in starts]
                 for block in blocks:
                     fetch(b, kind, block)
+                fetch_pieces(b, cursor, 1)
 
                 def multiply(pair: Any, codes: list[Any], sums: list[Any]) -> list[Any]:
                     return _dots(b, places, pair, codes, sums)
@@ -137,7 +140,7 @@ def multiply_codes(
         by_least(b, num_rows, _COUNTS, of_rows)
         return context.get_dummy_value()
 
-    return types.void(packing, *[types.int64] * 9), generate
+    return types.void(packing, *[types.int64] * 10), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -152,13 +155,14 @@ def multiply_unpacked(
     totals: Any,
     following: Any,
     panel_step: Any,
+    cursor: Any,
 ) -> Any:
     """Likewise, of ROWS rows at most and numbers, as `code_tiles.unpack` writes them, in the order of `many_rows`.
     `following`: the address of the panels that come next, which are fetched."""
     kind = PACKINGS[packing.literal_value]
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step = arguments
+        _, unpacked, num_blocks, x, x_row, num_rows, totals, following, panel_step, cursor = arguments
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)
@@ -170,6 +174,7 @@ def multiply_unpacked(
                     tiles = [tile_of(b, unpacked, k, j) for j in range(WIDTH)]
                     for block in blocks_of(b, kind, following, panel_step, k):
                         fetch(b, kind, block, ahead=0)
+                    fetch_pieces(b, cursor, 1)
 
                     def multiply(pair: Any, sums: list[Any]) -> list[Any]:
                         numbers = [load(b, b.add(tile, b.mul(pair, INT64(STEP_BYTES))), INTS) for tile in tiles]
@@ -190,7 +195,7 @@ def multiply_unpacked(
         by_least(b, num_rows, _COUNTS, of_rows)
         return context.get_dummy_value()
 
-    return types.void(packing, *[types.int64] * 8), generate
+    return types.void(packing, *[types.int64] * 9), generate
 
 
 def _dots(b: ir.IRBuilder, starts: Sequence[Any], pair: Any, vectors: Sequence[Any], sums: Sequence[Any]) -> list[Any]:

@@ -28,6 +28,7 @@ from .code_words import TOTALS_BYTES, WIDTH, fits
 from .codes import lay_out
 from .dot_vectors import BLOCK_BYTES, BLOCKS, ROWS, multiply_codes, multiply_unpacked, sum_blocks
 from .intrinsics import pointer
+from .kv_prefetch import has_time, new_cursor, point_to_share
 from .many_rows import CHUNK_BYTES
 from .packed_call import (
     BIAS,
@@ -39,6 +40,7 @@ from .packed_call import (
     NUM_THREADS,
     OUT,
     OUT_FEATURES,
+    SHARE,
     WEIGHT,
     X,
     run_product,
@@ -64,6 +66,7 @@ _SOURCES = (
     "exponential",
     "features",
     "intrinsics",
+    "kv_prefetch",
     "many_rows",
     "matrix_tiles",
     "number_sums",
@@ -105,7 +108,9 @@ def multiply(
 ) -> None:
     """`linear` or `linear_gated` into `out`. `chosen`: see `run_product`."""
     x, entry = x.contiguous(), _entry(packing.name, out.dtype == torch.bfloat16, activation)
-    run_product(entry, x.data_ptr(), x.shape[1], weight, bias, out, chosen=chosen)
+    run_product(
+        entry, x.data_ptr(), x.shape[1], weight, bias, out, chosen=chosen, fetches=has_time(len(x), num_digits=2)
+    )
 
 
 @cache
@@ -145,6 +150,8 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
             sum_blocks(a[X] + i * x_row, num_blocks, x_sums.ctypes.data + i * sums_step)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
+        cursor = new_cursor()
+        cursor_at = np.int64(cursor.ctypes.data)
         chooses, chosen = a[CHOSEN] != 0, carray(pointer(a[CHOSEN]), (num_pairs,), np.uint8)
         item, lap = -1, 0
         while True:
@@ -155,6 +162,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
             chunk, pair = item // num_pairs, item % num_pairs
             if chooses and chosen[pair] == 0:
                 continue
+            point_to_share(cursor, address + 8 * SHARE, num_threads, item, num_pairs * num_chunks)
             first = pair if is_gated else min(WIDTH * pair, num_panels - WIDTH)
             panel, column = a[WEIGHT] + first * panel_bytes, first * TILE * size
             results[BIASES] = a[BIAS] + first * bias_bytes if a[BIAS] != 0 else 0
@@ -165,15 +173,18 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
                 x, count = a[X] + row * x_row, min(ROWS, end - row)
                 if are_few:
                     sums = x_sums.ctypes.data + row * sums_step
-                    multiply_codes(packing, panel, panel_step, num_blocks, x, x_row, count, sums, sums_step, totals)
+                    multiply_codes(
+                        packing, panel, panel_step, num_blocks, x, x_row, count, sums, sums_step, totals, cursor_at
+                    )
                 else:
                     multiply_unpacked(
-                        packing, unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step
+                        packing, unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step, cursor_at
                     )
                 results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
                 finish(activation, is_short, True, results.ctypes.data)
                 row += count
-        own[0] = memory[0] = results[0] = 0  # they live until here: Numba does not see who has their addresses
+        # They live until here: Numba does not see who has their addresses.
+        own[0] = memory[0] = results[0] = cursor[0] = 0
         x_sums[:1, :1] = 0
 
     return worker

@@ -30,6 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from . import operators
+from .kv_prefetch import share_out
 from .program import Program
 from .recording import CompiledCall, NotCapturableError, borrowed, recorded_by, recorder, span_bytes
 
@@ -169,6 +170,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _end_program(self) -> None:
         if self._calls:
+            if self.most_rows is None:
+                share_out(self._calls)
             self._actions.append(self._run_program(Program(self._calls, self._lag)))
             self._calls = []
 

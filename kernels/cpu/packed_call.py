@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import kv_prefetch
 from .claims import new_claims
 from .recording import CompiledCall, Rows
 from .threads import run_call
@@ -25,8 +26,9 @@ from .threads import run_call
     NUM_THREADS,
     CLAIMS,
     CHOSEN,
-    NUM_ARGUMENTS,
+    SHARE,
 ) = range(11)
+NUM_ARGUMENTS = SHARE + kv_prefetch.NUM_WORDS
 
 
 def run_product(
@@ -40,12 +42,13 @@ def run_product(
     least_rows: int = 1,
     most_rows: int = sys.maxsize,
     chosen: Tensor | None = None,
+    fetches: bool = False,
 ) -> None:
     """Fill `out` [num_rows, out_features] by the worker `entry` (a ctypes function pointer).
 
     `x` is the address of what it takes for x; `least_rows` and `most_rows`: of how many it is this worker that takes x
     so. `chosen`: the pairs of panels that are multiplied, uint8, by workers that can choose; the results of the others
-    are left alone.
+    are left alone. `fetches`: it may fetch what attention reads, by workers that can.
     """
     num_threads = torch.get_num_threads()
     claims = new_claims(num_threads)
@@ -61,4 +64,8 @@ def run_product(
         0 if chosen is None else chosen.data_ptr(),
     )
     call = CompiledCall(entry, arguments, claims, (Rows(8 * NUM_ROWS),), is_idempotent=True)
-    run_call(call._replace(least_rows=least_rows, most_rows=most_rows))
+    call = call._replace(least_rows=least_rows, most_rows=most_rows)
+    if fetches:
+        place = ctypes.addressof(arguments) + 8 * SHARE
+        call = call._replace(fetches=place, num_weights=len(weight) * in_features)
+    run_call(call)

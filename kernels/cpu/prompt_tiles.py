@@ -284,9 +284,9 @@ def _attend_to_chunk(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any, 
     low, high = max(chunk, item.first_key) - chunk, min(chunk + CHUNK, item.position + item.num_tokens) - chunk
     start, end = low // _PAIRS * _PAIRS, (high + _PAIRS - 1) // _PAIRS * _PAIRS
     for i in range(start, end):  # beside the keys, their values, without weight
-        offsets[i] = _place(plan, item, sizes, chunk + max(low, min(high - 1, i))) * layer.cache_bytes // 2
+        offsets[i] = _place(plan, item, sizes, chunk + max(low, min(high - 1, i))) * plan.cache_bytes // 2
     key_cache, value_cache = layer.key_cache, layer.value_cache
-    is_widened = layer.cache_bytes == 1
+    is_widened = plan.cache_bytes == 1
     if is_widened:
         key_cache, value_cache = np.int64(memory.widened), np.int64(memory.widened + CHUNK * sizes.head)
         short = np.empty(0, np.uint16)
@@ -372,7 +372,7 @@ def worker() -> Any:
         )
         most = plan.item_tokens // TILE * (plan.num_heads // plan.num_kv_heads)  # tiles
         of_chunk = head_dim * _VALUES_ROW + CHUNK * row + CHUNK * row // 2
-        of_chunk += 2 * CHUNK * sizes.head if layer.cache_bytes == 1 else 0
+        of_chunk += 2 * CHUNK * sizes.head if plan.cache_bytes == 1 else 0
         owned = np.empty(
             STEP_BYTES + most * (sizes.queries + sizes.sums + sizes.state) + of_chunk + _PAIRS * row, np.int8
         )

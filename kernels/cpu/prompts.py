@@ -37,7 +37,7 @@ _TILE = 4  # rows whose keys end at one place
 
 @njit(error_model="numpy")
 def _place_keys(
-    layer: Any, plan: Any, blocks: Any, kv_head: int, chunk: int, begin: int, end: int, offsets: Any, first: int
+    plan: Any, blocks: Any, kv_head: int, chunk: int, begin: int, end: int, offsets: Any, first: int
 ) -> None:
     """Where the keys from place `first` of a chunk on lie in a cache, in bytes. Places beside begin .. end - 1 repeat
     one: nobody looks at them."""
@@ -45,7 +45,7 @@ def _place_keys(
     for i in range(len(offsets)):
         at = chunk + max(begin, min(end - 1, first + i))
         slot = blocks[at // block_size] * block_size + at % block_size
-        offsets[i] = (slot * plan.num_kv_heads + kv_head) * plan.head_dim * layer.cache_bytes
+        offsets[i] = (slot * plan.num_kv_heads + kv_head) * plan.head_dim * plan.cache_bytes
 
 
 @njit(error_model="numpy")
@@ -85,7 +85,7 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
     turned, single = np.zeros((head_dim, CHUNK), np.float32), np.empty(0, np.float32)
     columns = np.arange(head_dim) * (CHUNK * 4)  # where the rows of `turned` are, in bytes
     offsets = np.empty(CHUNK, np.int64)
-    wide = np.empty((2, CHUNK if layer.cache_bytes == 1 else 0, head_dim), np.float32)
+    wide = np.empty((2, CHUNK if plan.cache_bytes == 1 else 0, head_dim), np.float32)
     thread, item, lap = enter(layer.claims), -1, 0
     while True:
         item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
@@ -108,9 +108,9 @@ def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any) -> None:
         for chunk in range(first_key // CHUNK * CHUNK, position + count, CHUNK):
             begin, end = max(chunk, first_key) - chunk, min(chunk + CHUNK, position + count) - chunk
             aligned, padded_end = begin // LANES * LANES, (end + LANES - 1) // LANES * LANES
-            _place_keys(layer, plan, blocks, kv_head, chunk, begin, end, offsets[aligned:padded_end], aligned)
+            _place_keys(plan, blocks, kv_head, chunk, begin, end, offsets[aligned:padded_end], aligned)
             keys, values = layer.key_cache, layer.value_cache
-            if layer.cache_bytes == 1:
+            if plan.cache_bytes == 1:
                 keys, values = np.int64(wide[0].ctypes.data), np.int64(wide[1].ctypes.data)
                 widen_chunk(single, layer, offsets[aligned:padded_end], aligned, head_dim, keys, values)
             for i in range(aligned, end, LANES):

@@ -1,0 +1,106 @@
+# mypy: disable-error-code="attr-defined, call-arg, no-untyped-call, type-var, untyped-decorator"
+# (compiled functions and their views into memory are not Python to a type checker)
+"""Keys and values that attention is about to read, fetched into the caches while products compute.
+
+Attention of decodes waits for memory, which products of many rows hardly use. So in a recorded step each product of
+some weights fetches its share of what the next attention reads, some lines behind every block that it multiplies:
+
+    cores    | products: o, gate and up, down, q and k and v | attention | products ...
+    memory   |   keys and values of that attention           |           |   of the next ...
+
+Keys are fetched in pieces of PIECE bytes, values with them, which lie at the same places of their own cache. A thread
+that takes its items in order (`claims`) fetches what it will attend itself. Nothing is computed otherwise, whatever is
+fetched: a list of pieces may be that of the step before.
+
+It was measured on two cores of a Zen 5 (tests/benchmarks/HISTORY.md). Where these do not share a third-level cache,
+each has memory to itself, and nothing is gained or lost. With fewer rows, products need the memory themselves.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from llvmlite import ir
+from numba import carray, njit
+
+from .features import IS_WIDE
+from .intrinsics import pointer
+from .recording import CompiledCall
+from .vectors import INT64, load, prefetch, store
+
+PIECE = 256  # bytes of keys, and as many of values
+MOST_PIECES = 24 << 10  # of a layer: 12 MiB. What a third-level cache does not keep is fetched in vain.
+# Digits of 8 bits that a weight is multiplied with, in all rows of x, so that there is time to fetch something.
+_LEAST_DIGITS = 24
+
+# What a product knows of its share: addresses of the pieces (`CacheReads`), and which part of them it is, from BEGIN to
+# END of OF; all are 0 where it fetches nothing.
+PIECES, COUNT, KEYS, VALUES, BEGIN, END, OF, NUM_WORDS = range(8)
+# And a thread, amid an item of it: addresses of the next piece and behind the last, and of the caches.
+_NEXT, _STOP, _KEYS, _VALUES, _NUM_CURSOR_WORDS = range(5)
+
+_INT32 = ir.IntType(32)
+
+
+def has_time(num_rows: int, num_digits: int) -> bool:
+    """Whether a product of so many rows of x, in so many digits of 8 bits, should fetch something."""
+    return IS_WIDE and num_rows * num_digits >= _LEAST_DIGITS
+
+
+def share_out(calls: Sequence[CompiledCall]) -> None:
+    """To the products before an attention, what that reads, as they have weights."""
+    products: list[CompiledCall] = []
+    for call in calls:
+        if call.fetches:
+            products.append(call)
+        if call.reads is not None:
+            done, total = 0, sum(product.num_weights for product in products)
+            for product in products:
+                share = [*call.reads, done, done + product.num_weights, total]
+                words = (ctypes.c_int64 * NUM_WORDS).from_address(product.fetches)
+                words[:] = share  # type: ignore[assignment]  # numbers will do
+                done += product.num_weights
+            products = []
+
+
+@njit(error_model="numpy")
+def new_cursor() -> npt.NDArray[np.int64]:
+    """With nothing to fetch. Whoever gives its address away keeps it."""
+    return np.zeros(_NUM_CURSOR_WORDS, np.int64)
+
+
+@njit(error_model="numpy")
+def point_to_share(cursor: Any, words: int, num_threads: int, item: int, num_items: int) -> None:
+    """Fetch that of an item from now on. `words`: the address of what its product knows.
+
+    A thread's contiguous part of all items has the same part of the pieces, whichever product it is.
+    """
+    share = carray(pointer(words), (NUM_WORDS,), np.int64)
+    if share[OF] == 0:
+        return
+    pieces, count = share[PIECES], carray(pointer(share[COUNT]), (1,), np.int64)[0]
+    thread = ((item + 1) * num_threads - 1) // num_items
+    first_item, last_item = thread * num_items // num_threads, (thread + 1) * num_items // num_threads
+    first, size = thread * count // num_threads, (thread + 1) * count // num_threads - thread * count // num_threads
+    before, parts, own = item - first_item, share[OF] * (last_item - first_item), share[END] - share[BEGIN]
+    begin = share[BEGIN] * (last_item - first_item) + own * before
+    cursor[_NEXT] = pieces + 4 * (first + size * begin // parts)
+    cursor[_STOP] = pieces + 4 * (first + size * (begin + own) // parts)
+    cursor[_KEYS], cursor[_VALUES] = share[KEYS], share[VALUES]
+
+
+def fetch_pieces(b: ir.IRBuilder, cursor: Any, count: int) -> None:
+    """The next pieces of a share, if there are any. `cursor` is an address."""
+    place = load(b, b.add(cursor, INT64(8 * _NEXT)), INT64)
+    with b.if_then(b.icmp_signed("<", place, load(b, b.add(cursor, INT64(8 * _STOP)), INT64))):
+        for i in range(count):  # the last time, perhaps some of the next share
+            offset = b.mul(b.zext(load(b, b.add(place, INT64(4 * i)), _INT32), INT64), INT64(PIECE))
+            for cache in (_KEYS, _VALUES):
+                start = b.add(load(b, b.add(cursor, INT64(8 * cache)), INT64), offset)
+                for line in range(0, PIECE, 64):
+                    prefetch(b, b.add(start, INT64(line)), level=2)
+        store(b, b.add(place, INT64(4 * count)), b.add(cursor, INT64(8 * _NEXT)))
