@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -79,7 +81,7 @@ class _Views(NamedTuple):
     """The sections for one shape of batch."""
 
     host: list[HostInputs]  # one per staging
-    copies: list[tuple[Tensor, Tensor]]  # likewise, bytes: from where to where
+    copies: list[Callable[[], object]]  # likewise: what brings them to the device
     device: DeviceInputs
     readable: list[HostInputs]  # by the host while the device reads `device`, one per staging
 
@@ -135,8 +137,7 @@ class InputBuffers:
 
     def upload(self, shape: BatchShape) -> tuple[HostInputs, DeviceInputs]:
         """Copy what `begin` gave to the device; the copy runs before whatever is launched next. See `current`."""
-        source, target = self._views(shape).copies[self._turn]
-        target.copy_(source, non_blocking=True)
+        self._views(shape).copies[self._turn]()
         self._stagings[self._turn].note_copy()
         return self.current(shape)
 
@@ -155,7 +156,7 @@ class InputBuffers:
             num_bytes = sum(_padded_bytes(*section) for section in sections.values())
             host, device = [_host(_cut(each.memory, sections)) for each in self._stagings], _cut(self._memory, sections)
             readable = host if self._memory.device.type == "cuda" else [_host(device)]
-            copies = [(each.memory[:num_bytes], self._memory[:num_bytes]) for each in self._stagings]
+            copies = [_copy(each.memory[:num_bytes], self._memory[:num_bytes]) for each in self._stagings]
             views = _Views(host, copies, DeviceInputs(**device), readable)
             self._by_shape[shape] = views
         return views
@@ -192,6 +193,13 @@ def _cut(memory: Tensor, sections: dict[str, tuple[torch.dtype, tuple[int, ...]]
 
 def _host(sections: dict[str, Tensor]) -> HostInputs:
     return HostInputs(**{name: view.numpy() for name, view in sections.items()})
+
+
+def _copy(source: Tensor, target: Tensor) -> Callable[[], object]:
+    """On CPU NumPy's, which takes a third of the time of torch's where neither is in the core's caches."""
+    if target.device.type == "cpu":
+        return partial(np.copyto, target.numpy(), source.numpy())
+    return partial(target.copy_, source, non_blocking=True)
 
 
 def _padded_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:

@@ -345,8 +345,8 @@ class ModelRunner:
         if num_sampling == 0:
             return lambda: (entries.accept(*_NO_TOKENS), None)
         if decoded.token_ids is not None:
-            token_ids = copies.start(decoded.token_ids[:num_sampling], is_reused=True)
-            return lambda: (entries.accept(batch.sampling, token_ids.numpy()), None)
+            token_ids = copies.start(decoded.token_ids, is_reused=True)
+            return lambda: (entries.accept(batch.sampling, token_ids.numpy()[:num_sampling]), None)
         if num_sampling < decoded.hidden.shape[0]:
             decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
         sampled = self._choose(asked, inputs, decoded)

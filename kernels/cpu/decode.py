@@ -97,8 +97,7 @@ class DecodePlan:
                 raise TypeError(f"{name} must be int32, one behind the other, got {given.dtype} {given.strides}")
         if len(seq_lens) > self._of_decodes.shape[1]:
             raise ValueError(f"a plan for up to {self._of_decodes.shape[1]} requests was given {len(seq_lens)}")
-        self._seq_lens = seq_lens
-        self._inputs = starts, block_table  # kept: the record has their addresses
+        self._inputs = starts, seq_lens, block_table  # kept: the record has their addresses
         fields = self._record[0]
         fields["starts"], fields["seq_lens"] = starts.ctypes.data, seq_lens.ctypes.data
         fields["block_table"] = block_table.ctypes.data
@@ -111,11 +110,10 @@ class DecodePlan:
 
     def update(self) -> None:
         """Plan for what a step has now."""
-        # A request has an item for each chunk of its context, the last of which may be short; with a window, fewer.
-        most_items = int(self._seq_lens.sum()) // CHUNK + len(self._seq_lens)
-        if most_items > self._capacity:
-            self._make_room(most_items + most_items // 2)
-        _plan(self._address)
+        num_items = _plan(self._address)
+        if num_items > self._capacity:
+            self._make_room(num_items + num_items // 2)
+            _plan(self._address)
 
     def _make_room(self, num_items: int) -> None:
         self._capacity = num_items
@@ -153,8 +151,9 @@ class DecodePlan:
 
 
 def _planner(sources: str) -> Any:
-    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    def planner(address: int) -> None:
+    @cfunc(types.int64(types.int64), cache=True, error_model="numpy")
+    def planner(address: int) -> int:
+        """Returns how many items there are; those for which there is no room are not written."""
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         plan = carray(pointer(address), (1,), _PLAN)[0]
         num_reqs, many = plan.num_reqs, np.int64(1) << 31
@@ -177,13 +176,15 @@ def _planner(sources: str) -> Any:
             first_piece[decode] = piece
             piece += min(_num_pieces(plan, begin, end), most_pieces)
             while begin < end:
-                owners[item], begins[item] = decode, begin
-                begin = min((begin // CHUNK + 1) * CHUNK, end)
-                ends[item] = begin
+                following = min((begin // CHUNK + 1) * CHUNK, end)
+                if item < plan.room:
+                    owners[item], begins[item], ends[item] = decode, begin, following
+                begin = following
                 item += 1
             decode += 1
         first_item[decode], first_piece[decode] = item, piece
         plan.num_decodes, plan.num_items, plan.num_pieces = decode, item, piece
+        return item
 
     return planner
 
@@ -423,7 +424,9 @@ _SOURCES = digest_of(
         "vectors",
     )
 )
-_plan = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(_planner(_SOURCES).address)  # takes less than to let others run
+_plan = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(
+    _planner(_SOURCES).address
+)  # takes less than to let others run
 _list_pieces = RowFunction(partial(_lister, _SOURCES), _LISTING, _LISTING_NS, is_idempotent=True)
 FUNCTIONS = (_list_pieces,)
 

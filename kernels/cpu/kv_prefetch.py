@@ -36,6 +36,7 @@ PIECE = 256  # bytes of keys, and as many of values
 MOST_PIECES = 24 << 10  # of a layer: 12 MiB. What a third-level cache does not keep is fetched in vain.
 # Digits of 8 bits that a weight is multiplied with, in all rows of x, so that there is time to fetch something.
 _LEAST_DIGITS = 24
+MOST_DIGITS = 3  # of a number of x
 
 # What a product knows of its share: addresses of the pieces (`CacheReads`), and which part of them it is, from BEGIN to
 # END of OF; all are 0 where it fetches nothing.
