@@ -196,7 +196,8 @@ def _host(sections: dict[str, Tensor]) -> HostInputs:
 
 
 def _copy(source: Tensor, target: Tensor) -> Callable[[], object]:
-    """On CPU NumPy's, which takes a third of the time of torch's where neither is in the core's caches."""
+    """What copies the bytes. On CPU NumPy does: between two steps, when no code is in the core's caches, it takes a
+    third of the time that torch takes."""
     if target.device.type == "cpu":
         return partial(np.copyto, target.numpy(), source.numpy())
     return partial(target.copy_, source, non_blocking=True)

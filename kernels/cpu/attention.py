@@ -18,7 +18,6 @@ from torch import Tensor
 from .. import fp8
 from . import decode, prompt_tiles, prompts
 from .attention_call import Layer, Shape
-from .kv_prefetch import MOST_DIGITS, has_time
 from .prompt_plan import PromptPlan
 from .recording import only_unrecorded, recorder
 from .tile_product import TILE
@@ -138,7 +137,7 @@ def _decode_plan(metadata: AttentionMetadata, shape: Shape) -> decode.DecodePlan
         _read(plan, metadata)
         if listener is not None:  # the lengths are others in every step, and of any rows, all else is
             listener.add_preparation(partial(_read, plan, metadata) if most_rows else plan.update)
-            if not most_rows and has_time(metadata.num_reqs, MOST_DIGITS):
+            if not most_rows:
                 plan.list_pieces()
         metadata.plans[key] = plan if plan.num_decodes or most_rows else None
     found: decode.DecodePlan | None = metadata.plans[key]

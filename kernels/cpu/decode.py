@@ -19,7 +19,7 @@ afterwards).
 from __future__ import annotations
 
 import ctypes
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,8 +34,7 @@ from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import RUN, enter, take_item
 from .heads import AHEAD, CHUNK, POSITIONS, VALUES, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
-from .kv_prefetch import MOST_PIECES, PIECE
-from .recording import CacheReads
+from .kv_prefetch import MOST_PIECES, PIECE, Lists, Reads, new_pieces
 from .sources import digest_of, filed_as
 from .threads import run_call
 from .vectors import LANES
@@ -56,7 +55,7 @@ _PLAN = plan_type(
 )
 _LISTING = Arguments("plan")
 _LISTING_TYPE = _LISTING.dtype
-_LISTING_NS = 200.0  # about what the pieces of a decode take, of some hundred tokens
+_LISTING_NS = 500.0  # about what the pieces of a decode take, of some hundred tokens
 _NUM_TURNS = 4
 _MANY_CALLS = 1 << 32  # of one plan
 
@@ -127,17 +126,19 @@ class DecodePlan:
         fields["partial"], fields["finished"], fields["room"] = partial.ctypes.data, finished.ctypes.data, num_items
 
     def list_pieces(self) -> None:
-        """Write down what layers read, now and whenever a record is repeated, so that it can be fetched."""
+        """To be recorded: write down what layers read, so that it can be fetched."""
         if not len(self._pieces):
-            self._pieces = np.empty(MOST_PIECES, np.int32)
+            self._pieces = new_pieces()
             self._record[0]["pieces"] = self._pieces.ctypes.data
-        _list_pieces(self._of_decodes.shape[1], 1, self._address)
+        call = _list_pieces.call(self._of_decodes.shape[1], 1, self._address)
+        run_call(call._replace(prefetch=Lists(self._pieces.ctypes.data)))
 
-    def _reads(self, layer: Layer) -> CacheReads | None:
+    def _reads(self, layer: Layer) -> Reads | None:
+        """None where nothing is listed."""
         if not len(self._pieces):
             return None
-        count, caches = self._record["num_pieces"].ctypes.data, (layer.key_cache, layer.value_cache)
-        return CacheReads(self._pieces.ctypes.data, count, *(each.data_ptr() for each in caches))
+        num_pieces, caches = self._record["num_pieces"].ctypes.data, (layer.key_cache, layer.value_cache)
+        return Reads(self._pieces.ctypes.data, num_pieces, *(each.data_ptr() for each in caches))
 
     def attend(self, layer: Layer, *, in_pairs: bool = False) -> None:
         """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned.
@@ -147,7 +148,7 @@ class DecodePlan:
         turn = self._num_calls % _NUM_TURNS
         compiled = worker(layer.query.dtype, layer.key_cache.dtype, in_pairs)
         call = layer_call(compiled, layer, self._record, number=self._num_calls, scratch=turn)
-        run_call(call._replace(scratch=self._address + turn, reads=self._reads(layer)))
+        run_call(call._replace(scratch=self._address + turn, prefetch=self._reads(layer)))
 
 
 def _planner(sources: str) -> Any:
@@ -191,7 +192,7 @@ def _planner(sources: str) -> Any:
 
 @njit(error_model="numpy")
 def _num_pieces(plan: Any, begin: int, end: int) -> int:
-    """From the beginning of the block of position `begin` on."""
+    """How many there are from the beginning of the block of position `begin` on to position `end`."""
     num_tokens = end - begin // plan.block_size * plan.block_size
     count: int = (num_tokens * plan.block_pieces + plan.block_size - 1) // plan.block_size
     return count
@@ -215,13 +216,14 @@ def _lister(sources: str) -> Any:
             if item < 0:
                 return
             for decode in range(start, min(stop, plan.num_decodes)):
-                request = requests[decode]
+                request, piece, end = requests[decode], first_piece[decode], first_piece[decode + 1]
                 begin = max(0, seq_lens[request] - plan.window) if plan.window != 0 else 0
-                within = begin // plan.block_size * block_pieces
-                for piece in range(first_piece[decode], first_piece[decode + 1]):
-                    block = table[request * plan.table_stride + within // block_pieces]
-                    pieces[piece] = block * block_pieces + within % block_pieces
-                    within += 1
+                block = request * plan.table_stride + begin // plan.block_size
+                while piece < end:
+                    first = table[block] * block_pieces
+                    for i in range(min(block_pieces, end - piece)):
+                        pieces[piece + i] = first + i
+                    piece, block = piece + block_pieces, block + 1
 
     return worker
 
@@ -424,10 +426,9 @@ _SOURCES = digest_of(
         "vectors",
     )
 )
-_plan = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(
-    _planner(_SOURCES).address
-)  # takes less than to let others run
-_list_pieces = RowFunction(partial(_lister, _SOURCES), _LISTING, _LISTING_NS, is_idempotent=True)
+# The interpreter's lock is kept: it takes less than to let others run.
+_plan = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(_planner(_SOURCES).address)
+_list_pieces = RowFunction(lambda: _lister(_SOURCES), _LISTING, _LISTING_NS, is_idempotent=True)
 FUNCTIONS = (_list_pieces,)
 
 

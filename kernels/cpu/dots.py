@@ -108,9 +108,8 @@ def multiply(
 ) -> None:
     """`linear` or `linear_gated` into `out`. `chosen`: see `run_product`."""
     x, entry = x.contiguous(), _entry(packing.name, out.dtype == torch.bfloat16, activation)
-    run_product(
-        entry, x.data_ptr(), x.shape[1], weight, bias, out, chosen=chosen, fetches=has_time(len(x), num_digits=2)
-    )
+    fetches = has_time(len(x), num_digits=2)  # bfloat16 has as many
+    run_product(entry, x.data_ptr(), x.shape[1], weight, bias, out, chosen=chosen, fetches=fetches)
 
 
 @cache

@@ -170,7 +170,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
 
     def _end_program(self) -> None:
         if self._calls:
-            if self.most_rows is None:
+            if self.most_rows is None:  # of decodes: who reads what is known
                 share_out(self._calls)
             self._actions.append(self._run_program(Program(self._calls, self._lag)))
             self._calls = []

@@ -2,15 +2,20 @@
 # (compiled functions and their views into memory are not Python to a type checker)
 """Keys and values that attention is about to read, fetched into the caches while products compute.
 
-Attention of decodes waits for memory, which products of many rows hardly use. So in a recorded step each product of
-some weights fetches its share of what the next attention reads, some lines behind every block that it multiplies:
+Attention of decodes waits for memory, which products of many rows hardly use. So in the graph of a decode step
+(`graph`) each product of some weights fetches its share of what the next attention reads, some lines behind every block
+that it multiplies:
 
     cores    | products: o, gate and up, down, q and k and v | attention | products ...
     memory   |   keys and values of that attention           |           |   of the next ...
 
 Keys are fetched in pieces of PIECE bytes, values with them, which lie at the same places of their own cache. A thread
-that takes its items in order (`claims`) fetches what it will attend itself. Nothing is computed otherwise, whatever is
-fetched: a list of pieces may be that of the step before.
+fetches about what it will attend itself, as both divide their items alike. What a product has no time for is left, from
+the end of each of its items.
+
+Results do not depend on it, and nothing but pieces is read that may be wrong: before the first attention of a step,
+where they are listed, they are those of the step that used this graph before, and places behind those that it had are
+the cache's first.
 
 It was measured on two cores of a Zen 5 (tests/benchmarks/HISTORY.md). Where these do not share a third-level cache,
 each has memory to itself, and nothing is gained or lost. With fewer rows, products need the memory themselves.
@@ -20,7 +25,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,15 +41,41 @@ PIECE = 256  # bytes of keys, and as many of values
 MOST_PIECES = 24 << 10  # of a layer: 12 MiB. What a third-level cache does not keep is fetched in vain.
 # Digits of 8 bits that a weight is multiplied with, in all rows of x, so that there is time to fetch something.
 _LEAST_DIGITS = 24
-MOST_DIGITS = 3  # of a number of x
 
-# What a product knows of its share: addresses of the pieces (`CacheReads`), and which part of them it is, from BEGIN to
-# END of OF; all are 0 where it fetches nothing.
+# What a product knows of its share: what attention reads (`Reads`), and which part of it, from BEGIN to END of OF; all
+# are 0 where it fetches nothing.
 PIECES, COUNT, KEYS, VALUES, BEGIN, END, OF, NUM_WORDS = range(8)
 # And a thread, amid an item of it: addresses of the next piece and behind the last, and of the caches.
 _NEXT, _STOP, _KEYS, _VALUES, _NUM_CURSOR_WORDS = range(5)
 
 _INT32 = ir.IntType(32)
+
+
+class Reads(NamedTuple):
+    """What a call of attention reads, as addresses."""
+
+    pieces: int  # int32: where they lie in a cache, counted in pieces
+    num_pieces: int  # int64: how many they are
+    keys: int
+    values: int
+
+
+class Lists(NamedTuple):
+    """What a call lists: the address of the pieces."""
+
+    pieces: int
+
+
+class Fetches(NamedTuple):
+    """A product that may fetch a share."""
+
+    words: int  # address of NUM_WORDS among its arguments
+    num_weights: int  # by which shares are divided
+
+
+def new_pieces() -> npt.NDArray[np.int32]:
+    """Memory for a list. One more than there may be: some are read two by two."""
+    return np.zeros(MOST_PIECES + 1, np.int32)
 
 
 def has_time(num_rows: int, num_digits: int) -> bool:
@@ -53,19 +84,27 @@ def has_time(num_rows: int, num_digits: int) -> bool:
 
 
 def share_out(calls: Sequence[CompiledCall]) -> None:
-    """To the products before an attention, what that reads, as they have weights."""
-    products: list[CompiledCall] = []
-    for call in calls:
-        if call.fetches:
-            products.append(call)
-        if call.reads is not None:
+    """Give each product that may fetch its part, by its weights, of what the next attention among `calls` reads.
+
+    What nobody fetches by is not listed.
+    """
+    products: list[Fetches] = []
+    fetched = set()
+    for part in (call.prefetch for call in calls):
+        if isinstance(part, Fetches):
+            products.append(part)
+        elif isinstance(part, Reads):
             done, total = 0, sum(product.num_weights for product in products)
             for product in products:
-                share = [*call.reads, done, done + product.num_weights, total]
-                words = (ctypes.c_int64 * NUM_WORDS).from_address(product.fetches)
+                share = [*part, done, done + product.num_weights, total]
+                words = (ctypes.c_int64 * NUM_WORDS).from_address(product.words)
                 words[:] = share  # type: ignore[assignment]  # numbers will do
                 done += product.num_weights
+                fetched.add(part.pieces)
             products = []
+    for call in calls:
+        if isinstance(call.prefetch, Lists) and call.prefetch.pieces not in fetched:
+            call.arguments.num_rows = 0
 
 
 @njit(error_model="numpy")
@@ -76,9 +115,10 @@ def new_cursor() -> npt.NDArray[np.int64]:
 
 @njit(error_model="numpy")
 def point_to_share(cursor: Any, words: int, num_threads: int, item: int, num_items: int) -> None:
-    """Fetch that of an item from now on. `words`: the address of what its product knows.
+    """Let it go along the part of an item. `words`: the address of what its product knows.
 
-    A thread's contiguous part of all items has the same part of the pieces, whichever product it is.
+    The items that a thread has at first (`claims.take_item`) have the same part of the pieces, whichever product it is;
+    where there are fewer items than threads, some parts are nobody's.
     """
     share = carray(pointer(words), (NUM_WORDS,), np.int64)
     if share[OF] == 0:
@@ -98,7 +138,7 @@ def fetch_pieces(b: ir.IRBuilder, cursor: Any, count: int) -> None:
     """The next pieces of a share, if there are any. `cursor` is an address."""
     place = load(b, b.add(cursor, INT64(8 * _NEXT)), INT64)
     with b.if_then(b.icmp_signed("<", place, load(b, b.add(cursor, INT64(8 * _STOP)), INT64))):
-        for i in range(count):  # the last time, perhaps some of the next share
+        for i in range(count):  # the last ones may be of the next share
             offset = b.mul(b.zext(load(b, b.add(place, INT64(4 * i)), _INT32), INT64), INT64(PIECE))
             for cache in (_KEYS, _VALUES):
                 start = b.add(load(b, b.add(cursor, INT64(8 * cache)), INT64), offset)

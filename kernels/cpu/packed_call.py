@@ -67,5 +67,5 @@ def run_product(
     call = call._replace(least_rows=least_rows, most_rows=most_rows)
     if fetches:
         place = ctypes.addressof(arguments) + 8 * SHARE
-        call = call._replace(fetches=place, num_weights=len(weight) * in_features)
+        call = call._replace(prefetch=kv_prefetch.Fetches(place, len(weight) * in_features))
     run_call(call)

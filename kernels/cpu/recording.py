@@ -28,15 +28,6 @@ class Rows(NamedTuple):
     most: int = sys.maxsize
 
 
-class CacheReads(NamedTuple):
-    """Which parts of a KV cache attention reads, as addresses (`kv_prefetch`)."""
-
-    pieces: int  # int32: places of pieces in a cache, counted in pieces
-    num_pieces: int  # int64: how many they are
-    keys: int
-    values: int
-
-
 class CompiledCall(NamedTuple):
     """`function(address of the arguments)`, called by every thread at once; they divide the work by `claims`.
 
@@ -50,9 +41,7 @@ class CompiledCall(NamedTuple):
     rows: tuple[Rows, ...] | None = None  # all that makes it a call for other rows; None: it is for these alone
     is_idempotent: bool = False
     scratch: int = 0  # address of memory that it shares with other calls, for what none of them keeps; 0: none
-    reads: CacheReads | None = None
-    fetches: int = 0  # address of what it knows of its share of what attention reads (`kv_prefetch`); 0: it has none
-    num_weights: int = 0  # if it has
+    prefetch: Any = None  # its part in what `kv_prefetch` does, as that has it
     least_rows: int = 1  # with fewer, another function would be called,
     most_rows: int = sys.maxsize  # and with more
 

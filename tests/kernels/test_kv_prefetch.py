@@ -1,8 +1,13 @@
-"""What attention reads is fetched by the products before it: all of it, once, by the thread that attends it."""
+"""What attention reads is shared out among the products before it, and they go along their shares."""
 
 from __future__ import annotations
 
 import ctypes
+import math
+import signal
+import subprocess
+import sys
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,15 +19,26 @@ from numba.extending import intrinsic
 from test_packed import packed
 
 from quire.kernels import ops
-from quire.kernels.cpu import byte_dots, decode, dots, kv_prefetch
+from quire.kernels.cpu import byte_dots, decode, dots, kv_prefetch, rounded_dots
 from quire.kernels.cpu.attention_call import Layer, Shape
 from quire.kernels.cpu.features import IS_WIDE
 from quire.kernels.cpu.graph import Pool, capture
-from quire.kernels.cpu.kv_prefetch import MOST_PIECES, NUM_WORDS, OF, PIECE, PIECES, point_to_share, share_out
+from quire.kernels.cpu.kv_prefetch import (
+    MOST_PIECES,
+    NUM_WORDS,
+    OF,
+    PIECE,
+    PIECES,
+    Fetches,
+    Lists,
+    Reads,
+    point_to_share,
+    share_out,
+)
 from quire.kernels.cpu.linear import _packed_kernel
-from quire.kernels.cpu.packed_call import NUM_ARGUMENTS, SHARE
+from quire.kernels.cpu.packed_call import SHARE
 from quire.kernels.cpu.program import Program
-from quire.kernels.cpu.recording import CacheReads, CompiledCall
+from quire.kernels.cpu.recording import CompiledCall
 from quire.kernels.dispatch import forced_backend
 from quire.kernels.packed import PACKINGS
 
@@ -32,8 +48,8 @@ class Product:
 
     def __init__(self, num_weights: int = 0) -> None:
         self.words = (ctypes.c_int64 * NUM_WORDS)()
-        place = ctypes.addressof(self.words) if num_weights else 0
-        self.call = CompiledCall(None, None, None, fetches=place, num_weights=num_weights)
+        part = Fetches(ctypes.addressof(self.words), num_weights) if num_weights else None
+        self.call = CompiledCall(None, None, None, prefetch=part)
 
     def pieces_of(self, item: int, num_items: int, num_threads: int) -> range:
         cursor = np.zeros(4, np.int64)
@@ -42,11 +58,11 @@ class Product:
 
 
 def attention(num_pieces: np.ndarray, keys: int = 3 << 40) -> CompiledCall:
-    reads = CacheReads(pieces=5 << 40, num_pieces=num_pieces.ctypes.data, keys=keys, values=4 << 40)
-    return CompiledCall(None, None, None, reads=reads)
+    reads = Reads(pieces=5 << 40, num_pieces=num_pieces.ctypes.data, keys=keys, values=4 << 40)
+    return CompiledCall(None, None, None, prefetch=reads)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 9])
 @pytest.mark.parametrize("count", [0, 1, 7, 1000, MOST_PIECES])
 def test_products_share_all_pieces_by_their_weights(num_threads: int, count: int) -> None:
     num_pieces = np.array([count])
@@ -74,6 +90,27 @@ def test_each_product_has_the_attention_that_comes_next() -> None:
     assert shares == [[1, 4 << 40, 0, 100, 100], [2, 4 << 40, 0, 100, 200], [2, 4 << 40, 100, 200, 200], [0] * 5]
     assert list(nothing.words) == [0] * NUM_WORDS
     assert products[3].pieces_of(0, 4, 2) == range(0)
+
+
+def test_of_fewer_items_than_threads_no_part_is_fetched_twice() -> None:
+    product = Product(100)
+    num_pieces = np.array([80])
+    share_out([product.call, attention(num_pieces)])
+    found = [piece for item in range(3) for piece in product.pieces_of(item, 3, 8)]
+    assert len(found) == len(set(found)) == 30
+    assert set(found) <= set(range(80))
+
+
+def test_what_nobody_fetches_by_is_not_listed() -> None:
+    class Arguments(ctypes.Structure):
+        _fields_ = (("num_rows", ctypes.c_int64),)
+
+    wanted, unwanted = (CompiledCall(None, Arguments(7), None, prefetch=Lists(place)) for place in (5 << 40, 6 << 40))
+    product, nothing, num_pieces = Product(100), Product(), np.array([60])
+    share_out([wanted, unwanted, attention(num_pieces), product.call, attention(num_pieces)])
+    assert (wanted.arguments.num_rows, unwanted.arguments.num_rows) == (7, 0)
+    share_out([wanted, nothing.call, attention(num_pieces), product.call])
+    assert wanted.arguments.num_rows == 0
 
 
 @intrinsic
@@ -104,38 +141,38 @@ def test_a_share_is_gone_through_and_ends() -> None:
     assert cursor[1:].tolist() == [end, 0, pieces.ctypes.data]
 
 
-def expected_pieces(block_table: np.ndarray, seq_lens: list[int], window: int, block_pieces: int, most: int) -> list:
-    found = []
-    for blocks, seq_len in zip(block_table, seq_lens, strict=True):
-        begin = max(0, seq_len - window) // 16 if window else 0
-        pieces = [blocks[i // block_pieces] * block_pieces + i % block_pieces for i in range(64 * block_pieces)]
-        end = -(-seq_len * block_pieces // 16)
-        found += pieces[begin * block_pieces : end][:most]
-    return found
+def visible_pieces(blocks: np.ndarray, seq_len: int, window: int, block_pieces: int) -> list[int]:
+    """Of the blocks that have a token that the last one attends to, up to the last one's end."""
+    token_pieces = block_pieces / 16
+    visible = {position // 16 for position in range(seq_len) if not window or position >= seq_len - window}
+    ends = {block: min(16, seq_len - 16 * block) * token_pieces for block in visible}
+    return [blocks[block] * block_pieces + i for block in sorted(visible) for i in range(math.ceil(ends[block]))]
 
 
 @pytest.mark.parametrize(("window", "cache_bytes"), [(0, 4), (0, 2), (0, 1), (100, 4), (17, 2)])
 def test_a_plan_lists_what_layers_read(window: int, cache_bytes: int) -> None:
-    """Of requests with one token, of another step with the same plan, too; blocks have 48, 24 or 12 pieces."""
+    """Of requests with one token, in step after step; blocks have 48, 24 or 12 pieces."""
     rng, block_pieces = np.random.default_rng(1), 16 * 3 * 64 * cache_bytes // PIECE
     plan = decode.DecodePlan(Shape(9, 3, 64, 16, 0.1, window, 0.0, cache_bytes), most_reqs=5)
     table = rng.permutation(5 * 64).reshape(5, 64).astype(np.int32)
     starts, seq_lens = np.array([0, 1, 2, 7, 8, 9], np.int32), np.array([1, 16, 50, 130, 1000], np.int32)
-    cache = torch.empty(1)
-    layer = Layer(cache, cache, cache, cache, None, 1.0, 1.0)
+    keys, values, query = torch.empty(1), torch.empty(1), torch.empty(1)
+    layer = Layer(query, keys, values, query, None, 1.0, 1.0)
     plan.read(starts, seq_lens, table)
     assert plan._reads(layer) is None
-    for grown in (0, 1, 20):
-        plan.read(starts, seq_lens + np.int32(grown), table)
+    for _ in range(3):
+        plan.update()
         plan.list_pieces()
         reads = plan._reads(layer)
         assert reads is not None
-        assert reads.keys == reads.values == cache.data_ptr()
+        assert (reads.keys, reads.values) == (keys.data_ptr(), values.data_ptr())
         count = ctypes.c_int64.from_address(reads.num_pieces).value
         pieces = np.ctypeslib.as_array((ctypes.c_int32 * count).from_address(reads.pieces))
-        decodes = [0, 1, 3, 4]
-        lens = (seq_lens[decodes] + grown).tolist()
-        assert pieces.tolist() == expected_pieces(table[decodes], lens, window, block_pieces, MOST_PIECES // 5)
+        decodes = zip(table[[0, 1, 3, 4]], seq_lens[[0, 1, 3, 4]].tolist(), strict=True)
+        expected = [visible_pieces(blocks, seq_len, window, block_pieces) for blocks, seq_len in decodes]
+        assert pieces.tolist() == [piece for each in expected for piece in each[: MOST_PIECES // 5]]
+        seq_lens += 1
+        table[:] = rng.permutation(table.ravel()).reshape(table.shape)
 
 
 def test_long_requests_share_the_room_of_a_list() -> None:
@@ -156,35 +193,40 @@ def test_blocks_that_are_no_whole_pieces_are_left_alone() -> None:
     assert plan._record[0]["num_pieces"] == 0
 
 
-@pytest.mark.skipif(not IS_WIDE, reason="products do not fetch on this CPU")
+def multiplied_by(kernel: ModuleType, dtype: torch.dtype, *, in_int8: bool = False) -> None:
+    if not IS_WIDE or _packed_kernel(dtype, in_int8) is not kernel:
+        pytest.skip("another kernel multiplies on this CPU")
+
+
 @pytest.mark.parametrize(
-    ("dtype", "num_rows", "fetches"),
+    ("kernel", "dtype", "num_rows", "fetches"),
     [
-        (torch.float32, 7, False),
-        (torch.float32, 8, True),
-        (torch.float32, 11, True),
-        (torch.bfloat16, 11, False),
-        (torch.bfloat16, 12, True),
+        (byte_dots, torch.float32, 7, False),
+        (byte_dots, torch.float32, 8, True),
+        (byte_dots, torch.float32, 11, True),
+        (dots, torch.bfloat16, 11, False),
+        (dots, torch.bfloat16, 12, True),
+        (rounded_dots, torch.bfloat16, 23, False),
+        (rounded_dots, torch.bfloat16, 24, True),
     ],
 )
 def test_recorded_products_fetch_where_there_is_time(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, num_rows: int, fetches: bool
+    monkeypatch: pytest.MonkeyPatch, kernel: ModuleType, dtype: torch.dtype, num_rows: int, fetches: bool
 ) -> None:
-    """And compute what they do without."""
-    packing = PACKINGS["q4_1"]
-    if _packed_kernel(dtype, in_int8=False) not in (byte_dots, dots):
-        pytest.skip("another kernel multiplies here")
-    case = Case(tuple((1, 60 + 30 * i) for i in range(num_rows)), num_heads=9, num_kv_heads=3, dtype=dtype)
+    """And compute what they do without, step after step; each has the pieces of its own step."""
+    in_int8, packing = kernel is rounded_dots, PACKINGS["q4_1"]
+    multiplied_by(kernel, dtype, in_int8=in_int8)
+    case = Case(tuple((1, 60 + 9 * i) for i in range(num_rows)), num_heads=9, num_kv_heads=3, dtype=dtype)
     given = build(case)
-    laid = [ops.lay_out_packed(packed(packing, 576, 576), packing, dtype) for _ in range(2)]
+    laid = [ops.lay_out_packed(packed(packing, 576, 576), packing, dtype, in_int8=in_int8) for _ in range(2)]
     hidden, result = given.query.flatten(1).clone(), torch.empty(num_rows, 576, dtype=dtype)
 
     def run() -> None:
-        query = ops.linear_packed(hidden, laid[0], packing)
+        query = ops.linear_packed(hidden, laid[0], packing, in_int8=in_int8)
         attended = ops.paged_attention(
             query.view(num_rows, 9, 64), given.key_cache, given.value_cache, given.metadata, **case.options
         )
-        result.copy_(ops.linear_packed(attended.flatten(1), laid[1], packing))
+        result.copy_(ops.linear_packed(attended.flatten(1), laid[1], packing, in_int8=in_int8))
 
     programs: list[Any] = []
     made = Program.__init__
@@ -196,12 +238,74 @@ def test_recorded_products_fetch_where_there_is_time(
     monkeypatch.setattr(Program, "__init__", note)
     with forced_backend("cpu"):
         graph = capture(run, Pool())
-        expected = result.clone()
-        for _ in range(3):
+        (calls,) = programs
+        products = [each.arguments for each in calls if isinstance(each.prefetch, Fetches)]
+        shares = [each[SHARE + OF] for each in products]
+        assert shares == ([576 * 576, 0] if fetches else [])
+        (plan,) = (each for each in given.metadata.plans.values() if isinstance(each, decode.DecodePlan))
+        for shorter in range(3):
+            given.metadata.seq_lens_np[:] -= shorter
+            given.metadata.plans.clear()
+            run()
+            expected = result.clone()
             result.zero_()
             graph()
             assert torch.equal(result, expected)
-    (calls,) = programs
-    products = [each.arguments for each in calls if getattr(each.arguments, "_length_", 0) == NUM_ARGUMENTS]
-    assert len(products) == 2
-    assert [each[SHARE + OF] for each in products] == [576 * 576 if fetches else 0, 0]
+            if fetches:
+                seq_lens, block_pieces = given.metadata.seq_lens_np, 16 * 3 * 64 * dtype.itemsize // PIECE
+                tables = given.metadata.block_table.numpy()
+                listed = [visible_pieces(tables[i], int(seq_lens[i]), 0, block_pieces) for i in range(num_rows)]
+                pieces = [piece for each in listed for piece in each]
+                assert plan._pieces[: len(pieces)].tolist() == pieces
+                assert plan._record[0]["num_pieces"] == len(pieces)
+
+
+_GOES_ALONG = """
+import ctypes, mmap, sys, torch
+import numpy as np
+from quire.kernels import ops
+from quire.kernels.cpu import kv_prefetch, packed_call
+from quire.kernels.dispatch import forced_backend
+from quire.kernels.packed import PACKINGS
+
+dtype, num_rows, in_int8, count = getattr(torch, sys.argv[1]), *map(int, sys.argv[2:])
+forbidden = mmap.mmap(-1, 1 << 16)
+address = ctypes.addressof(ctypes.c_char.from_buffer(forbidden))
+assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(1 << 16), 0) == 0
+num_pieces = np.array([count])
+before = packed_call.run_call
+
+def with_share(call):
+    words = (ctypes.c_int64 * kv_prefetch.NUM_WORDS).from_address(call.prefetch.words)
+    words[:] = [address, num_pieces.ctypes.data, 0, 0, 0, 1, 1]
+    before(call)
+
+packed_call.run_call = with_share
+packing = PACKINGS["q4_1"]
+weight = torch.zeros(64, packing.row_bytes(64), dtype=torch.uint8)
+laid = ops.lay_out_packed(weight, packing, dtype, in_int8=bool(in_int8))
+with forced_backend("cpu"):
+    ops.linear_packed(torch.zeros(num_rows, 64, dtype=dtype), laid, packing, in_int8=bool(in_int8))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "num_rows"),
+    [
+        (byte_dots, "float32", 8),
+        (byte_dots, "float32", 9),
+        (dots, "bfloat16", 12),
+        (dots, "bfloat16", 40),
+        (rounded_dots, "bfloat16", 24),
+    ],
+)
+def test_products_go_along_their_share(kernel: ModuleType, dtype: str, num_rows: int) -> None:
+    """Which shows where the list of its pieces must not be read: one that has pieces does so, and is killed."""
+    multiplied_by(kernel, getattr(torch, dtype), in_int8=kernel is rounded_dots)
+    command = [sys.executable, "-c", _GOES_ALONG, dtype, str(num_rows), str(int(kernel is rounded_dots))]
+    statuses = []
+    for count in ("0", "1000"):
+        done = subprocess.run([*command, count], capture_output=True, text=True, timeout=100)
+        statuses.append(done.returncode)
+        assert done.returncode <= 0, done.stderr
+    assert statuses == [0, -signal.SIGSEGV]
