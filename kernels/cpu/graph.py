@@ -144,6 +144,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
         self._preparations: list[Callable[..., object]] = []
         self._actions: list[Callable[..., object]] = []
         self._calls: list[CompiledCall] = []
+        self._all_calls: list[CompiledCall] = []  # of programs that have ended
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -165,13 +166,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch lea
     def finish(self) -> tuple[list[Callable[..., object]], list[Callable[..., object]]]:
         """What prepares for all that is repeated, and that."""
         self._end_program()
+        if self.most_rows is None:  # of decodes: who reads what is known
+            share_out(self._all_calls)
         self._pool.wake()
         return self._preparations, self._actions
 
     def _end_program(self) -> None:
         if self._calls:
-            if self.most_rows is None:  # of decodes: who reads what is known
-                share_out(self._calls)
+            self._all_calls += self._calls
             self._actions.append(self._run_program(Program(self._calls, self._lag)))
             self._calls = []
 

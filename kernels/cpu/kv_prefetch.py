@@ -3,8 +3,8 @@
 """Keys and values that attention is about to read, fetched into the caches while products compute.
 
 Attention of decodes waits for memory, which products of many rows hardly use. So in the graph of a decode step
-(`graph`) each product of some weights fetches its share of what the next attention reads, some lines behind every block
-that it multiplies:
+(`graph`) products with packed weights, by kernels that can (`byte_dots`, `dots`), fetch a share of what the next
+attention reads, some lines behind every block that they multiply:
 
     cores    | products: o, gate and up, down, q and k and v | attention | products ...
     memory   |   keys and values of that attention           |           |   of the next ...
@@ -13,12 +13,13 @@ Keys are fetched in pieces of PIECE bytes, values with them, which lie at the sa
 fetches about what it will attend itself, as both divide their items alike. What a product has no time for is left, from
 the end of each of its items.
 
-Results do not depend on it, and nothing but pieces is read that may be wrong: before the first attention of a step,
-where they are listed, they are those of the step that used this graph before, and places behind those that it had are
+Results do not depend on it: only the list of pieces is read, never what they name, so that a wrong one does no harm.
+Before the first attention that uses a plan, where pieces are listed, they are those of earlier steps of this graph, or
 the cache's first.
 
 It was measured on two cores of a Zen 5 (tests/benchmarks/HISTORY.md). Where these do not share a third-level cache,
-each has memory to itself, and nothing is gained or lost. With fewer rows, products need the memory themselves.
+each has memory to itself: nothing is gained, and up to 2% lost in int8. With fewer rows, products need the memory
+themselves.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ def has_time(num_rows: int, num_digits: int) -> bool:
 
 
 def share_out(calls: Sequence[CompiledCall]) -> None:
-    """Give each product that may fetch its part, by its weights, of what the next attention among `calls` reads.
+    """Give each product that may fetch its part, by its weights, of what the next attention among the calls of a graph
+    reads.
 
     What nobody fetches by is not listed.
     """

@@ -48,7 +48,8 @@ def run_product(
 
     `x` is the address of what it takes for x; `least_rows` and `most_rows`: of how many it is this worker that takes x
     so. `chosen`: the pairs of panels that are multiplied, uint8, by workers that can choose; the results of the others
-    are left alone. `fetches`: it may fetch what attention reads, by workers that can.
+    are left alone. `fetches`: it may fetch what attention reads
+    (`kv_prefetch`), by workers that can.
     """
     num_threads = torch.get_num_threads()
     claims = new_claims(num_threads)

@@ -41,7 +41,7 @@ class CompiledCall(NamedTuple):
     rows: tuple[Rows, ...] | None = None  # all that makes it a call for other rows; None: it is for these alone
     is_idempotent: bool = False
     scratch: int = 0  # address of memory that it shares with other calls, for what none of them keeps; 0: none
-    prefetch: Any = None  # its part in what `kv_prefetch` does, as that has it
+    prefetch: Any = None  # `kv_prefetch.Reads`, `Lists` or `Fetches`; None: it takes no part in that
     least_rows: int = 1  # with fewer, another function would be called,
     most_rows: int = sys.maxsize  # and with more
 
