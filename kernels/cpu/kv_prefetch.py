@@ -18,7 +18,7 @@ Before the first attention that uses a plan, where pieces are listed, they are t
 the cache's first.
 
 It was measured on two cores of a Zen 5 (tests/benchmarks/HISTORY.md). Where these do not share a third-level cache,
-each has memory to itself: nothing is gained, and up to 2% lost in int8. With fewer rows, products need the memory
+each has memory to itself: nothing is gained, and 0 to 2.5% lost in int8. With fewer rows, products need the memory
 themselves.
 """
 
