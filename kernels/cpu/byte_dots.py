@@ -42,7 +42,7 @@ from .byte_products import ONE_DIGIT, THREE_DIGITS, TWO_DIGITS, Way
 from .byte_rows import ROWS, place_of_row, split_row, words_at, x_block_bytes
 from .byte_vectors import multiply_packed, multiply_unpacked, unpack, unpacked_bytes
 from .call import Arguments, RowFunction, enter_rows, take_rows
-from .claims import enter, take_item
+from .claims import enter, even_chunks, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_words import TOTALS_BYTES, WIDTH, fits
 from .intrinsics import pointer
@@ -215,7 +215,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
         num_blocks = in_features // BLOCK
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, x_row, out_row = enter(claims), num_blocks * block_bytes, out_features * size
-        num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
+        num_chunks = even_chunks((num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES, num_rows, num_threads)
         chunk_rows = (num_rows + num_chunks * ROWS - 1) // (num_chunks * ROWS) * ROWS
         num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
         num_panels = out_features // TILE  # of results

@@ -3,7 +3,8 @@
 """How threads divide the items of a compiled call, and do without one that has lost its core.
 
 Each thread has a contiguous part of the items, so that it goes forwards through memory; when it is done it takes from
-the parts of the others. What it computes just now it holds:
+the parts of the others. Which part depends on the core that it runs on, so that in call after call a core reads what it
+has written itself. What a thread computes just now it holds:
 
     thread 0   0 1 2 3      |  7    |  5, once more  |  the next call ...
     thread 1   4  5 - - - - - - - - - - - - - - - - - - 5
@@ -14,7 +15,7 @@ same bits to the same place, whoever computes it and however often. So a call is
 threads have come. That holds where `mode` says so (see `program`) and there is a clock (`ticks`); without one it waits
 for what is held, and in the other mode it just returns.
 
-Memory of a call, int64: on one line mode, patience and threads that have come, and on a line of its own for each
+Memory of a call, int64: on one line mode, patience and the number of threads, and on a line of its own for each
 thread what `_HELD` and those behind it name.
 """
 
@@ -25,29 +26,32 @@ from typing import Any
 
 from numba import njit
 
-from .intrinsics import compare_exchange, fetch_add, give_way, load_acquire, pause, store_release, ticks
+from .intrinsics import compare_exchange, current_core, fetch_add, give_way, load_acquire, pause, store_release, ticks
 
 # In mode, behind the number of the run: whether who finds nothing left to take waits until all items are computed.
 UNTIL_COMPUTED = 1
 RUN = 2
 
 _LINE = 64  # bytes that cores hand to each other as one
-_PATIENCE, _COME = 8, 16  # places in the first line
+_PATIENCE, _NUM_THREADS = 8, 16  # places in the first line
 # And in a thread's: the item that it holds + 1, or 0; how many others and it have taken of its part.
 _HELD, _TAKEN = 0, 8
 # For itself: the part that it takes from (the items in it, and where it is counted who took some), its items so far,
-# and when it took the first.
-_FIRST, _STOP, _COUNTER, _NUM_OWN, _SINCE = 16, 24, 32, 40, 48
+# when it took the first, and whether there is such a thread.
+_FIRST, _STOP, _COUNTER, _NUM_OWN, _SINCE, _HAS_COME = 16, 24, 32, 40, 48, 56
 _TAKING = -1  # held by a thread that is about to take an item
 _WITHOUT_ITEM = 8  # times the least patience
 _NUM_SPINS = 2_000
+_OWN_ROWS = 128  # of a thread. With half of them to read a weight twice takes longer.
 
 
 def new_claims(num_threads: int) -> ctypes.Array[ctypes.c_int64]:
     """Memory for a call, for which nobody has come yet."""
     size = _LINE * (1 + num_threads) // 8
     memory = (ctypes.c_int64 * (size + _LINE // 8 - 1))()
-    return (ctypes.c_int64 * size).from_buffer(memory, -ctypes.addressof(memory) % _LINE)
+    claims = (ctypes.c_int64 * size).from_buffer(memory, -ctypes.addressof(memory) % _LINE)
+    claims[_NUM_THREADS // 8] = num_threads
+    return claims
 
 
 @njit(error_model="numpy")
@@ -55,15 +59,34 @@ def renew(claims: int, num_threads: int, mode: int, patience: int) -> None:
     """Nobody has come yet. Before a run: amid it, who comes back late may still look."""
     store_release(claims, mode)
     store_release(claims + _PATIENCE, patience)
-    store_release(claims + _COME, 0)
     for thread in range(num_threads):
         store_release(_place(claims, thread) + _TAKEN, 0)
+        store_release(_place(claims, thread) + _HAS_COME, 0)
 
 
 @njit(error_model="numpy")
 def enter(claims: int) -> int:
-    """The number of the calling thread in this call. `claims` is the address of its memory; 0 where it is alone."""
-    return fetch_add(claims + _COME, 1) if claims != 0 else 0
+    """The number of the calling thread in this call: that of its core, if no other has come with it. `claims` is the
+    address of its memory; 0 where it is alone."""
+    if claims == 0:
+        return 0
+    num_threads: Any = load_acquire(claims + _NUM_THREADS)
+    number = current_core() % num_threads
+    while not compare_exchange(_place(claims, number) + _HAS_COME, 0, 1):
+        number = (number + 1) % num_threads
+    return number
+
+
+@njit(error_model="numpy")
+def even_chunks(num_chunks: int, num_rows: int, num_threads: int) -> int:
+    """So many chunks of rows or some more: as many for each thread, where it has enough rows.
+
+    Items that go by chunks are then of a thread's own rows, and of them alone: it reads what it has written, but all of
+    a weight. Between cores that do not share a cache that takes less time.
+    """
+    if num_rows < _OWN_ROWS * num_threads:
+        return num_chunks
+    return (num_chunks + num_threads - 1) // num_threads * num_threads
 
 
 @njit(error_model="numpy")

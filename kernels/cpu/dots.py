@@ -21,7 +21,7 @@ from numba import carray, cfunc, types
 from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing
-from .claims import enter, take_item
+from .claims import enter, even_chunks, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_tiles import unpack
 from .code_words import TOTALS_BYTES, WIDTH, fits
@@ -131,7 +131,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
         num_rows, out_features, num_blocks = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES] // BLOCK
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, x_row, out_row = enter(claims), num_blocks * BLOCK_BYTES, out_features * size
-        num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
+        num_chunks = even_chunks((num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES, num_rows, num_threads)
         chunk_rows = (num_rows + num_chunks * ROWS - 1) // (num_chunks * ROWS) * ROWS
         num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
         num_panels = out_features // TILE  # of results

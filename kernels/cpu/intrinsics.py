@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from typing import Any
 
 from llvmlite import ir
@@ -146,6 +147,20 @@ def give_way(typing_context: Any) -> Any:
         return builder.call(function, [])
 
     return types.int32(), generate
+
+
+@intrinsic
+def current_core(typing_context: Any) -> Any:
+    """The number of the core that the calling thread runs on just now: `sched_getcpu`. Always 0 outside of Linux."""
+
+    def generate(_context: Any, builder: Any, _signature: Any, _args: Any) -> Any:
+        if sys.platform != "linux":
+            return _INT64(0)
+        name = "sched_getcpu"
+        function = builder.module.globals.get(name) or ir.Function(builder.module, ir.FunctionType(_INT32, []), name)
+        return builder.zext(builder.call(function, []), _INT64)
+
+    return types.int64(), generate
 
 
 @intrinsic

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +12,17 @@ import pytest
 import torch
 from numba import carray, cfunc, types
 
-from quire.kernels.cpu.claims import RUN, UNTIL_COMPUTED, _patience, _place, enter, new_claims, renew, take_item
+from quire.kernels.cpu.claims import (
+    RUN,
+    UNTIL_COMPUTED,
+    _patience,
+    _place,
+    enter,
+    even_chunks,
+    new_claims,
+    renew,
+    take_item,
+)
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86, fetch_add, give_way, load_acquire, pointer, store_release
 from quire.kernels.cpu.program import Program, _begins_after
@@ -41,7 +52,7 @@ def _call(address: int) -> None:
         item, lap = take_item(a.claims, a.num_threads, NUM_ITEMS, thread, item, lap)
         if item < 0:
             return
-        if item == 0:
+        if load_acquire(a.seen) < 0:  # whichever item is taken first
             store_release(a.seen, load_acquire(a.shared + _OVER))
         if a.releases:
             store_release(a.shared + _RELEASED, 1)
@@ -103,13 +114,37 @@ def test_who_only_helps_waits_no_longer_than_that_took() -> None:
     claims = new_claims(3)
     address, thread, num_items = ctypes.addressof(claims), [0, 1, 2], 2
     renew(address, 3, RUN + UNTIL_COMPUTED, 1000)
-    assert [enter(address) for _ in thread] == thread
+    assert sorted(enter(address) for _ in thread) == thread
     assert [take_item(address, 3, num_items, other, -1, 0) for other in (1, 2)] == [(0, 0), (1, 0)]
     first, lap = take_item(address, 3, num_items, 0, -1, 0)
     assert 1000 <= _patience(address, _place(address, 0)) < 10**11, "not since the machine was started"
     second, lap = take_item(address, 3, num_items, 0, first, lap)
     assert {first, second} == {0, 1}, "in either order: the clock may run out between two looks"
     assert take_item(address, 3, num_items, 0, second, lap)[0] == -1
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound to a core")
+def test_a_core_has_the_same_part_of_each_call() -> None:
+    """Whoever comes first; one who comes with a core that has its part already gets what is left."""
+    claims = new_claims(NUM_THREADS)
+    address, allowed = ctypes.addressof(claims), os.sched_getaffinity(0)
+    try:
+        for core in [*sorted(allowed)[:2], min(allowed)]:
+            os.sched_setaffinity(0, {core})
+            own = core % NUM_THREADS
+            for _ in range(3):
+                renew(address, NUM_THREADS, RUN, 1000)
+                assert [enter(address) for _ in range(NUM_THREADS)] == [own, 1 - own]
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_threads_have_as_many_chunks_of_rows() -> None:
+    """Where each has 128 rows: fewer rows are in no more chunks than have to be."""
+    assert [even_chunks(1, rows, 2) for rows in (1, 255, 256, 512)] == [1, 1, 2, 2]
+    assert [even_chunks(chunks, 512, 4) for chunks in (1, 3, 4, 5)] == [4, 4, 4, 8]
+    assert [even_chunks(chunks, 511, 4) for chunks in (1, 3)] == [1, 3]
+    assert even_chunks(3, 1024, 1) == 3
 
 
 @pytest.mark.parametrize("lag", [0, LAG])

@@ -357,7 +357,7 @@ def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing, kernel:
 
 
 @kernels
-@pytest.mark.parametrize("num_rows", [8, *range(17, 49, 5), 100])
+@pytest.mark.parametrize("num_rows", [8, *range(17, 49, 5), 100, 257])
 def test_nothing_is_written_behind_the_result(
     num_rows: int, kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
