@@ -4,7 +4,7 @@
 
 Each thread has a contiguous part of the items, so that it goes forwards through memory; when it is done it takes from
 the parts of the others. Which part depends on the core that it runs on, so that in call after call a core reads what it
-has written itself. What a thread computes just now it holds:
+has written itself, as long as there is a core for each thread. What a thread computes just now it holds:
 
     thread 0   0 1 2 3      |  7    |  5, once more  |  the next call ...
     thread 1   4  5 - - - - - - - - - - - - - - - - - - 5
@@ -15,8 +15,8 @@ same bits to the same place, whoever computes it and however often. So a call is
 threads have come. That holds where `mode` says so (see `program`) and there is a clock (`ticks`); without one it waits
 for what is held, and in the other mode it just returns.
 
-Memory of a call, int64: on one line mode, patience and the number of threads, and on a line of its own for each
-thread what `_HELD` and those behind it name.
+Memory of a call, int64: on one line mode, patience, the number of threads and the address of `PLACES`, and on a line
+of its own for each thread what `_HELD` and those behind it name.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 from numba import njit
 
+from .cores import PLACES
 from .intrinsics import compare_exchange, current_core, fetch_add, give_way, load_acquire, pause, store_release, ticks
 
 # In mode, behind the number of the run: whether who finds nothing left to take waits until all items are computed.
@@ -33,7 +34,7 @@ UNTIL_COMPUTED = 1
 RUN = 2
 
 _LINE = 64  # bytes that cores hand to each other as one
-_PATIENCE, _NUM_THREADS = 8, 16  # places in the first line
+_PATIENCE, _NUM_THREADS, _PLACES = 8, 16, 24  # in the first line
 # And in a thread's: the item that it holds + 1, or 0; how many others and it have taken of its part.
 _HELD, _TAKEN = 0, 8
 # For itself: the part that it takes from (the items in it, and where it is counted who took some), its items so far,
@@ -42,7 +43,7 @@ _FIRST, _STOP, _COUNTER, _NUM_OWN, _SINCE, _HAS_COME = 16, 24, 32, 40, 48, 56
 _TAKING = -1  # held by a thread that is about to take an item
 _WITHOUT_ITEM = 8  # times the least patience
 _NUM_SPINS = 2_000
-_OWN_ROWS = 128  # of a thread. With half of them to read a weight twice takes longer.
+_OWN_ROWS = 128  # of a chunk. With half of them to unpack a weight for each thread takes longer.
 
 
 def new_claims(num_threads: int) -> ctypes.Array[ctypes.c_int64]:
@@ -50,7 +51,7 @@ def new_claims(num_threads: int) -> ctypes.Array[ctypes.c_int64]:
     size = _LINE * (1 + num_threads) // 8
     memory = (ctypes.c_int64 * (size + _LINE // 8 - 1))()
     claims = (ctypes.c_int64 * size).from_buffer(memory, -ctypes.addressof(memory) % _LINE)
-    claims[_NUM_THREADS // 8] = num_threads
+    claims[_NUM_THREADS // 8], claims[_PLACES // 8] = num_threads, PLACES.ctypes.data
     return claims
 
 
@@ -66,27 +67,37 @@ def renew(claims: int, num_threads: int, mode: int, patience: int) -> None:
 
 @njit(error_model="numpy")
 def enter(claims: int) -> int:
-    """The number of the calling thread in this call: that of its core, if no other has come with it. `claims` is the
-    address of its memory; 0 where it is alone."""
+    """The number of the calling thread in this call: the place of its core, or the next one behind it that no other
+    thread has. `claims` is the address of its memory; 0 where it is alone."""
     if claims == 0:
         return 0
     num_threads: Any = load_acquire(claims + _NUM_THREADS)
-    number = current_core() % num_threads
-    while not compare_exchange(_place(claims, number) + _HAS_COME, 0, 1):
-        number = (number + 1) % num_threads
-    return number
+    number = _place_of_core(load_acquire(claims + _PLACES))
+    while True:
+        number %= num_threads
+        has_come = _place(claims, number) + _HAS_COME
+        if load_acquire(has_come) == 0 and compare_exchange(has_come, 0, 1):
+            return number
+        number += 1
+
+
+@njit(error_model="numpy")
+def _place_of_core(places: int) -> int:
+    """Of the core that the calling thread runs on just now. `places`: the address of `PLACES`."""
+    core: Any = current_core()
+    place: Any = load_acquire(places + 8 * (1 + core)) if core < load_acquire(places) else core
+    return place
 
 
 @njit(error_model="numpy")
 def even_chunks(num_chunks: int, num_rows: int, num_threads: int) -> int:
-    """So many chunks of rows or some more: as many for each thread, where it has enough rows.
+    """So many chunks of rows or some more: as many for each thread, where they have enough rows.
 
-    Items that go by chunks are then of a thread's own rows, and of them alone: it reads what it has written, but all of
-    a weight. Between cores that do not share a cache that takes less time.
+    Items that go by chunks are then, but for what is rounded, of a thread's own rows: it reads what it has written, but
+    all of a weight. Between cores that do not share a cache that takes less time.
     """
-    if num_rows < _OWN_ROWS * num_threads:
-        return num_chunks
-    return (num_chunks + num_threads - 1) // num_threads * num_threads
+    even = (num_chunks + num_threads - 1) // num_threads * num_threads
+    return even if num_rows >= _OWN_ROWS * even else num_chunks
 
 
 @njit(error_model="numpy")

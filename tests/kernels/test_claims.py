@@ -23,6 +23,7 @@ from quire.kernels.cpu.claims import (
     renew,
     take_item,
 )
+from quire.kernels.cpu.cores import place_cores
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86, fetch_add, give_way, load_acquire, pointer, store_release
 from quire.kernels.cpu.program import Program, _begins_after
@@ -123,27 +124,39 @@ def test_who_only_helps_waits_no_longer_than_that_took() -> None:
     assert take_item(address, 3, num_items, 0, second, lap)[0] == -1
 
 
+def test_cores_that_share_their_hardware_come_last() -> None:
+    """However they are numbered: threads, one for each piece of hardware, are in different places."""
+    far = place_cores(range(8), {core: [core % 4, core % 4 + 4] for core in range(8)})
+    beside = place_cores(range(8), {core: [core // 2 * 2, core // 2 * 2 + 1] for core in range(8)})
+    assert far == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert beside == [0, 4, 1, 5, 2, 6, 3, 7]
+    assert place_cores({2, 6, 7}, {}) == [0, 0, 0, 0, 0, 0, 1, 2]
+
+
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound to a core")
 def test_a_core_has_the_same_part_of_each_call() -> None:
-    """Whoever comes first; one who comes with a core that has its part already gets what is left."""
-    claims = new_claims(NUM_THREADS)
-    address, allowed = ctypes.addressof(claims), os.sched_getaffinity(0)
+    """Whoever comes first; who comes with a core whose part is taken gets the next one."""
+    allowed, num_threads = os.sched_getaffinity(0), 3
+    claims, seen = new_claims(num_threads), {}
+    address = ctypes.addressof(claims)
     try:
         for core in [*sorted(allowed)[:2], min(allowed)]:
             os.sched_setaffinity(0, {core})
-            own = core % NUM_THREADS
             for _ in range(3):
-                renew(address, NUM_THREADS, RUN, 1000)
-                assert [enter(address) for _ in range(NUM_THREADS)] == [own, 1 - own]
+                renew(address, num_threads, RUN, 1000)
+                numbers = [enter(address) for _ in range(num_threads)]
+                assert numbers == [(numbers[0] + i) % num_threads for i in range(num_threads)]
+                assert seen.setdefault(core, numbers) == numbers
     finally:
         os.sched_setaffinity(0, allowed)
+    assert len({numbers[0] for numbers in seen.values()}) == min(2, len(allowed)), "two cores, two parts"
 
 
 def test_threads_have_as_many_chunks_of_rows() -> None:
-    """Where each has 128 rows: fewer rows are in no more chunks than have to be."""
+    """Where these have 128 rows: else there are no more than have to be."""
     assert [even_chunks(1, rows, 2) for rows in (1, 255, 256, 512)] == [1, 1, 2, 2]
-    assert [even_chunks(chunks, 512, 4) for chunks in (1, 3, 4, 5)] == [4, 4, 4, 8]
-    assert [even_chunks(chunks, 511, 4) for chunks in (1, 3)] == [1, 3]
+    assert [even_chunks(3, rows, 2) for rows in (511, 512)] == [3, 4]
+    assert [even_chunks(chunks, 512, 4) for chunks in (1, 3, 4, 5)] == [4, 4, 4, 5]
     assert even_chunks(3, 1024, 1) == 3
 
 

@@ -30,12 +30,14 @@ from quire.kernels.cpu import (
 )
 from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.byte_products import has_products
+from quire.kernels.cpu.claims import _TAKEN
 from quire.kernels.cpu.features import IS_WIDE, cpu_features, dots_are_fast
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.graph import capture as capture_graph
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.linear import _packed_kernel
 from quire.kernels.cpu.panel_vectors import FEW, WIDTH
+from quire.kernels.cpu.recording import CompiledCall, recorded_by
 from quire.kernels.dispatch import forced_backend
 from quire.kernels.elementwise import activate_and_mul
 from quire.kernels.packed import BLOCK, IN_8_BITS, PACKINGS, Packing, pack, unpack
@@ -50,6 +52,7 @@ if matrix_tiles.are_available():
     KERNELS += [(codes, torch.float32), (codes, torch.bfloat16)]
 if "avx512bf16" in cpu_features():
     KERNELS += [(dots, torch.bfloat16)]
+BY_CHUNKS = [(kernel, dtype) for kernel, dtype in KERNELS if kernel in (byte_dots, rounded_dots, dots)]
 OF_CODES = [(kernel, dtype) for kernel, dtype in KERNELS if kernel is not panels]
 IN_FLOAT32 = codes if matrix_tiles.are_available() else byte_dots if HAS_BYTES else panels  # what multiplies it
 IN_BFLOAT16 = dots if dots_are_fast() and IN_FLOAT32 is not codes else IN_FLOAT32
@@ -375,6 +378,23 @@ def test_nothing_is_written_behind_the_result(
     workers._entry.cache_clear()
     assert torch.equal(got, expected)
     assert (behind == 7.0).all()
+
+
+class _Calls(list[CompiledCall]):
+    add_call = list.append
+
+
+@pytest.mark.parametrize(("kernel", "dtype"), BY_CHUNKS, ids=ids(BY_CHUNKS))
+@pytest.mark.parametrize(("num_rows", "num_chunks"), [(255, 1), (256, 2), (600, 2)])
+def test_of_many_rows_each_thread_has_its_own(num_rows: int, num_chunks: int, kernel: Any, dtype: torch.dtype) -> None:
+    """How often threads have looked for an item: once for each, and at last in vain in all parts."""
+    packing, calls, num_threads = PACKINGS["q4_0"], _Calls(), torch.get_num_threads()
+    weight, x = kernel.lay_out(packed(packing, 96, 96), packing), inputs(num_rows, 96).to(dtype)
+    with recorded_by(calls):
+        kernel.linear(x, weight, None, packing, dtype)
+    looks = sum(calls[-1].claims[(64 * (1 + thread) + _TAKEN) // 8] for thread in range(num_threads))
+    assert num_threads == 2
+    assert looks - num_threads**2 == num_chunks * 3, "pairs of panels"
 
 
 @pytest.mark.parametrize("num_rows", [16, 21])

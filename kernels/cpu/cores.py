@@ -1,0 +1,41 @@
+"""The cores that threads run on: each has a place, so that threads on different ones can be told apart."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+
+def place_cores(cores: Iterable[int], siblings: Mapping[int, Sequence[int]]) -> list[int]:
+    """By number of a core, its place among `cores`. Those that share their hardware with one before them (`siblings`,
+    by number) come behind all others, so that as many threads as there is hardware for are in different places."""
+    order = sorted(cores, key=lambda core: (siblings.get(core, [core]).index(core), core))
+    places = [0] * (max(order) + 1)
+    for place, core in enumerate(order):
+        places[core] = place
+    return places
+
+
+def _siblings(core: int) -> list[int]:
+    """The cores on the same hardware, as Linux tells: "0,8" or "0-1". It alone, where nobody does."""
+    path = Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list")
+    try:
+        spans = [[int(end) for end in span.split("-")] for span in path.read_text().split(",")]
+    except (OSError, ValueError):
+        return [core]
+    found = [each for first, *last in spans for each in range(first, (last or [first])[0] + 1)]
+    return found if core in found else [core]
+
+
+def _places() -> npt.NDArray[np.int64]:
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else {0}
+    places = place_cores(allowed, {core: _siblings(core) for core in allowed})
+    return np.array([len(places), *places], np.int64)
+
+
+# How many follow, and by number of a core, its place among those that this process may use.
+PLACES = _places()
