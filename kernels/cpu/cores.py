@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 
-def place_cores(cores: Iterable[int], siblings: Mapping[int, Sequence[int]]) -> list[int]:
-    """By number of a core, its place among `cores`. Those that share their hardware with one before them (`siblings`,
+def place_cores(cores: Collection[int], siblings: Mapping[int, Sequence[int]]) -> list[int]:
+    """By number of a core, its place among `cores`. Those that share their hardware with an earlier one (`siblings`,
     by number) come behind all others, so that as many threads as there is hardware for are in different places."""
-    order = sorted(cores, key=lambda core: (siblings.get(core, [core]).index(core), core))
-    places = [0] * (max(order) + 1)
-    for place, core in enumerate(order):
+
+    def rank(core: int) -> int:
+        return [each for each in siblings.get(core, [core]) if each in cores].index(core)
+
+    places = [0] * (max(cores) + 1)
+    for place, core in enumerate(sorted(cores, key=lambda core: (rank(core), core))):
         places[core] = place
     return places
 
@@ -37,5 +40,6 @@ def _places() -> npt.NDArray[np.int64]:
     return np.array([len(places), *places], np.int64)
 
 
-# How many follow, and by number of a core, its place among those that this process may use.
+# How many follow, and by number of a core, its place among those that this process might use when it began; others have
+# one as well, which is another core's.
 PLACES = _places()

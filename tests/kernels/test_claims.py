@@ -23,7 +23,7 @@ from quire.kernels.cpu.claims import (
     renew,
     take_item,
 )
-from quire.kernels.cpu.cores import place_cores
+from quire.kernels.cpu.cores import PLACES, place_cores
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86, fetch_add, give_way, load_acquire, pointer, store_release
 from quire.kernels.cpu.program import Program, _begins_after
@@ -131,6 +131,8 @@ def test_cores_that_share_their_hardware_come_last() -> None:
     assert far == [0, 1, 2, 3, 4, 5, 6, 7]
     assert beside == [0, 4, 1, 5, 2, 6, 3, 7]
     assert place_cores({2, 6, 7}, {}) == [0, 0, 0, 0, 0, 0, 1, 2]
+    alone = place_cores({1, 5, 6}, {core: [core % 4, core % 4 + 4] for core in range(8)})
+    assert [alone[core] for core in (1, 6, 5)] == [0, 1, 2], "6 shares with nobody that may be used"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="threads cannot be bound to a core")
@@ -138,9 +140,10 @@ def test_a_core_has_the_same_part_of_each_call() -> None:
     """Whoever comes first; who comes with a core whose part is taken gets the next one."""
     allowed, num_threads = os.sched_getaffinity(0), 3
     claims, seen = new_claims(num_threads), {}
-    address = ctypes.addressof(claims)
+    address, places = ctypes.addressof(claims), PLACES[1:].tolist()
+    first, *others = sorted(allowed, key=lambda core: places[core])[:2]
     try:
-        for core in [*sorted(allowed)[:2], min(allowed)]:
+        for core in (first, *others, first):
             os.sched_setaffinity(0, {core})
             for _ in range(3):
                 renew(address, num_threads, RUN, 1000)
@@ -149,7 +152,7 @@ def test_a_core_has_the_same_part_of_each_call() -> None:
                 assert seen.setdefault(core, numbers) == numbers
     finally:
         os.sched_setaffinity(0, allowed)
-    assert len({numbers[0] for numbers in seen.values()}) == min(2, len(allowed)), "two cores, two parts"
+    assert [numbers[0] for numbers in seen.values()] == [0, 1][: len(seen)]
 
 
 def test_threads_have_as_many_chunks_of_rows() -> None:
