@@ -14,7 +14,14 @@ from quire.engine.errors import QuireError
 
 from . import cli_cluster
 from .bench.commands import app as bench_app
-from .cli_options import EngineOverrides, flatten, help_without_command, takes_engine_options
+from .cli_options import (
+    SERVICE_OPTIONS,
+    EngineOverrides,
+    flatten,
+    help_without_command,
+    in_a_file,
+    takes_engine_options,
+)
 
 if TYPE_CHECKING:
     from quire import RequestOutput
@@ -45,7 +52,7 @@ Stop = Annotated[list[str] | None, typer.Option(help="End the answer before this
     epilog="Examples:  quire serve   ·   quire serve --model /models/my-llama --port 9000   ·   "
     "quire serve configs/smollm2-cpu.yaml --max-num-seqs 32"
 )
-@takes_engine_options
+@takes_engine_options(SERVICE_OPTIONS)
 def serve(
     config: Annotated[Path | None, typer.Argument(help="A Ray Serve config file, as those in configs/.")] = None,
     *,
@@ -87,7 +94,7 @@ app.command(
     epilog="Examples:  quire generate 'The capital of France is'   ·   "
     "quire generate --temperature 0.8 --seed 7 -n 3 'Once upon a time'   ·   cat prompt.txt | quire generate -"
 )
-@takes_engine_options
+@takes_engine_options()
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     *,
@@ -127,7 +134,7 @@ def _as_json(output: RequestOutput) -> str:
 
 
 @app.command(epilog="Examples:  quire chat   ·   quire chat --url http://127.0.0.1:8000 --system 'Answer in rhymes.'")
-@takes_engine_options
+@takes_engine_options()
 def chat(
     *,
     url: Annotated[
@@ -154,9 +161,9 @@ def chat(
 
 
 @app.command(epilog="Examples:  quire check /models/my-llama   ·   quire check my-model.gguf --tensor-parallel-size 2")
-@takes_engine_options
+@takes_engine_options()
 def check(
-    path: Annotated[str | None, typer.Argument(help="A model, as for --model.")] = None,
+    path: Annotated[str | None, typer.Argument(help="A model, as for --model: a directory or a GGUF file.")] = None,
     *,
     engine: EngineOverrides,
 ) -> None:
@@ -171,6 +178,14 @@ def check(
     print(result)
     if result.capacity is None:
         raise typer.Exit(1)
+
+
+@app.command(epilog="Examples:  quire config > quire.yaml   ·   quire serve quire.yaml")
+def config() -> None:
+    """Print a config file with every setting and its default, to begin with."""
+    from .config_template import config_template
+
+    print(config_template(), end="")
 
 
 @app.command()
@@ -195,7 +210,7 @@ def main() -> None:
     except typer.TyperException as error:
         status = error.exit_code
         if text := " ".join(error.format_message().split()):
-            print(f"quire: {text}", file=sys.stderr)
+            print(f"quire: {text}{in_a_file(error)}", file=sys.stderr)
     except QuireError as error:
         status = 1
         print(f"quire: {error.message}", file=sys.stderr)

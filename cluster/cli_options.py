@@ -18,28 +18,42 @@ from pydantic import BaseModel, ValidationError
 from quire.engine.config import EngineConfig
 
 # The options, by section. They are few on purpose: everything else is set in a configuration file.
-ENGINE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "dtype", "max_model_len", "implementation", "load_format", "quantization", "num_threads"),
+Options = dict[str, tuple[str, ...]]
+ENGINE_OPTIONS: Options = {
+    "model": (
+        *("model", "dtype", "device", "max_model_len", "implementation", "load_format", "quantization"),
+        *("enforce_eager", "num_threads"),
+    ),
     "parallel": ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel"),
     "scheduler": ("max_num_seqs", "max_num_batched_tokens", "num_speculative_tokens"),
-    "cache": ("num_kv_blocks", "block_size", "kv_cache_dtype", "enable_prefix_caching"),
+    "cache": ("num_kv_blocks", "gpu_memory_utilization", "block_size", "kv_cache_dtype", "enable_prefix_caching"),
+}
+SERVICE_OPTIONS: Options = {
+    **ENGINE_OPTIONS,
+    "model": (*ENGINE_OPTIONS["model"], "served_model_name", "chat_template", "tool_parser"),
+    "scheduler": (*ENGINE_OPTIONS["scheduler"], "max_queued_requests"),
 }
 EngineOverrides = dict[str, dict[str, Any]]
+Command = Callable[..., None]
 
 
-def takes_engine_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the engine's options to a command, which receives those that were given as `engine`: section -> key -> value.
+def takes_engine_options(options: Options = ENGINE_OPTIONS) -> Callable[[Command], Command]:
+    """Add options to a command, which receives those that were given as `engine`: section -> key -> value.
 
-    `command` must have a keyword-only parameter `engine: EngineOverrides`.
+    The command must have a keyword-only parameter `engine: EngineOverrides`.
     """
+    return functools.partial(_with_options, options)
+
+
+def _with_options(options: Options, command: Command) -> Command:
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for name, parameter in signature.parameters.items() if name != "engine"]
-    added = [_parameter(section, key) for section, keys in ENGINE_OPTIONS.items() for key in keys]
+    added = [_parameter(section, key) for section, keys in options.items() for key in keys]
 
     @functools.wraps(command)
     def with_engine_options(**values: Any) -> None:
         overrides: EngineOverrides = {}
-        for section, keys in ENGINE_OPTIONS.items():
+        for section, keys in options.items():
             given = {key: value for key in keys if (value := values.pop(key)) is not None}
             if given:
                 overrides[section] = given
@@ -59,6 +73,15 @@ def _check(overrides: EngineOverrides) -> None:
     except ValidationError as error:
         first = error.errors()[0]
         raise typer.BadParameter(first["msg"], param_hint=f"--{str(first['loc'][-1]).replace('_', '-')}") from error
+
+
+def in_a_file(error: typer.TyperException) -> str:
+    """What to add to an error of the command line: where to set what is no option, but a setting."""
+    key = str(getattr(error, "option_name", "")).lstrip("-").replace("-", "_")
+    for section, field in EngineConfig.model_fields.items():
+        if key in typing.cast(type[BaseModel], field.annotation).model_fields:
+            return f" It is set in a config file, as {section}.{key} (`quire config` prints one)."
+    return ""
 
 
 def help_without_command(text: str) -> Callable[[typer.Context], None]:

@@ -24,14 +24,14 @@ class ApiConfig(Section):
     """What the HTTP API allows, and how long it waits."""
 
     failover_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds that a request waits when no engine is there, before it is refused or fails."
+        60.0, gt=0, description="Seconds that a request waits while there is no engine, before it is refused or fails."
     )
-    max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of one HTTP request.")
+    max_body_bytes: int = Field(8 << 20, ge=1024, description="Largest body of an HTTP request.")
     request_templates: bool = Field(
-        True, description="Whether requests may bring a chat_template, which is rendered in a sandbox of its own."
+        True, description="Whether a request may bring its own chat_template, which is rendered in a sandboxed process."
     )
     max_tokenize_chars: int = Field(
-        1 << 20, ge=1024, description="Longest text that /tokenize counts, whether or not it fits the context."
+        1 << 20, ge=1024, description="Longest text of /tokenize, in characters, whether or not it fits the context."
     )
     max_choices: int = Field(256, ge=1, description="Most answers to one HTTP request (prompts x n).")
     max_inputs: int = Field(2048, ge=1, description="Most inputs of one request for embeddings.")
@@ -39,7 +39,8 @@ class ApiConfig(Section):
     max_stop_strings: int = Field(16, ge=1, le=16, description="Most stop strings of one request.")
     max_logit_bias: int = Field(300, ge=1, le=300, description="Most entries of a request's logit_bias.")
     keys_file: Path | None = Field(
-        None, description="API keys and their tenants (YAML or JSON, on every node); without it nobody needs a key."
+        None,
+        description="File of API keys and tenants (YAML or JSON, on every node). When not given, nobody needs a key.",
     )
     open_metrics: bool = Field(True, description="Whether /metrics answers without an API key.")
 
@@ -49,11 +50,13 @@ class RoutingConfig(Section):
 
     policy: PolicyName = Field(
         "prefix_affinity",
-        description="prefix_affinity weighs what an engine has of a prompt in its cache against what it has to do; "
+        description="prefix_affinity weighs how much of a prompt an engine has in its cache against its load; "
         "least_loaded, power_of_two and round_robin do not look at prompts.",
     )
     max_waiting_requests: int = Field(
-        1024, ge=1, description="Requests that one gateway lets wait while there is no engine; more are refused (503)."
+        1024,
+        ge=1,
+        description="Most requests of one gateway that wait while there is no engine; more are refused with 503.",
     )
 
 
@@ -70,7 +73,7 @@ class QuireConfig(EngineConfig):
     api: ApiConfig = ApiConfig()
     routing: RoutingConfig = RoutingConfig()
     allow_faults: bool = Field(
-        False, description="Whether `quire chaos` may kill and stop processes of this service. For trials."
+        False, description="Whether `quire chaos` may kill and stop processes of this service. For trials only."
     )
 
     @field_validator("models", mode="before")

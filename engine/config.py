@@ -28,13 +28,15 @@ class ModelConfig(Section):
     model: str = Field(
         "smollm2-135m-instruct", description="Embedded model, or a path to a Hugging Face directory or a GGUF file."
     )
-    served_model_name: str | None = Field(None, description="Name in the API; the last part of `model` when not given.")
+    served_model_name: str | None = Field(
+        None, description="Name in the API. When not given, the last part of `model`."
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPU, the checkpoint's own type on GPU."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
     max_model_len: int | None = Field(
-        None, ge=1, description="Longest prompt + answer in tokens; the model's own limit when not given."
+        None, ge=1, description="Longest prompt + answer in tokens. When not given, the model's own limit."
     )
     implementation: Literal["auto", "native", "transformers"] = Field(
         "auto",
@@ -46,27 +48,28 @@ class ModelConfig(Section):
     )
     quantization: Quantization | None = Field(
         None,
-        description="int8 or fp8: weights in 8 bits, with a scale for each row or for each 32 numbers; about a quarter "
-        "of float32's memory. Those of a GGUF may keep their packing. Not exact.",
+        description="int8 or fp8: weights in 8 bits, with a scale per row or per block of 32; about a quarter of "
+        "float32's memory. Packed weights of a GGUF may stay packed. Tokens are no longer exactly the reference's.",
     )
     enforce_eager: bool = Field(
         False,
-        description="Launch every kernel of every step, instead of graphs of decode steps (CUDA's, or the CPU's own).",
+        description="Launch every kernel of every step; no graphs of decode steps (CUDA graphs, or recorded "
+        "steps on CPU).",
     )
     pooling: PoolingType | None = Field(
-        None, description="What an embedding is made of; what the model's own files say, else last, when not given."
+        None, description="How an embedding is pooled. When not given, as the model's own files say, else last."
     )
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of one rank; the machine's cores shared by the ranks when not given."
+        None, ge=1, description="CPU threads of one rank. When not given, the cores are divided among the ranks."
     )
     chat_template: str | None = Field(
         None, description="Chat template instead of the model's own: a file, or one that comes with Quire (hermes)."
     )
     tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder"] | None = Field(
-        None, description="How the model writes tool calls; told by the chat template when not given."
+        None, description="How the model writes tool calls. When not given, the chat template tells."
     )
     reasoning_marks: tuple[str, str] | None = Field(
-        None, description="What the model's thoughts stand between; told by the chat template when not given."
+        None, description="Start and end mark of the model's reasoning. When not given, the chat template tells."
     )
     seed: int = Field(0, description="Seed from which requests without one of their own draw theirs (offline use).")
 
@@ -84,17 +87,18 @@ class ParallelConfig(Section):
         1, ge=1, description="Stages of consecutive layers, each of `tensor_parallel_size` ranks."
     )
     expert_parallel: bool = Field(
-        False, description="Deal a mixture's experts to the ranks whole, instead of a slice of each expert."
+        False, description="Give each rank whole experts of a mixture, instead of a slice of every expert."
     )
     stage_placement: Literal["spread", "pack", "strict_spread"] = Field(
         "spread",
-        description="Stages on nodes: on different ones where possible, on as few as possible, or never two on one.",
+        description="Pipeline stages on different nodes where possible, on as few as possible, or never two on "
+        "one node.",
     )
     startup_timeout_s: float = Field(
-        300.0, gt=0, description="Seconds in which all ranks must be placed and loaded, else the engine gives up."
+        300.0, gt=0, description="Seconds until all ranks must be placed and loaded, else the engine gives up."
     )
     step_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds after which a step that is not done counts as hung, and its ranks as lost."
+        60.0, gt=0, description="Seconds after which an unfinished step counts as hung: its ranks are rebuilt."
     )
 
     @property
@@ -106,54 +110,59 @@ class CacheConfig(Section):
     """The paged KV cache."""
 
     block_size: int = Field(16, ge=1, le=256, description="Tokens per block.")
-    num_kv_blocks: int | None = Field(None, ge=2, description="Blocks; from `memory_bytes` when not given.")
+    num_kv_blocks: int | None = Field(
+        None, ge=2, description="Size of the KV cache in blocks. When not given, as many as fit its memory."
+    )
     memory_bytes: int | None = Field(
-        None, ge=1, description="Bytes of KV cache per rank; measured on GPU, a share of free memory on CPU."
+        None,
+        ge=1,
+        description="Bytes of KV cache per rank. When not given, measured on GPU, a share of free memory on CPU.",
     )
     gpu_memory_utilization: float = Field(
-        0.9, gt=0, le=1, description="Share of a GPU that weights, activations and cache may use."
+        0.9, gt=0, le=1, description="Share of a GPU's memory for weights, activations and KV cache together."
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = Field(
         "auto",
-        description="auto: the model's own type. fp8_e4m3: 8 bits, a half or a quarter of the bytes for a little "
-        "accuracy, with the checkpoint's scales (k_scale, v_scale) where it has them.",
+        description="auto: the model's dtype. fp8_e4m3: a half or a quarter of the bytes, a little less accurate; "
+        "scales (k_scale, v_scale) come from the checkpoint where it has them.",
     )
-    enable_prefix_caching: bool = Field(True, description="Reuse the blocks of equal prefixes.")
+    enable_prefix_caching: bool = Field(True, description="Reuse KV cache blocks of equal prefixes.")
 
 
 class SchedulerConfig(Section):
     """What one step may hold, and who goes first."""
 
     max_num_batched_tokens: int = Field(
-        2048, ge=1, description="Tokens computed in one step, over all requests. A service on CPU has 512 by default."
+        2048,
+        ge=1,
+        description="Most tokens computed in one step, over all requests. In a service on CPU 512 when not given.",
     )
-    max_num_seqs: int = Field(128, ge=1, description="Requests that run at the same time.")
+    max_num_seqs: int = Field(128, ge=1, description="Most requests that run at the same time.")
     long_prefill_token_threshold: int = Field(
-        0, ge=0, description="Most tokens one request gets in a step; 0: no limit but the budget."
+        0, ge=0, description="Most prompt tokens of one request in one step. 0: no limit but `max_num_batched_tokens`."
     )
     max_inflight_steps: int | None = Field(
         None,
         ge=1,
         le=8,
-        description="Steps given to the workers before the first is back. When not given, 2 on GPU, and on CPU where "
-        "decode steps are recorded, else 1; the stages of a pipeline where it is one.",
+        description="Steps handed to the workers before the first has returned. When not given: 2 on GPU and on CPU "
+        "where decode steps are recorded, else 1; with a pipeline, the number of its stages.",
     )
     num_speculative_tokens: int | None = Field(
         None,
         ge=0,
         le=7,
-        description="Tokens of a request that are guessed, from what stood behind its last ones before, and checked in "
-        "one step; the tokens stay the same. 0: none. When not given, up to 4 in float32 on CPU, for up to 3 "
-        "requests, where they pay by what steps have taken and how guesses have fared, else 0.",
+        description="Speculative decoding: most tokens guessed per request and step, from its own text. Answers stay "
+        "the same. 0: off. When not given: up to 4 in float32 on CPU, for up to 3 requests, while that pays; else 0.",
     )
     policy: Literal["fcfs", "priority"] = Field(
-        "fcfs", description="fcfs: by arrival. priority: lower number first, then arrival."
+        "fcfs", description="fcfs: by arrival. priority: smaller numbers first, then arrival."
     )
     max_queued_requests: int | None = Field(
-        1024, ge=1, description="Waiting requests beyond which new ones are refused (503)."
+        1024, ge=1, description="Most waiting requests; more are refused with 503. null: no limit."
     )
     max_queued_tokens: int | None = Field(
-        None, ge=1, description="Tokens of waiting requests beyond which new ones are refused (503)."
+        None, ge=1, description="Most tokens of waiting requests; more are refused with 503. null: no limit."
     )
 
 
@@ -161,15 +170,17 @@ class GrammarConfig(Section):
     """What a grammar (structured output) may cost."""
 
     max_source_bytes: int = Field(
-        262_144, ge=1, description="Size of a schema, expression or grammar, in bytes of its source in UTF-8."
+        262_144, ge=1, description="Longest source of a schema, expression or grammar, in bytes of UTF-8."
     )
-    max_schema_depth: int = Field(64, ge=1, description="How deep a JSON schema may be nested.")
-    max_grammar_size: int = Field(500_000, ge=1, description="Symbols of a compiled grammar, its references followed.")
+    max_schema_depth: int = Field(64, ge=1, description="Deepest nesting of a JSON schema.")
+    max_grammar_size: int = Field(
+        500_000, ge=1, description="Most symbols of a compiled grammar, with its references followed."
+    )
     max_lexer_fuel: int = Field(
-        1_000_000, ge=1, description="Effort for its expressions when it is compiled; about 50,000 are a millisecond."
+        1_000_000, ge=1, description="Most work to compile its expressions; 50,000 is about a millisecond."
     )
     max_search_steps: int = Field(
-        10_000, ge=1, description="Effort to find its shortest answer; about 100 are a millisecond."
+        10_000, ge=1, description="Most work to find its shortest answer; 100 is about a millisecond."
     )
 
 

@@ -150,7 +150,10 @@ def _find(model: str) -> Path:
     if path.exists():
         raise ConfigError(f"model: {model} is neither a directory nor a .gguf file.")
     known = ", ".join(EMBEDDED_MODELS)
-    raise ConfigError(f"model: {model!r} does not exist: give a Hugging Face directory, a .gguf file, or {known}.")
+    raise ConfigError(
+        f"model: {model!r} does not exist: give a Hugging Face directory, a .gguf file, or {known}. "
+        "Quire downloads nothing: a name of the Hugging Face Hub has to be fetched into a directory first."
+    )
 
 
 def _read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:

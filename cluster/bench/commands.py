@@ -230,7 +230,7 @@ def kernels(
 
 
 @app.command(epilog="Example:  quire bench offline --num-prompts 64 --load-format dummy --max-num-seqs 64")
-@takes_engine_options
+@takes_engine_options()
 def offline(
     *,
     num_prompts: Annotated[int, typer.Option(min=1, help="Given all at once.")] = 16,

@@ -56,6 +56,7 @@ class LLM:
         num_speculative_tokens: int | None = None,
         kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto",
         enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
         num_threads: int | None = None,
         seed: int = 0,
     ) -> None:
@@ -69,6 +70,7 @@ class LLM:
                 quantization=quantization,
                 max_model_len=max_model_len,
                 pooling=pooling,
+                enforce_eager=enforce_eager,
                 num_threads=num_threads,
                 seed=seed,
             ),

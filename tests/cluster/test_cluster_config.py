@@ -17,6 +17,7 @@ from quire.cluster.app import CPU_STEP_TOKENS, bind, settled
 from quire.cluster.autoscaling import EngineLoadPolicy
 from quire.cluster.config import QuireConfig, override
 from quire.cluster.config_file import ServiceConfig, load_service
+from quire.cluster.config_template import config_template
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 
@@ -233,3 +234,25 @@ def test_a_gateway_that_is_not_needed_has_the_time_of_a_long_stream(
 )
 def test_a_step_on_cpu_is_short_unless_somebody_chose_its_size(given: dict[str, object], tokens: int) -> None:
     assert settled(EngineConfig.model_validate(given)).scheduler.max_num_batched_tokens == tokens
+
+
+def test_the_template_is_a_service_without_a_file(path: Path) -> None:
+    path.write_text(config_template())
+    service = load_service(path)
+    assert service == ServiceConfig()
+
+
+def test_the_template_has_every_setting_with_its_default(path: Path) -> None:
+    lines = config_template().splitlines()
+    set_all = [re.sub(r"^( +)#(?! )", r"\1", line) for line in lines if "#models:" not in line]
+    path.write_text("\n".join(set_all))
+    quire = load_service(path).quire
+    assert quire == QuireConfig()
+    sections = {
+        name: getattr(quire, name) for name in ("model", "parallel", "cache", "scheduler", "grammar", "api", "routing")
+    }
+    assert quire.model_fields_set == {*sections, "allow_faults"}
+    for section in sections.values():
+        assert section.model_fields_set == set(type(section).model_fields)
+    models = yaml.safe_load(next(line for line in lines if "#models:" in line).replace("#", ""))
+    assert list(QuireConfig(**models).engines()) == ["Engine-smollm2-135m-instruct", "Engine-llama"]

@@ -102,7 +102,7 @@ def test_help_and_version_import_nothing_heavy() -> None:
     [
         (),
         ("bench",),
-        *[(c, "--help") for c in ("serve", "deploy", "status", "top", "generate", "chat", "check", "bench")],
+        *[(c, "--help") for c in ("serve", "config", "deploy", "status", "top", "generate", "chat", "check", "bench")],
         ("bench", "serve", "-h"),
     ],
 )
@@ -119,7 +119,8 @@ def test_every_command_has_examples_and_the_engine_options(run: Any, command: st
     assert f"quire {command}" in out.split("Example", 1)[1]
     assert "--max-num-batched-tokens" in out
     assert "--no-enable-prefix-caching" in out
-    assert "Requests that run at the same time. (default: 128)" in " ".join(out.split())
+    assert "Most requests that run at the same time. (default: 128)" in " ".join(out.split())
+    assert ("--served-model-name" in out) == (command == "serve")
 
 
 @pytest.mark.parametrize("command", ["deploy", "status", "top"])
@@ -158,6 +159,12 @@ def test_serve_passes_only_what_was_given(run: Any, served: list[dict[str, Any]]
         (("serve", "--port", "0"), "--port"),
         (("serve", "--port", "x"), "--port"),
         (("serve", "--max-num-seqs", "0"), "--max-num-seqs"),
+        (
+            ("serve", "--policy", "priority"),
+            "It is set in a config file, as scheduler.policy (`quire config` prints one).",
+        ),
+        (("generate", "--chat-template", "x", "hi"), "as model.chat_template"),
+        (("serve", "--gpu-memory-utilization", "2"), "--gpu-memory-utilization: Input should be less than"),
         (("serve", "--block-size", "999"), "--block-size: Input should be less than or equal to 256"),
         (("serve", "--dtype", "float31"), "'float32'"),
         (("generate",), "prompt"),
