@@ -19,6 +19,7 @@ from .examples import example
 from .json_schema import JSON_OPTIONS, Pointer, SubSchema, parts_of, prepare_schema, sub_schemas
 from .request_fields import check_size
 from .spec import GrammarSpec
+from .symbol_state import SymbolState, comes_back
 from .vocabulary import Vocabulary
 
 _LITERAL = re.compile(r'"((?:[^"\\]|\\.){1,64})"|/((?:[^/\\]|\\.){1,256})/')
@@ -34,12 +35,17 @@ class Grammar:
     Read by the engine's thread alone once it is compiled; `Constraint` copies the matchers.
     """
 
-    def __init__(self, vocabulary: Vocabulary, tokens: Any, symbols: Any, completer: Completer, shortest: Completion):
+    def __init__(self, vocabulary: Vocabulary, tokens: Any, symbols: Any, completer: Completer) -> None:
         self.vocabulary = vocabulary
         self.tokens = tokens
         self.symbols = symbols
         self.completer = completer
-        self.shortest = shortest
+        self.shortest = Completion(vocabulary, [])  # until it is found
+        self._comes_back = comes_back(symbols)
+
+    def begin(self) -> SymbolState:
+        """Where an answer begins."""
+        return SymbolState(self.symbols, comes_back=self._comes_back)
 
     def open(self, source: EngineRequest, num_left: int) -> Constraint:
         """Hold a request to the grammar; it goes on after the tokens that it resumes with. Raises `QuireError`."""
@@ -88,9 +94,10 @@ class LlguidanceCompiler:
         if tokens.is_error():
             raise _refusal(spec, f"cannot be compiled: {tokens.get_error()[:_SHOWN_CHARS]}")
         completer = Completer(vocabulary, _literals(spec), json=spec.kind in ("json_schema", "json_object"))
-        shortest = self._shortest(spec, completer, symbols)
-        _check_path(spec, vocabulary, tokens, shortest)
-        return Grammar(vocabulary, tokens, symbols, completer, shortest)
+        grammar = Grammar(vocabulary, tokens, symbols, completer)
+        grammar.shortest = self._shortest(spec, completer, grammar.begin())
+        _check_path(spec, vocabulary, tokens, grammar.shortest)
+        return grammar
 
     def _llguidance_source(self, spec: GrammarSpec) -> str:
         """The grammar in the form that llguidance's matchers take. Raises `InvalidRequestError`."""
@@ -123,12 +130,12 @@ class LlguidanceCompiler:
                     raise _refusal(spec, f"is not possible with this model's tokenizer ({error})") from error
             return self._vocabulary
 
-    def _shortest(self, spec: GrammarSpec, completer: Completer, symbols: Any) -> Completion:
-        found = completer.walk(symbols, self._config.max_search_steps)
+    def _shortest(self, spec: GrammarSpec, completer: Completer, beginning: SymbolState) -> Completion:
+        found = completer.walk(beginning, self._config.max_search_steps)
         if found is None:
             why = completer.problem or "no answer that ends was found in max_search_steps"
             raise _refusal(spec, f"cannot be used: {why[:_SHOWN_CHARS]}")
-        return completer.improve(symbols, found, self._config.max_search_steps, learn=True)
+        return completer.improve(beginning, found, self._config.max_search_steps, learn=True)
 
 
 def _check_path(spec: GrammarSpec, vocabulary: Vocabulary, tokens: Any, path: Completion) -> None:

@@ -14,8 +14,8 @@ process.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from .symbol_state import SymbolState
 from .vocabulary import NUM_BYTES, Vocabulary
 
 MAX_SYMBOLS = 1 << 16  # of one walk
@@ -133,69 +133,70 @@ class Completer:
         self._steps_left = 0
         self.problem = ""  # what the matcher said when a walk came to nothing
 
-    def walk(self, state: Any, max_steps: int) -> Completion | None:
-        """A completion from `state`, a matcher over symbols, which is left as it is. None when none was found."""
+    def walk(self, state: SymbolState, max_steps: int) -> Completion | None:
+        """A completion from `state`, which is left as it is. None when none was found."""
         self._steps_left = max_steps
-        symbols = self._walk(state.deep_copy())
+        symbols = self._walk(state)
         return None if symbols is None else Completion(self._vocabulary, symbols)
 
     def improve(
-        self, state: Any, found: Completion, max_steps: int, *, enough: int = 0, learn: bool = False
+        self, state: SymbolState, found: Completion, max_steps: int, *, enough: int = 0, learn: bool = False
     ) -> Completion:
         """A completion that is shorter than `found`, or that one; no better one than of `enough` tokens is looked for.
 
-        `learn`: later walks choose as this one did.
+        `state` is left as it is. `learn`: later walks choose as this one did.
         """
         self._steps_left = max_steps
         found = self._try_biases(state, found)
-        here, best, position = state.deep_copy(), found, 0
+        start, best, position = state.mark(), found, 0
         while position < len(best) and self._steps_left > 0 and not best.fits(enough):
             symbols = best.rest()
-            forced = _forced(here)
+            forced = state.forced()
             if not forced:
-                mask = self._allowed(here)
+                mask = self._allowed(state)
                 for symbol in self._alternatives(mask, symbols[position]):
-                    tried = self._try(here, symbols[:position], symbol)
+                    tried = self._try(state, symbols[:position], symbol)
                     if tried is not None and _is_shorter(tried, best):
                         best = tried
                         if learn:
                             self._learned[mask] = symbol
                 forced = best.rest()[position : position + 1]
-            if not here.consume_tokens(forced):
+            if not state.take(forced):
                 break
             position += len(forced)
+        state.back_to(start)
         return best
 
-    def _try_biases(self, state: Any, best: Completion) -> Completion:
+    def _try_biases(self, state: SymbolState, best: Completion) -> Completion:
         """Walks that repeat one byte wherever they may: some are spelled with few tokens."""
         for bias in self._vocabulary.runs[:_NUM_BIASES]:
-            symbols = self._walk(state.deep_copy(), bias)
+            symbols = self._walk(state, bias)
             tried = None if symbols is None else Completion(self._vocabulary, symbols)
             if tried is not None and _is_shorter(tried, best):
                 best = tried
         return best
 
-    def _try(self, state: Any, before: list[int], symbol: int) -> Completion | None:
-        state = state.deep_copy()
-        if not state.consume_token(symbol):
-            return None
-        after = self._walk(state)
+    def _try(self, state: SymbolState, before: list[int], symbol: int) -> Completion | None:
+        start = state.mark()
+        after = self._walk(state) if state.take([symbol]) else None
+        state.back_to(start)
         return None if after is None else Completion(self._vocabulary, [*before, symbol, *after])
 
-    def _walk(self, state: Any, bias: int = -1) -> list[int] | None:
-        """The symbols from `state` to an accepting state, in which it is left; None when the steps run out."""
+    def _walk(self, state: SymbolState, bias: int = -1) -> list[int] | None:
+        """The symbols from `state`, which is left as it is, to an accepting one; None when the steps run out."""
         path: list[int] = []
-        walk = _Walk(bias, self._shunned)
-        while not state.is_accepting():
-            symbols = _forced(state) or self._choose(state, walk)
+        walk, start, is_lost = _Walk(bias, self._shunned), state.mark(), False
+        while not (is_lost or state.is_accepting()):
+            symbols = state.forced() or self._choose(state, walk)
             self._steps_left -= 1
-            if not symbols or self._steps_left < 0 or len(path) > MAX_SYMBOLS or not state.consume_tokens(symbols):
-                self.problem = str(state.get_error())
-                return None
+            if not symbols or self._steps_left < 0 or len(path) > MAX_SYMBOLS or not state.take(symbols):
+                self.problem = state.error()
+                is_lost = True
             path += symbols
-        return path
+        state.back_to(start)
+        return None if is_lost else path
 
-    def _choose(self, state: Any, walk: _Walk) -> list[int]:
+    def _choose(self, state: SymbolState, walk: _Walk) -> list[int]:
         mask = self._allowed(state)
         if mask.bit_count() > _CONTENT:
             return self._go_through_text(state, mask, walk)
@@ -209,7 +210,7 @@ class Completer:
         walk.count(mask, symbol)
         return [symbol]
 
-    def _go_through_text(self, state: Any, mask: int, walk: _Walk) -> list[int]:
+    def _go_through_text(self, state: SymbolState, mask: int, walk: _Walk) -> list[int]:
         """Inside a text: what leads out of it, if anything does; else what fills it with few tokens."""
         if mask >> _QUOTE & 1 and self._leads_on(state, mask, [_QUOTE]):
             return [_QUOTE]
@@ -229,13 +230,15 @@ class Completer:
                 return [way]
         return [self._filler(mask)]
 
-    def _leads_on(self, state: Any, mask: int, symbols: list[int]) -> bool:
+    def _leads_on(self, state: SymbolState, mask: int, symbols: list[int]) -> bool:
         """Whether something else is allowed after `symbols` than before them."""
         self._steps_left -= 1
-        if state.validate_tokens(symbols) < len(symbols):
+        if not state.allows(symbols):
             return False
-        state = state.deep_copy()
-        return bool(state.consume_tokens(symbols)) and (state.is_accepting() or self._allowed(state) != mask)
+        start = state.mark()
+        leads_on = state.take(symbols) and (state.is_accepting() or self._allowed(state) != mask)
+        state.back_to(start)
+        return leads_on
 
     def _filler(self, mask: int) -> int:
         runs = self._vocabulary.run_length
@@ -251,16 +254,10 @@ class Completer:
         shunned_space = set(self._shunned) & set(_WHITESPACE)
         return [each for each in others if each not in shunned_space][:_MAX_TRIED]
 
-    def _allowed(self, state: Any) -> int:
+    def _allowed(self, state: SymbolState) -> int:
         """The symbols allowed, as bits; where there are others, without bytes that only occur inside of tokens."""
-        mask = int.from_bytes(state.compute_bitmask(), "little")
+        mask = state.allowed()
         return mask & self._vocabulary.usable_symbols or mask
-
-
-def _forced(state: Any) -> list[int]:
-    """Bytes that can only be these; up to the first special token, if there is one."""
-    text: bytes = state.compute_ff_bytes()
-    return list(text.partition(b"\xff")[0])
 
 
 def _members(mask: int) -> list[int]:

@@ -46,7 +46,7 @@ class Constraint:
         self.allowed: IntArray = np.zeros(grammar.vocabulary.num_words, np.int32)  # bit t % 32 of word t // 32
         self._grammar = grammar
         self._tokens: Any = grammar.tokens.deep_copy()
-        self._symbols: Any = grammar.symbols.deep_copy()
+        self._symbols = grammar.begin()
         self._completion: Completion = grammar.shortest
         self._others = OtherFields(source, grammar.vocabulary)
         self._eos_token_ids = self._others.eos_token_ids
@@ -67,27 +67,29 @@ class Constraint:
             self.is_complete = True
             return True
         symbols = self._grammar.vocabulary.symbols_of(token_id)
-        after = self._symbols.deep_copy()
-        if not after.consume_tokens(symbols):
+        before = self._symbols.mark()
+        if not self._symbols.take(symbols):
             raise EngineError(f"The model said token {token_id}, which the grammar does not allow here.")
-        completion = self._find(after, symbols, num_left)
+        completion = self._find(symbols, num_left)
         if completion is None:
+            self._symbols.back_to(before)
             self._steer()
             return False
         if not self._tokens.consume_token(token_id):
             raise EngineError(f"The grammar failed at token {token_id}: {self._tokens.get_error()[:200]}")
-        self._symbols, self._completion = after, completion
+        self._completion = completion
         self._others.said.append(token_id)
         self._allow_next(num_left)
         return True
 
-    def _find(self, state: Any, symbols: list[int], num_left: int) -> Completion | None:
-        """A completion from `state` of at most `num_left` tokens, if there is one."""
+    def _find(self, symbols: list[int], num_left: int) -> Completion | None:
+        """A completion of at most `num_left` tokens from here, behind these symbols, if there is one."""
+        state = self._symbols
         if num_left == 0 and not state.is_accepting():
             return None
         completer, known = self._grammar.completer, self._completion
         rest = known.after(symbols)
-        if rest is None and len(known) and _completes(state, known.rest()):
+        if rest is None and len(known) and state.completes(known.rest()):
             rest = known  # inside of a text, say, it closes as before
         if rest is not None and rest.fits(num_left):
             return rest
@@ -127,10 +129,3 @@ class Constraint:
 
     def _allow(self, token_ids: Sequence[int]) -> None:
         set_bits(self.allowed, token_ids)
-
-
-def _completes(state: Any, symbols: list[int]) -> bool:
-    if state.validate_tokens(symbols) < len(symbols):
-        return False
-    end = state.deep_copy()
-    return bool(end.consume_tokens(symbols)) and bool(end.is_accepting())
