@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+import itertools
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -34,10 +36,10 @@ class AsyncEngine:
         self._outputs = OutputProcessor(TokenDecoder(tokenizer), kind)
         self._queues: dict[str, asyncio.Queue[_Item]] = {}
         self._embeddings: dict[str, asyncio.Future[EngineOutput]] = {}
-        self._active: set[str] = set()  # engine request ids
+        self._active: set[str] = set()  # ids of requests that are answered
         self._event_loop = asyncio.get_running_loop()
         self._failure: EngineError | None = None
-        self._num_requests = 0
+        self._numbers = itertools.count()
         self._loop = EngineLoop(core, self._on_outputs, self._on_failure)
         self._loop.start()
 
@@ -54,31 +56,26 @@ class AsyncEngine:
         Raises `InvalidRequestError` or `OverloadedError` before anything runs, and `EngineError` if the engine could
         not finish.
         """
-        if self._failure is not None:
-            raise self._failure
-        request_id = request_id or self._new_id()
-        text, content = split_prompt(prompt)
-        requests = self._input_processor.process(request_id, content, sampling_params, options=options)
-        ids = [request.request_id for request in requests]
-        self._take_ids(ids)
-        queue: asyncio.Queue[_Item] = asyncio.Queue()
-        self._queues[request_id] = queue
-        self._outputs.add(text, requests)
-        finished = False
-        try:
-            await asyncio.wrap_future(self._loop.call(partial(_add_all, requests)))
-            while not finished:
-                item = await queue.get()
-                if isinstance(item, EngineError):
-                    raise item
-                finished = item.finished
-                yield item
-        finally:
-            del self._queues[request_id]
-            self._active.difference_update(ids)
-            self._outputs.discard([request_id])
-            if not finished:
-                self._loop.abort(ids)
+        with self._ids(request_id) as (request_id, engine_id):
+            text, content = split_prompt(prompt)
+            requests = self._input_processor.process(engine_id, content, sampling_params, options=options)
+            queue: asyncio.Queue[_Item] = asyncio.Queue()
+            self._queues[engine_id] = queue
+            self._outputs.add(text, requests)
+            finished = False
+            try:
+                await asyncio.wrap_future(self._loop.call(partial(_add_all, requests)))
+                while not finished:
+                    item = await queue.get()
+                    if isinstance(item, EngineError):
+                        raise item
+                    finished, item.request_id = item.finished, request_id
+                    yield item
+            finally:
+                del self._queues[engine_id]
+                self._outputs.discard([engine_id])
+                if not finished:
+                    self._loop.abort([request.request_id for request in requests])
 
     async def embed(
         self,
@@ -89,22 +86,20 @@ class AsyncEngine:
         options: RequestOptions = RequestOptions(),  # noqa: B008 - it is immutable
     ) -> EmbeddingOutput:
         """The embedding of one prompt. Cancellation aborts the request. Raises as `generate` does."""
-        if self._failure is not None:
-            raise self._failure
-        request_id = request_id or self._new_id()
-        text, content = split_prompt(prompt)
-        request = self._input_processor.process_embedding(request_id, content, pooling, options=options)
-        self._take_ids([request_id])
-        end: asyncio.Future[EngineOutput] = self._event_loop.create_future()
-        self._embeddings[request_id] = end
-        try:
-            await asyncio.wrap_future(self._loop.call(partial(_add_all, [request])))
-            return embedding_output(request, text, await end)
-        finally:
-            del self._embeddings[request_id]
-            self._active.discard(request_id)
-            if not end.done() or end.cancelled():
-                self._loop.abort([request_id])
+        with self._ids(request_id) as (request_id, engine_id):
+            text, content = split_prompt(prompt)
+            request = self._input_processor.process_embedding(engine_id, content, pooling, options=options)
+            end: asyncio.Future[EngineOutput] = self._event_loop.create_future()
+            self._embeddings[engine_id] = end
+            try:
+                await asyncio.wrap_future(self._loop.call(partial(_add_all, [request])))
+                output = embedding_output(request, text, await end)
+                output.request_id = request_id
+                return output
+            finally:
+                del self._embeddings[engine_id]
+                if not end.done() or end.cancelled():
+                    self._loop.abort([engine_id])
 
     def stats(self) -> SchedulerStats:
         """As of the last step boundary."""
@@ -115,14 +110,23 @@ class AsyncEngine:
         await asyncio.to_thread(self._loop.stop)
         self._fail(EngineError("The engine was shut down."))
 
-    def _new_id(self) -> str:
-        self._num_requests += 1
-        return f"async-{self._num_requests - 1}"
+    @contextmanager
+    def _ids(self, request_id: str | None) -> Iterator[tuple[str, str]]:
+        """A request's id, the user's or a new one, and what the engine calls it.
 
-    def _take_ids(self, ids: list[str]) -> None:
-        if not self._active.isdisjoint(ids):
-            raise InvalidRequestError(f"request_id: {ids[0]!r} is in use.", "request_id")
-        self._active.update(ids)
+        The engine's is never used again: what it still says of a request that nobody waits for is of no other one.
+        """
+        if self._failure is not None:
+            raise self._failure
+        number = next(self._numbers)
+        request_id = request_id or f"async-{number}"
+        if request_id in self._active:
+            raise InvalidRequestError(f"request_id: {request_id!r} is in use.", "request_id")
+        self._active.add(request_id)
+        try:
+            yield request_id, f"{request_id}~{number}"
+        finally:
+            self._active.discard(request_id)
 
     def _on_outputs(self, outputs: list[EngineOutput]) -> None:
         self._event_loop.call_soon_threadsafe(self._deliver, outputs)

@@ -116,8 +116,32 @@ async def test_an_id_in_use_is_refused_and_its_owner_goes_on() -> None:
     await engine.shutdown()
 
 
+@pytest.mark.parametrize("num_read", [0, 3])
+async def test_an_id_may_be_used_again_when_its_owner_has_left(num_read: int) -> None:
+    """What the engine says of the first one arrives when the second one runs."""
+    engine = make()
+    bystander = asyncio.create_task(collect(engine, [9, 9], SamplingParams(max_tokens=100, seed=2)))
+    first = engine.generate({"prompt_token_ids": [1, 2, 3]}, SamplingParams(max_tokens=150, seed=1), "x")
+    if num_read:
+        for _ in range(num_read):
+            await anext(first)
+        await first.aclose()
+    else:
+        reader = asyncio.ensure_future(anext(first))
+        await asyncio.sleep(0)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+    second = engine.generate({"prompt_token_ids": [4, 5]}, SamplingParams(max_tokens=5, seed=1), "x")
+    outputs = [output async for output in second]
+    assert [token for output in outputs for token in output.outputs[0].token_ids] == expected_tokens([4, 5], 5, seed=1)
+    assert {output.request_id for output in outputs} == {"x"}
+    assert (await asyncio.wait_for(bystander, 20))[-1].finished
+    await engine.shutdown()
+
+
 async def test_a_request_that_the_engine_gives_up_raises() -> None:
-    engine = make(make_core(FakeExecutor(poison=frozenset({"bad"}))))
+    engine = make(make_core(FakeExecutor(poison=frozenset({"bad~0"}))))
     with pytest.raises(EngineError, match="3 times in a row"):
         async for _ in engine.generate({"prompt_token_ids": [1]}, SamplingParams(max_tokens=5), "bad"):
             pass
