@@ -19,6 +19,8 @@ _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",
 }  # fmt: skip
 _STRING, _ARRAY = 8, 9
+# What bytes that mean something else lead to: lengths beyond the file, kinds that nobody knows, a text for a number.
+_DAMAGED = (struct.error, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _MAX_DIMS = 4
 
 
@@ -46,7 +48,7 @@ def read_gguf(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(data, path).parse()
-    except (struct.error, ValueError, IndexError, KeyError, OverflowError, MemoryError) as error:
+    except _DAMAGED as error:
         raise ConfigError(f"model: {path} is not a readable GGUF file ({error}).") from error
     except OSError as error:
         raise ConfigError(f"model: {path} cannot be read ({error.strerror}).") from error

@@ -106,6 +106,14 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
     or `max_model_len` is more than it can do.
     """
     path = _find(config.model)
+    try:
+        return _read_info(path, config)
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise ConfigError(f"model: the configuration of {path} cannot be used ({error!r}).") from error
+
+
+def _read_info(path: Path, config: ModelConfig) -> ModelInfo:
+    """`load_model_info` of these files. What they say is not checked in everything: a list for a number, say."""
     if path.is_dir():
         hf_config, generation = _read_directory(path)
     else:
@@ -119,7 +127,8 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
     longest = int(limit * _dynamic_factor(hf_config))
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ConfigError(f"max_model_len: {config.max_model_len} is more than the model's own limit of {longest}.")
-    eos = generation.get("eos_token_id", hf_config.get("eos_token_id"))
+    if limit < 1:
+        raise ConfigError(f"model: the configuration of {path} gives it a context of {limit} tokens.")
     return ModelInfo(
         name=config.name,
         path=path,
@@ -128,7 +137,7 @@ def load_model_info(config: ModelConfig) -> ModelInfo:
         implementation=implementation,
         vocab_size=vocab_size,
         max_model_len=config.max_model_len or limit,
-        eos_token_ids=() if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),),
+        eos_token_ids=_eos_token_ids(path, generation.get("eos_token_id", hf_config.get("eos_token_id"))),
         generation_defaults=_sampling_defaults(generation),
         pooling=pooling_of(path, config.pooling),
     )
@@ -210,6 +219,13 @@ def _context_length(hf_config: dict[str, Any], given: int | None) -> int:
     if not known and given is None:
         raise ConfigError("max_model_len: must be given, because the model's configuration names no context length.")
     return int(known[0] if known else given or 0)
+
+
+def _eos_token_ids(path: Path, given: Any) -> tuple[int, ...]:
+    token_ids = () if given is None else tuple(given) if isinstance(given, list) else (given,)
+    if not all(type(each) is int and each >= 0 for each in token_ids):
+        raise ConfigError(f"model: eos_token_id in the configuration of {path} is {given!r}, no id and no list of ids.")
+    return token_ids
 
 
 def _dynamic_factor(hf_config: dict[str, Any]) -> float:

@@ -101,6 +101,8 @@ def test_quantized_checkpoints(llama: Path, method: str) -> None:
         ({"architectures": None}, "not named in its configuration"),
         ({"vocab_size": None}, "has no usable 'vocab_size'"),
         ({"max_position_embeddings": "many"}, "has no usable"),
+        ({"max_position_embeddings": float("inf")}, "cannot be used"),
+        ({"max_position_embeddings": -5}, "gives it a context of -5 tokens"),
         ({"vocab_size": 200}, r"wrong shape: .*embed_tokens.weight \[199, 48\] instead of \[200, 48\]"),
     ],
 )
