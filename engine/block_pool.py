@@ -34,6 +34,8 @@ class BlockPool:
             raise ValueError(f"num_blocks: must be >= 2 (block 0 is the null block), got {num_blocks}")
         self.num_blocks = num_blocks
         self.num_evictions = 0
+        self.num_stored = 0  # how often a block became findable
+        self.num_released = 0  # how often one became free
         self.history = history
         self.ref_count = [0] * num_blocks
         self._key: list[bytes | None] = [None] * num_blocks
@@ -105,6 +107,7 @@ class BlockPool:
             return False
         self._key[block_id] = key
         self._cached[key] = block_id
+        self.num_stored += 1
         self.history.stored(key)
         return True
 
@@ -146,3 +149,4 @@ class BlockPool:
         self._prev[block_id] = before
         self._next[block_id] = after
         self.num_free += 1
+        self.num_released += 1

@@ -22,7 +22,7 @@ class Gate(Protocol):
 
     @property
     def version(self) -> int:
-        """Changes whenever a request that was refused might be let in; refused ones are not asked again before."""
+        """Changes whenever a request that was refused might be let in; nobody is asked again before."""
         ...
 
     def enter(self, request: Request) -> bool:
@@ -30,6 +30,10 @@ class Gate(Protocol):
 
         Raises `QuireError` if it never will be: the request ends with that error.
         """
+        ...
+
+    def may_enter(self, request: Request) -> bool:
+        """Of a request that was refused, after `version` has changed: whether it is worth asking `enter` again."""
         ...
 
     def leave(self, request: Request) -> None:

@@ -87,8 +87,9 @@ class KVCacheManager:
             block_ids.append([NULL_BLOCK] * first + [block_id for block_id in found if block_id is not None])
         return PrefixHit(length, tuple(block_ids))
 
-    def can_admit(self, num_tokens: int, chunk_tokens: int, hit: PrefixHit, reserve: int) -> bool:
-        """Whether the whole request (not only its first chunk) fits in what is free now, with `reserve` blocks left.
+    def num_missing(self, num_tokens: int, chunk_tokens: int, hit: PrefixHit, reserve: int) -> int:
+        """Blocks that would have to be free besides those that are, for the whole request (not only its first chunk)
+        to fit with `reserve` blocks left. None, if it fits.
 
         With what running requests lack of their prompts in `reserve`, two long prompts are not admitted together only
         to preempt each other.
@@ -100,7 +101,7 @@ class KVCacheManager:
         now = (self.num_blocks_for(hit.num_blocks * self.block_size + chunk_tokens) - hit.num_blocks) * len(
             self._tables
         )
-        return max(need, now) + reserve <= self.pool.num_free - evictable
+        return max(max(need, now) + reserve - (self.pool.num_free - evictable), 0)
 
     def admit(self, row: int, hit: PrefixHit) -> None:
         """Start the row's tables with the blocks of `hit`."""

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from .grammar.constraint import Constraint
+    from .grammar.gate import CompiledGrammar
     from .kv_cache_manager import PrefixMiss
     from .outputs import EngineRequest, FinishReason, FloatArray, TokenLogprobs
     from .speculation import NgramDrafter
@@ -47,6 +48,7 @@ class Request:
         "admitted_at",
         "arrival_index",
         "block_hashes",
+        "compiling",
         "constraint",
         "deadline",
         "drafter",
@@ -114,7 +116,8 @@ class Request:
         self.num_preemptions = 0
         self.preempted_by: list[str] = []
         self.constraint: Constraint | None = None  # what holds it to its grammar, once that is compiled
-        self.opening: Future[Constraint] | None = None  # the same while it is made
+        self.compiling: Future[CompiledGrammar] | None = None  # its grammar, from when it was asked for
+        self.opening: Future[Constraint] | None = None  # what holds it to that, while it is made
         self.drafter: NgramDrafter | None = None  # what guesses its next tokens, once it has run
         self.num_failures = 0  # executor failures since its last new token
 

@@ -16,6 +16,7 @@ behind itself.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import insort
 from collections.abc import Iterator
@@ -31,10 +32,11 @@ _MAX_IDLE_TENANTS = 4096
 class Tenant:
     """What one tenant was served, and the clock of its waiting requests."""
 
-    __slots__ = ("clock", "is_ranked", "name", "num_unfinished", "num_waiting", "served", "weight")
+    __slots__ = ("clock", "is_ranked", "name", "num_unfinished", "num_waiting", "serial", "served", "weight")
 
-    def __init__(self, name: str, weight: float, served: float, now: float) -> None:
+    def __init__(self, name: str, serial: int, weight: float, served: float, now: float) -> None:
         self.name = name
+        self.serial = serial  # no other one has it, also of the same name: one that was forgotten, and is there again
         self.weight = weight
         self.served = served  # virtual tokens
         self.num_unfinished = 0
@@ -51,9 +53,10 @@ class TenantBook:
 
     def __init__(self) -> None:
         self._tenants: dict[str, Tenant] = {}
-        # Heap of (served when entered, name, tenant), one entry for each tenant that has unfinished requests, and for
-        # some that had. Counters only grow: an entry that is out of date is put right when it comes to the top.
-        self._ranks: list[tuple[float, str, Tenant]] = []
+        self._serials = itertools.count()
+        # Heap of (served when entered, name, serial, tenant), one entry for each tenant that has unfinished requests,
+        # and for some that had. Counters only grow: an entry that is out of date is put right when it comes to the top.
+        self._ranks: list[tuple[float, str, int, Tenant]] = []
 
     def __getitem__(self, name: str) -> Tenant:
         return self._tenants[name]
@@ -70,25 +73,25 @@ class TenantBook:
         if tenant is None:
             if len(self._tenants) >= _MAX_IDLE_TENANTS:
                 self._tenants = {key: each for key, each in self._tenants.items() if each.num_unfinished}
-            tenant = self._tenants[name] = Tenant(name, weight, 0.0, now)
+            tenant = self._tenants[name] = Tenant(name, next(self._serials), weight, 0.0, now)
         tenant.weight = weight
         if tenant.num_unfinished == 0:
             tenant.served = max(tenant.served, self._least_served())
             if not tenant.is_ranked:
                 tenant.is_ranked = True
-                heapq.heappush(self._ranks, (tenant.served, name, tenant))
+                heapq.heappush(self._ranks, (tenant.served, name, tenant.serial, tenant))
         tenant.num_unfinished += 1
         return tenant
 
     def _least_served(self) -> float:
         """The smallest counter of the tenants that are there; 0 when there is none."""
         while self._ranks:
-            served, name, tenant = self._ranks[0]
+            served, name, serial, tenant = self._ranks[0]
             if tenant.num_unfinished == 0:
                 heapq.heappop(self._ranks)
                 tenant.is_ranked = False
             elif served != tenant.served:
-                heapq.heapreplace(self._ranks, (tenant.served, name, tenant))
+                heapq.heapreplace(self._ranks, (tenant.served, name, serial, tenant))
             else:
                 return served
         return 0.0
@@ -114,9 +117,9 @@ class _PriorityClass:
     def __init__(self) -> None:
         self.preempted: list[tuple[int, Request]] = []  # heap by arrival
         self.lines: dict[str, _TenantLine] = {}
-        # Heap of (served when entered, tenant, line). A counter only grows, so an entry that is out of date is too
-        # early, never too late: it is put right when it comes to the top.
-        self.turns: list[tuple[float, str, _TenantLine]] = []
+        # Heap of (served when entered, tenant, its serial, line). A counter only grows, so an entry that is out of date
+        # is too early, never too late: it is put right when it comes to the top.
+        self.turns: list[tuple[float, str, int, _TenantLine]] = []
 
 
 class RequestQueue:
@@ -203,7 +206,7 @@ class RequestQueue:
         line = group.lines.get(tenant.name)
         if line is None or line.tenant is not tenant:
             line = group.lines[tenant.name] = _TenantLine(tenant)
-            heapq.heappush(group.turns, (tenant.served, tenant.name, line))
+            heapq.heappush(group.turns, (tenant.served, tenant.name, tenant.serial, line))
         deadline = math.inf if request.deadline is None else request.deadline
         heapq.heappush(line.heap, (deadline, request.arrival_index, request))
 
@@ -218,7 +221,7 @@ class RequestQueue:
 
     def _peek_line(self, group: _PriorityClass) -> Request | None:
         while group.turns:
-            served, name, line = group.turns[0]
+            served, name, serial, line = group.turns[0]
             heap = line.heap
             while heap and self._members.get(heap[0][2].request_id) is not heap[0][2]:
                 heapq.heappop(heap)
@@ -228,7 +231,7 @@ class RequestQueue:
                 if group.lines.get(name) is line:
                     del group.lines[name]
             elif served != line.tenant.served:
-                heapq.heapreplace(group.turns, (line.tenant.served, name, line))
+                heapq.heapreplace(group.turns, (line.tenant.served, name, serial, line))
             else:
                 return heap[0][2]
         return None

@@ -44,6 +44,7 @@ from .request import Request, RequestStatus, check_source
 from .request_queue import OUTPUT_TOKEN_COST, PROMPT_TOKEN_COST
 from .running_table import RunningTable
 from .scheduler_stats import Counts, stats_of
+from .shortage import Shortage
 from .speculation import Speculation, draft_tokens
 from .step_plan import ScheduledStep, StepPlan
 from .step_share import StepShare, WholeShare
@@ -73,6 +74,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}  # unfinished
         self._share = share or WholeShare()
         self._speculation = speculation or Speculation(0)
+        self._shortage: Shortage | None = None  # of the next request, where it is that
         self._quarantine = Quarantine()
         self._ended: list[EngineOutput] = []  # ends that no step brought
         self._deadlines = Deadlines(self.requests)
@@ -232,17 +234,23 @@ class Scheduler:
             waiting.leave_gates(request)
             self._ended.append(self._end(request, now, "stop"))
             return None
+        # What the running ones lack of their prompts, and one block more for each, so that the newcomer is not
+        # preempted by their next tokens.
+        reserve = len(self.running) + self._num_blocks_to_come()
+        if self._shortage is not None and self._shortage.lasts(request, kv_cache.pool, reserve, plan.budget):
+            waiting.leave_gates(request)
+            return WaitCause.KV_BLOCKS
         hit = kv_cache.find_prefix(request)
         num_computed = hit.num_blocks * kv_cache.block_size
         wants = request.num_tokens - num_computed
         chunk = min(wants, plan.budget, self.config.long_prefill_token_threshold or wants)
-        # What the running ones lack of their prompts, and one block more for each, so that the newcomer is not
-        # preempted by their next tokens.
-        reserve = len(self.running) + self._num_blocks_to_come()
-        if not kv_cache.can_admit(request.num_tokens, chunk, hit, reserve=reserve):
+        num_missing = kv_cache.num_missing(request.num_tokens, chunk, hit, reserve=reserve)
+        if num_missing:
+            self._shortage = Shortage(request, num_missing, kv_cache.pool, reserve, plan.budget)
             waiting.leave_gates(request)
             return WaitCause.KV_BLOCKS
 
+        self._shortage = None
         waiting.remove(request)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = min(num_computed, request.num_prompt_tokens)

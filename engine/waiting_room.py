@@ -134,10 +134,13 @@ class WaitingRoom:
     def ask_gates_again(self, now: float) -> None:
         """Let requests back to their places in the queue whose gate may have changed its mind."""
         for gate, aside in zip(self._gates, self._aside, strict=True):
-            if aside.requests and aside.version != gate.version:
-                for request in aside.requests.values():
-                    self.queue.push(request, now)
-                aside.requests.clear()
+            version = gate.version
+            if not aside.requests or aside.version == version:
+                continue
+            aside.version = version
+            for request in [each for each in aside.requests.values() if gate.may_enter(each)]:
+                del aside.requests[request.request_id]
+                self.queue.push(request, now)
 
     def pass_gates(self, request: Request, now: float) -> bool:
         """Let the next request through every gate, or through none: then it stands aside.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -58,18 +59,21 @@ class GrammarGate:
         spec = request.source.grammar
         if spec is None or request.constraint is not None:  # it was preempted: what its tokens mean has not changed
             return True
-        future = self._compiled.get(spec)
-        if future is None:
-            self._make_room()
-            future = self._compiled[spec] = self._submit(lambda: self._compile(spec))
-        self._compiled.move_to_end(spec)
-        if not future.done():
+        if request.compiling is None:
+            request.compiling = self._compiling(spec)
+        if not request.compiling.done():
             return False
-        grammar = future.result()  # a grammar that cannot be compiled ends the request
+        if (error := request.compiling.exception()) is not None:  # it ends the request
+            raise copy.copy(error)  # raised itself, it would keep whatever stood around it for as long as it is known
+        grammar = request.compiling.result()
         if request.output_token_ids:
             return self._resume(grammar, request)
         request.constraint = _opened(lambda: grammar.open(request.source, request.num_tokens_left))
         return True
+
+    def may_enter(self, request: Request) -> bool:
+        waits_for = request.opening or request.compiling
+        return waits_for is None or waits_for.done()
 
     def leave(self, request: Request) -> None:
         """A compiled grammar is shared, and a constraint goes with its request."""
@@ -87,11 +91,15 @@ class GrammarGate:
         request.constraint = _opened(request.opening.result)
         return True
 
-    def _make_room(self) -> None:
-        """Forget the compiled grammars that were used least recently, down to one less than the limit."""
-        done = [grammar for grammar, future in self._compiled.items() if future.done()]
-        for grammar in done[: max(len(self._compiled) - self._max_cached + 1, 0)]:
-            del self._compiled[grammar]
+    def _compiling(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        """A grammar that is compiled, or will be. Those used least recently make room for a new one."""
+        future = self._compiled.get(spec)
+        if future is None:
+            while len(self._compiled) >= self._max_cached and next(iter(self._compiled.values())).done():
+                self._compiled.popitem(last=False)
+            future = self._compiled[spec] = self._submit(lambda: self._compile(spec))
+        self._compiled.move_to_end(spec)
+        return future
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         future = self._threads.submit(work)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 
@@ -15,8 +16,10 @@ from quire.engine.errors import InvalidRequestError, OverloadedError, TenantShar
 from quire.engine.grammar import GrammarSpec
 from quire.engine.grammar.constraint import Constraint
 from quire.engine.grammar.gate import GrammarGate
+from quire.engine.kv_cache_manager import PrefixHit
 from quire.engine.outputs import EngineRequest, RequestReport
 from quire.engine.request import Request
+from quire.engine.request_queue import _MAX_IDLE_TENANTS, TenantBook
 from quire.engine.wait_ledger import WaitCause
 
 
@@ -192,6 +195,20 @@ def test_many_tenants_cost_no_more_than_few_and_none_is_forgotten(monkeypatch: p
     assert [name[:2] for name in order] == ["t1", "t2", "t1", "t2", "t1", "t2"]
 
 
+def test_a_tenant_that_was_forgotten_may_come_back_at_once() -> None:
+    """Its first entry is still there, beside that of the new one: with the same counter and the same name."""
+    book = TenantBook()
+    book.arrive("busy", 1.0, 0.0)
+    for _ in range(2):
+        book.arrive("back", 1.0, 0.0)
+        book.leave("back")
+        for i in range(_MAX_IDLE_TENANTS):
+            book.arrive(f"t{i}", 1.0, 0.0)
+            book.leave(f"t{i}")
+    assert book["busy"].num_unfinished == 1
+    assert len(book) <= _MAX_IDLE_TENANTS + 1
+
+
 def test_an_open_stream_is_taken_over_although_the_queue_is_full() -> None:
     clock = Clock()
     core = make(clock, max_num_seqs=1, max_queued_requests=1)
@@ -214,6 +231,33 @@ def test_a_newcomer_waits_for_what_a_long_prompt_still_needs() -> None:
     finish(core, clock, collector)
     assert core.stats().num_preemptions == 0
     assert report(collector, "b").wait_s["KV_BLOCKS"] > 0
+
+
+def test_a_long_prompt_that_has_no_room_is_not_looked_up_in_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    core = make(clock, FakeExecutor(block_size=4, num_blocks=60), max_num_seqs=8, max_num_batched_tokens=200)
+    long = [i % 50 for i in range(150)]
+    finish(core, clock, start(core, make_request("before", long, 1)))  # it is in the cache
+    collector = start(core, *[make_request(f"r{i}", [i] * 32, 30) for i in range(4)])
+    collector.take(core.step())
+    collector.start(request := make_request("long", long, 2))
+    core.add_request(request)
+    num_looked_up, num_steps = 0, 0
+    find_prefix = core.scheduler.kv_cache.find_prefix
+
+    def counted(request: Request) -> PrefixHit:
+        nonlocal num_looked_up
+        num_looked_up += 1
+        return find_prefix(request)
+
+    monkeypatch.setattr(core.scheduler.kv_cache, "find_prefix", counted)
+    while not collector.ends:
+        collector.take(core.step())
+        num_steps += 1
+    assert num_steps == 29
+    assert num_looked_up == 3  # 19 blocks are missing, and four requests store one each in every fourth step
+    finish(core, clock, collector)
+    assert collector.tokens["long"] == expected_tokens(long, 2)
 
 
 def test_a_newcomer_leaves_a_block_for_each_running_request() -> None:
@@ -280,6 +324,9 @@ class ToyGate:
             return False
         self.holders.append(request.request_id)
         return True
+
+    def may_enter(self, request: Request) -> bool:
+        return len(self.holders) < self.slots
 
     def leave(self, request: Request) -> None:
         self.holders.remove(request.request_id)
@@ -437,6 +484,53 @@ def test_a_compiler_that_crashes_ends_that_request_alone() -> None:
     gate.close()
     assert collector.ends["crash"].error == "structured_outputs: it cannot be compiled (a fault of the compiler)."
     assert collector.tokens["plain"] == expected_tokens([2], 2)
+
+
+def test_a_grammar_that_is_refused_keeps_nothing_of_its_requests() -> None:
+    def refuse(spec: GrammarSpec) -> Constraint:
+        raise InvalidRequestError(f"{spec.source}: cannot be compiled", "grammar")
+
+    clock = Clock()
+    gate = GrammarGate(refuse, lambda: None)  # type: ignore[arg-type]
+    core = make(clock, gates=(gate,))
+    for i in range(5):
+        collector = start(core, make_request(f"r{i}", [1], 2, grammar=lark("bad")))
+        while not collector.ends:
+            collector.take(core.step())
+        assert collector.ends[f"r{i}"].error == "bad: cannot be compiled"
+    gate.close()
+    gc.collect()
+    assert [each for each in gc.get_objects() if type(each) is Request and each.source.grammar == lark("bad")] == []
+
+
+def test_those_whose_grammar_is_compiled_are_asked_again_alone() -> None:
+    asked: list[str] = []
+
+    class Gate(GrammarGate):
+        def enter(self, request: Request) -> bool:
+            asked.append(request.request_id)
+            return super().enter(request)
+
+    may_go, ready = threading.Semaphore(0), threading.Semaphore(0)
+
+    def compile_grammar(spec: GrammarSpec) -> AnyText:
+        assert may_go.acquire(timeout=60)
+        return AnyText()
+
+    clock = Clock()
+    gate = Gate(compile_grammar, ready.release)
+    core = make(clock, gates=(gate,))
+    collector = start(core, *[make_request(f"r{i}", [i], 1, grammar=lark(str(i))) for i in range(5)])
+    core.step()
+    assert asked == ["r0", "r1", "r2", "r3", "r4"]
+    for i in range(5):
+        asked.clear()
+        may_go.release()
+        assert ready.acquire(timeout=60)
+        collector.take(core.step())
+        assert asked == [f"r{i}"]
+    assert finish(core, clock, collector) == ["r0", "r1", "r2", "r3", "r4"]
+    gate.close()
 
 
 def test_more_grammars_than_the_gate_keeps_are_each_compiled_once() -> None:

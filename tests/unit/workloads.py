@@ -37,6 +37,9 @@ class SlotGate:
         self.holders.add(request.request_id)
         return True
 
+    def may_enter(self, request: Request) -> bool:
+        return len(self.holders) < self.slots
+
     def leave(self, request: Request) -> None:
         self.holders.remove(request.request_id)
         self.version += 1
