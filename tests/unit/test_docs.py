@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/deploy.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/deploy.md", "docs/kernels.md")
 _FILE = re.compile(r"(?:\.ci|cluster|configs|deploy|docs|engine|kernels|src|tests|workers)/[\w./-]*[\w/]")
 _LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 
