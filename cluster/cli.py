@@ -167,7 +167,10 @@ def check(
     *,
     engine: EngineOverrides,
 ) -> None:
-    """Say what a model needs and whether it fits this machine, without loading it. Status 1 when it does not."""
+    """Say what a model needs, and whether it fits here.
+
+    Nothing is loaded. Status 1 when it does not fit this machine.
+    """
     from quire.engine.config import EngineConfig
     from quire.engine.model_source import load_model_info
     from quire.workers.model_check import check_model
@@ -182,7 +185,7 @@ def check(
 
 @app.command(epilog="Examples:  quire config > quire.yaml   ·   quire serve quire.yaml")
 def config() -> None:
-    """Print a config file with every setting and its default, to begin with."""
+    """Print a config file with every setting."""
     from .config_template import config_template
 
     print(config_template(), end="")

@@ -28,10 +28,11 @@ def deploy(
     ] = 1200.0,
     wait: Annotated[bool, typer.Option(help="Wait until the service runs, and show how far it is.")] = True,
 ) -> None:
-    """Check a config file, deploy it on a running Ray cluster, and wait until it serves.
+    """Deploy a config file on a running Ray cluster.
 
-    It replaces what the cluster's Serve has been given by files before. Where it runs already, engines and gateways are
-    exchanged one by one. Status 1, the reason and the last log lines when it does not run. Ctrl-C ends only the wait.
+    The file is checked first; then the command waits until the service runs. It replaces what the cluster's Serve has
+    been given by files before. Where it runs already, engines and gateways are exchanged one by one. Status 1, the
+    reason and the last log lines when it does not run. Ctrl-C ends only the wait.
     """
     from .cli_deploy import deploy as deploy_and_watch
 
@@ -41,7 +42,10 @@ def deploy(
 def status(
     *,
     url: Annotated[
-        str | None, typer.Option(help="The service, with or without /v1. (default: http://127.0.0.1:8000)")
+        str | None,
+        typer.Option(
+            help="The service, with or without /v1. (default: http://127.0.0.1:8000, or none where --address is given)"
+        ),
     ] = None,
     address: Annotated[
         str | None,
@@ -50,8 +54,9 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Say what serves which model, and how well: by the service's own account, by Serve's, or both.
+    """Show models, engines and replicas, and their health.
 
+    By the service's own account (--url), by Serve's (--address), or both.
     Status 0 only when everything that was asked is healthy.
     """
     from .cli_status import status as print_status
@@ -69,7 +74,10 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
     api_key: ApiKey = None,
 ) -> None:
-    """Watch a service's engines: requests that run and wait and why, KV cache, prefix hits, tokens per second."""
+    """Watch a service: queues, KV cache, tokens per second.
+
+    Of each engine: requests that run and wait, why they wait, KV cache, prefix hits, tokens per second.
+    """
     from .cli_top import top as draw_until_interrupted
     from .service_http import Service
 
@@ -77,18 +85,20 @@ def top(
 
 
 def chaos(
-    fault: Annotated[Fault, typer.Argument(help="What happens: see below.")],
+    fault: Annotated[Fault, typer.Argument(help="What happens: see above.")],
     *,
     url: Url = "http://127.0.0.1:8000",
     rank: Annotated[int, typer.Option(min=0, help="Which worker, where there are several.")] = 0,
-    engine: Annotated[str | None, typer.Option(help="Id of an engine, as `quire status` shows it. (the first)")] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Id of an engine, as `quire status` shows it. (default: the first)")
+    ] = None,
     api_key: ApiKey = None,
 ) -> None:
-    """Kill or stop a process of a running service, to see its streams go on. The configuration must allow it.
+    """Kill or stop a process of a service, on purpose.
 
-    kill-worker, stop-worker: a rank's process gets SIGKILL or SIGSTOP. drop-step: a rank never gets its next step.
-    kill-engine, stop-engine: the same signals to the process of the engine. `allow_faults: true` allows it.
-    Where the service has API keys, it takes the key of a tenant with `admin: true`.
+    To see its streams go on. kill-worker, stop-worker: a rank's process gets SIGKILL or SIGSTOP. drop-step: a rank never
+    gets its next step. kill-engine, stop-engine: the same signals to the process of the engine. The configuration must
+    allow it, by `allow_faults: true`. Where the service has API keys, it takes that of a tenant with `admin: true`.
     """
     from .service_http import Service
 

@@ -55,7 +55,10 @@ def deploy(path: Path, address: str, *, timeout_s: float, wait: bool = True) -> 
         parts = ", ".join(f"{each.name} {each.num_running}" for each in application.deployments)
         models = ", ".join(engine.model.name for engine in service.quire.engines().values())
         print(f"Quire serves {models} after {time.monotonic() - started:.1f} s (replicas: {parts}).")
-        print(f"\n  {public_url(api, service)}/v1")
+        url = public_url(api, service)
+        print(f"\n  {url}/v1")
+        if urlsplit(url).hostname in ("127.0.0.1", "localhost"):
+            print(f"\nThat is on the cluster's head. Elsewhere: ray attach CLUSTER.yaml --port-forward {service.port}")
 
 
 @dataclass

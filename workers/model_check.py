@@ -62,16 +62,20 @@ class ModelCheck:
             "computed by": str(self.implementation),
             "parameters": f"{self.num_parameters:,}",
             "context": f"{self.max_model_len:,} tokens",
-            "weights": f"{per_rank} bytes per rank{' (stages by |)' if len(stages) > 1 else ''}, "
-            f"{self.dtype} on {self.device}",
+            "weights": f"{per_rank} bytes{' (ranks; stages by |)' if len(stages) > 1 else ' (ranks)'}, "
+            f"{sum(self.weight_bytes):,} together, {self.dtype} on {self.device}"
+            if len(self.weight_bytes) > 1
+            else f"{per_rank} bytes, {self.dtype} on {self.device}",
             "KV cache": f"{self.kv_bytes_per_token:,} bytes per token and rank, {self.cache_dtype}{window}",
             "free memory": f"{self.free_bytes:,} bytes",
             "fits": self.advice,
         }
         if self.capacity is not None:
+            held = f"{self.capacity.cache_bytes:,} bytes of KV cache hold {self.capacity.num_tokens:,} tokens, "
             lines["fits"] = (
-                f"yes: {self.capacity.cache_bytes:,} bytes of KV cache hold {self.capacity.num_tokens:,} tokens, "
-                f"{self.capacity.num_full_requests:,} requests of the whole context"
+                f"yes: {held}{self.capacity.num_full_requests:,} requests of the whole context"
+                if self.capacity.num_full_requests
+                else f"yes, but no request of the whole context: {held}and longer requests are refused"
             )
         return "\n".join(f"{name:<12} {value}" for name, value in lines.items())
 

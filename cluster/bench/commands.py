@@ -65,7 +65,10 @@ def serve(
     plot: Annotated[bool, typer.Option("--plot", help="Draw a chart in the terminal.")] = False,
     json_path: Json = None,
 ) -> None:
-    """Load a server with streamed requests: tokens per second, TTFT, ITL, TPOT and E2E percentiles, goodput."""
+    """Load a server with streamed requests.
+
+    Prints tokens per second, percentiles of TTFT, ITL, TPOT and E2E, and goodput.
+    """
     from .serve import Load
     from .slo import Objective
     from .workload import Lengths
@@ -143,7 +146,10 @@ def scheduler(
     seed: Seed = 0,
     json_path: Json = None,
 ) -> None:
-    """What scheduling costs per step, without a model: CPU microseconds of the scheduling thread."""
+    """What scheduling costs, without a model.
+
+    CPU microseconds of the scheduling thread, per step and per running request.
+    """
     from rich.console import Console
 
     from . import scheduler as scheduler_bench
@@ -172,7 +178,9 @@ def router(
     seed: Seed = 0,
     json_path: Json = None,
 ) -> None:
-    """Prefix-aware routing against other policies, in simulated time, and what a decision costs.
+    """Compare routing policies, in simulated time.
+
+    Hit rates, queues and times to first tokens of each, and what a decision costs.
 
     The fleet runs the real scheduler, cache and router; only the model is a formula.
     """
@@ -211,7 +219,11 @@ def router(
 )
 def kernels(
     shape: Annotated[
-        str | None, typer.Option(help="Whose layers; llama-3.1-8b on a GPU, smollm2-135m elsewhere when not given.")
+        str | None,
+        typer.Option(
+            help="Whose layers: llama-3.1-8b, qwen3-0.6b, qwen3-30b-a3b, smollm2-135m or tiny. When not given, "
+            "llama-3.1-8b on a GPU, else smollm2-135m."
+        ),
     ] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: the GPU if there is one.")] = "auto",
     dtype: Annotated[
@@ -220,10 +232,16 @@ def kernels(
     only: Annotated[str | None, typer.Option(help="Some of attention, write_kv, linear, experts, draw.")] = None,
     block_size: Annotated[int, typer.Option(min=1, help="Tokens in a block of the KV cache.")] = 16,
     seconds: Annotated[float, typer.Option(min=0.0, help="For each figure, the median of its calls.")] = 0.2,
-    tune: Annotated[bool, typer.Option("--tune", help="Measure tile sizes on this GPU and write the table.")] = False,
+    tune: Annotated[
+        bool,
+        typer.Option("--tune", help="Measure tile sizes on this GPU, and write them into kernels/triton/tiles.json."),
+    ] = False,
     json_path: Json = None,
 ) -> None:
-    """The operations of a layer: GB/s and TFLOP/s, as a share of a copy and of a matrix product on the same device."""
+    """Kernels alone: GB/s and TFLOP/s.
+
+    The operations of a layer, as a share of a copy and of a matrix product on the same device.
+    """
     from . import kernels as kernel_bench
 
     kernel_bench.command(shape, device, dtype, only, block_size, seconds, tune, json_path)
@@ -241,7 +259,7 @@ def offline(
     json_path: Json = None,
     engine: EngineOverrides,
 ) -> None:
-    """Throughput of the engine in this process, without a server."""
+    """Throughput of the engine alone."""
     from rich.console import Console
 
     from . import offline as offline_bench

@@ -75,7 +75,7 @@ def test_stages(tmp_path: Path) -> None:
     block = 16 * result.kv_bytes_per_token
     assert result.capacity is not None
     assert result.capacity.num_tokens == 16 * ((1 << 20) // block - 1)  # the first stage holds fewer
-    assert f"{first:,} | {last:,} bytes per rank (stages by |)" in str(result)
+    assert f"{first:,} | {last:,} bytes (ranks; stages by |), {first + last:,} together" in str(result)
     both = check(tmp_path, parallel={"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, **sections)
     assert len(both.weight_bytes) == 4
     assert both.kv_bytes_per_token == 2 * (2 * 1 * 16 * 4)
@@ -88,6 +88,9 @@ def test_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert result.capacity is None
     assert "more than are free. A shorter dtype" in str(result).splitlines()[-1]
     monkeypatch.undo()
+    little = check(tmp_path, model={"device": "cpu"}, cache={"num_kv_blocks": 3})  # one is the null block
+    assert str(little).splitlines()[-1].startswith("fits         yes, but no request of the whole context: ")
+    assert "hold 32 tokens, and longer requests are refused" in str(little)
     assert "are missing" in check(tmp_path, cache={"memory_bytes": 1 << 60}).advice
 
 
