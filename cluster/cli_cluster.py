@@ -96,9 +96,9 @@ def chaos(
 ) -> None:
     """Kill or stop a process of a service, on purpose.
 
-    To see its streams go on. kill-worker, stop-worker: a rank's process gets SIGKILL or SIGSTOP. drop-step: a rank never
-    gets its next step. kill-engine, stop-engine: the same signals to the process of the engine. The configuration must
-    allow it, by `allow_faults: true`. Where the service has API keys, it takes that of a tenant with `admin: true`.
+    To see its streams go on. kill-worker, stop-worker: a rank's process gets SIGKILL or SIGSTOP. drop-step: a rank
+    never gets its next step. kill-engine, stop-engine: the same signals to the process of the engine. The configuration
+    must allow it (`allow_faults: true`). Where the service has API keys, it takes that of a tenant with `admin: true`.
     """
     from .service_http import Service
 

@@ -252,6 +252,25 @@ def test_every_query_of_the_dashboard_names_a_metric_that_exists() -> None:
     assert names_in('sum(rate(quire:a_total{b="c{"}[1m])) / x{}') == {"quire:a_total", "x"}
 
 
+def test_every_alert_names_metrics_and_labels_that_exist() -> None:
+    assert load("monitoring/prometheus.yml")["rule_files"] == ["alerts.yml"]
+    (group,) = load("monitoring/alerts.yml")["groups"]
+    sources = [(ROOT / f"cluster/{name}.py").read_text() for name in ("metrics", "request_metrics", "stream_metrics")]
+    labels = {"job", *re.findall(r'"(\w+)"', "\n".join(sources))}
+    assert len({rule["alert"] for rule in group["rules"]}) == len(group["rules"]) > 5
+    for rule in group["rules"]:
+        assert (
+            {"alert", "expr", "labels", "annotations"} <= set(rule) <= {"alert", "expr", "for", "labels", "annotations"}
+        )
+        assert rule["labels"]["severity"] in ("page", "ticket")
+        names = names_in(rule["expr"])
+        assert names
+        assert names <= metric_names() | {"up"}
+        selectors = " ".join(re.findall(r"\{(.*?)\}", rule["expr"]))
+        groups = " ".join(re.findall(r"by \((.*?)\)", rule["expr"]))
+        assert {*re.findall(r"(\w+)=", selectors), *re.findall(r"\w+", groups)} - {"le"} <= labels
+
+
 def test_the_dashboard_can_be_shown() -> None:
     dashboard = json.loads((DEPLOY / "monitoring/grafana-dashboard.json").read_text())
     source = load("monitoring/grafana-datasource.yml")["datasources"][0]
