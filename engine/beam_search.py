@@ -8,6 +8,7 @@ step costs little more than the new tokens. Scoring follows Wu et al., "Google's
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -56,6 +57,18 @@ class Beam(msgspec.Struct, frozen=True, kw_only=True):
         return float(self.cumulative_logprob / max(len(self.token_ids), 1) ** length_penalty)
 
 
+class _Continuation(NamedTuple):
+    """A beam and a token after it: most are dropped before they need a list of their own."""
+
+    before: Beam
+    token_id: int
+    cumulative_logprob: float
+
+    def beam(self, *, finished: bool = False) -> Beam:
+        token_ids = [*self.before.token_ids, self.token_id]
+        return Beam(token_ids=token_ids, cumulative_logprob=self.cumulative_logprob, finished=finished)
+
+
 class BeamSearch:
     """The search itself, without an engine: ask what to run, tell it the likeliest tokens, until it wants nothing.
 
@@ -87,15 +100,17 @@ class BeamSearch:
 
     def advance(self, tops: Sequence[Sequence[tuple[int, float]]]) -> None:
         """The likeliest tokens after each of `wanted`, with their logprobs."""
-        grown: list[list[Beam]] = [[] for _ in self._prompts]
+        grown: list[list[_Continuation]] = [[] for _ in self._prompts]
         for (index, beam), top in zip(self._owners(), tops, strict=True):
             for token_id, logprob in top:
-                total = beam.cumulative_logprob + logprob
-                finished = token_id in self._eos
-                longer = Beam(token_ids=[*beam.token_ids, token_id], cumulative_logprob=total, finished=finished)
-                (self._done if finished else grown)[index].append(longer)
-        for index, beams in enumerate(grown):
-            best = sorted(beams, key=lambda beam: -beam.cumulative_logprob)[: self._params.beam_width]
+                continuation = _Continuation(beam, token_id, beam.cumulative_logprob + logprob)
+                if token_id in self._eos:
+                    self._done[index].append(continuation.beam(finished=True))
+                else:
+                    grown[index].append(continuation)
+        for index, continuations in enumerate(grown):
+            likeliest = sorted(continuations, key=lambda each: -each.cumulative_logprob)[: self._params.beam_width]
+            best = [each.beam() for each in likeliest]
             self._live[index] = [] if _is_settled(self._done[index], best, self._params) else best
         self._num_steps += 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -91,6 +92,7 @@ class BeamGeneration(Generation):
             for i, beams in enumerate(self._search.results()):
                 for rank, beam in enumerate(beams):
                     self._answer(i * self._num_choices + rank, beam, self._num_cached[i])
+                    await asyncio.sleep(0)  # a long beam takes a while to become text: others go on in between
         except QuireError as error:
             self._end_unfinished("deadline" if isinstance(error, DeadlineError) else "error")
             raise

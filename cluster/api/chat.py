@@ -19,10 +19,10 @@ from .backend import ServedModel
 from .beam_search import generation_of
 from .chat_prompt import chat_prompt
 from .chat_reading import MessageWriter, Reading, reading_of
-from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
+from .context import ApiContext, check_choices, off_the_loop, read_body, stream_response
 from .deadline import Deadline
 from .generation import Generation, find_model, options_of
-from .logprobs import chat_logprobs, prompt_logprobs_by_token
+from .logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import ChatCompletionRequest
 from .responses import (
@@ -39,6 +39,7 @@ from .responses import (
 from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
 from .tenants import tenant_of
+from .whole_answers import whole_response
 
 
 async def chat_completions(http: Request, context: ApiContext) -> Response:
@@ -68,7 +69,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     if request.stream:
         return await stream_response(http, answer.events(), begun.event_ids)
     await unless_client_leaves(http.receive, generation.run())
-    return await off_the_loop(body, lambda: json_response(answer.whole()))
+    return await whole_response(context.heavy_work, generation.size, answer.whole)
 
 
 class _ChatAnswer:
@@ -87,6 +88,7 @@ class _ChatAnswer:
         self._created = begun.created
         self._model = served.name
         self._decoder = served.token_decoder
+        self._names = TokenNames(served.token_decoder, as_ids=request.return_tokens_as_token_ids)
         self._generation = generation
         self._request = request
         self._prompt_token_ids = prompt_token_ids if request.return_token_ids else UNSET
@@ -161,7 +163,7 @@ class _ChatAnswer:
     def _logprobs(self, answer: CompletionOutput | RequestState) -> ChatLogprobs | None:
         if answer.logprobs is None:
             return None
-        return chat_logprobs(answer.logprobs, self._decoder, as_ids=self._request.return_tokens_as_token_ids)
+        return chat_logprobs(answer.logprobs, self._names)
 
     def _usage(self) -> Usage:
         usage = self._generation.usage()

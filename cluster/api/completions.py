@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from functools import partial
 
 from msgspec import UnsetType
 from starlette.requests import Request
@@ -15,11 +16,19 @@ from quire.engine.outputs import CompletionOutput
 
 from .backend import ServedModel
 from .beam_search import generation_of
-from .context import ApiContext, check_choices, json_response, off_the_loop, read_body, stream_response
+from .context import ApiContext, check_choices, off_the_loop, read_body, stream_response
 from .deadline import Deadline
 from .encoding import tokenize, tokenize_end
 from .generation import Generation, find_model, options_of
-from .logprobs import TextOffsets, completion_logprobs, echoed_logprobs, joined, prompt_logprobs_by_token
+from .heavy_work import HeavyWork
+from .logprobs import (
+    TextOffsets,
+    TokenNames,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+    prompt_logprobs_by_token,
+)
 from .parsing import parse_request
 from .protocol import CompletionRequest
 from .protocol.generation import num_kept
@@ -27,6 +36,7 @@ from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
 from .tenants import tenant_of
+from .whole_answers import whole_response
 
 
 async def completions(http: Request, context: ApiContext) -> Response:
@@ -55,9 +65,9 @@ async def completions(http: Request, context: ApiContext) -> Response:
     echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params.n)) if request.echo else []
     answer = _CompletionAnswer(begun, served, generation, request, token_ids, echoed)
     if request.stream:
-        return await stream_response(http, answer.events(), begun.event_ids)
+        return await stream_response(http, answer.events(context.heavy_work), begun.event_ids)
     await unless_client_leaves(http.receive, generation.run())
-    return await off_the_loop(body, lambda: json_response(answer.whole()))
+    return await whole_response(context.heavy_work, generation.size, answer.whole)
 
 
 def _tokenize_all(
@@ -103,6 +113,7 @@ class _CompletionAnswer:
         self._created = begun.created
         self._model = served.name
         self._decoder = served.token_decoder
+        self._names = TokenNames(served.token_decoder, as_ids=request.return_tokens_as_token_ids)
         self._generation = generation
         self._request = request
         self._prompts = prompts
@@ -127,16 +138,26 @@ class _CompletionAnswer:
             choice.index = index
         return Completion(self._id, self._created, self._model, choices, self._generation.usage())
 
-    async def events(self) -> AsyncGenerator[bytes, None]:
+    async def events(self, heavy_work: HeavyWork) -> AsyncGenerator[bytes, None]:
         """Deltas, the end of each choice in its last one, usage when asked for, [DONE]."""
         include_usage = self._request.include_usage
         async with aclosing(self._generation.deltas()) as batches:
             async for deltas in batches:
                 usage = self._generation.usage_of_chunk(self._request)
-                yield b"".join([self._event([self._choice(delta)], usage) for delta in self._complete(deltas)])
+                complete = self._complete(deltas)
+                shape = partial(self._events, complete, usage)
+                yield await heavy_work.shape(self._num_echoed_logprobs(complete), shape)
         usage = self._generation.usage_of_chunk(self._request)
-        left = b"".join([self._event([self._choice(delta)], usage) for delta in self._waiting])
+        left = self._events(self._waiting, usage)
         yield left + (self._event([], self._generation.usage()) if include_usage else b"") + DONE
+
+    def _events(self, deltas: list[CompletionOutput], usage: Usage | UnsetType | None) -> bytes:
+        return b"".join([self._event([self._choice(delta)], usage) for delta in deltas])
+
+    def _num_echoed_logprobs(self, deltas: list[CompletionOutput]) -> int:
+        """Logprobs of prompts that these deltas bring."""
+        told = (self._generation.prompt_logprobs(delta.index) for delta in deltas if delta.index in self._unscored)
+        return sum(logprobs.token_ids.size for logprobs in told if logprobs is not None)
 
     def _complete(self, deltas: list[CompletionOutput]) -> list[CompletionOutput]:
         """The deltas that can be sent now: a prompt's first choice brings its logprobs, and others may be faster."""
@@ -175,15 +196,15 @@ class _CompletionAnswer:
     def _logprobs(self, output: CompletionOutput) -> CompletionLogprobs | None:
         if output.logprobs is None or self._request.logprobs is None:
             return None
-        index, as_ids, echoed = output.index, self._request.return_tokens_as_token_ids, None
+        index, echoed = output.index, None
         told = self._generation.prompt_logprobs(index)
         if told is not None and index in self._unscored:
             self._unscored.remove(index)
             prompt = self._prompts[index // self._request.num_choices]
             text = self._echoed[index]
-            echoed = echoed_logprobs(prompt, text, told, self._decoder, self._request.logprobs, as_ids=as_ids)
+            echoed = echoed_logprobs(prompt, text, told, self._decoder, self._names, self._request.logprobs)
             self._offsets[index].position = len(text)
-        logprobs = completion_logprobs(output.logprobs, self._decoder, self._offsets[index], as_ids=as_ids)
+        logprobs = completion_logprobs(output.logprobs, self._names, self._offsets[index])
         return logprobs if echoed is None else joined(echoed, logprobs)
 
     def _event(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> bytes:

@@ -53,7 +53,7 @@ async def off_the_loop(body: bytes, work: Callable[[], T]) -> T:
     """What `work` returns; from a thread where the body is large enough for others to feel it.
 
     No text and no list in a request has more entries than its body has bytes. What a template makes of them may be
-    longer: texts are tokenized by `heavy_work`.
+    longer: texts are tokenized by `heavy_work`. So may an answer be: `whole_answers` goes by its own length.
     """
     return work() if len(body) < LARGE else await asyncio.to_thread(work)
 

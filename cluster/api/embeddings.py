@@ -17,7 +17,7 @@ from quire.engine.outputs import EngineOutput, EngineRequest, FloatArray
 
 from ..request_metrics import RequestMetrics
 from .backend import ServedModel
-from .context import ApiContext, json_response, off_the_loop, read_body
+from .context import ApiContext, off_the_loop, read_body
 from .deadline import Deadline, Engines
 from .encoding import tokenize, tokenize_start
 from .errors import DeadlineError
@@ -27,6 +27,7 @@ from .protocol.embeddings import EmbeddingRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage
 from .sse import unless_client_leaves
 from .tenants import PromptBill, Tenant, tenant_of
+from .whole_answers import whole_response
 
 _AT_ONCE = 256  # inputs of an HTTP request: engines refuse what their queues do not hold, and others wait in them, too
 _MOST_WAIT_S = 1.0  # until what a full queue refused is asked for again
@@ -53,8 +54,8 @@ async def embeddings(http: Request, context: ApiContext) -> Response:
     ]
     run = EmbeddingRun(deadline.over(context.backend), served.name, requests, metrics, tenant)
     vectors = await unless_client_leaves(http.receive, run.vectors())
-    # A number takes some 20 characters: that is most of the work for many vectors.
-    return await asyncio.to_thread(lambda: json_response(_answer(served, request, token_ids, vectors)))
+    num_numbers = sum(vector.size for vector in vectors)  # some 20 characters each: most of the work for many vectors
+    return await whole_response(context.heavy_work, num_numbers, lambda: _answer(served, request, token_ids, vectors))
 
 
 def _token_ids(served: ServedModel, request: EmbeddingRequest, content: str | list[int]) -> list[int]:

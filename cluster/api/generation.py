@@ -155,6 +155,16 @@ class Generation:
         """Of the prompt of answer `index`, if they were asked for and have come."""
         return self.states[index - index % self._num_choices].prompt_logprobs
 
+    @property
+    def size(self) -> int:
+        """Tokens and logprobs that there are to tell so far."""
+        firsts = self.states[:: self._num_choices]
+        of_prompts = sum(state.prompt_logprobs.token_ids.size for state in firsts if state.prompt_logprobs is not None)
+        num_tokens = sum(len(state.token_ids) for state in self.states)
+        num_top = self._requests[0].sampling_params.logprobs
+        of_token = 1 if num_top is None else 2 + num_top
+        return num_tokens * of_token + of_prompts * self._num_choices
+
     async def run(self) -> None:
         """Wait until every answer is complete."""
         async with aclosing(self.deltas()) as batches:

@@ -1,4 +1,4 @@
-"""Work on long texts: in threads, few at once."""
+"""Work on long texts and long answers: in threads, few at once."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 LARGE = 16 << 10  # bytes or characters: what takes some 20 ms to tokenize, during which no stream would move
+LARGE_ANSWER = 8 << 10  # tokens, logprobs and numbers: what takes some 10 ms to shape and to encode
 _MOST_AT_ONCE = 2  # the tokenization of a text takes some 200 times its memory
 
 
@@ -20,8 +21,15 @@ class HeavyWork:
 
     async def run(self, text: Sized, work: Callable[[], T]) -> T:
         """What `work` returns, whose time and memory grow with the length of `text`."""
-        if len(text) < LARGE:
-            return work()
+        return work() if len(text) < LARGE else await self.in_thread(work)
+
+    async def shape(self, size: int, work: Callable[[], T]) -> T:
+        """What `work` returns: an answer, or a piece of one, with about so many tokens, logprobs and numbers. A short
+        request may have a long answer."""
+        return work() if size < LARGE_ANSWER else await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """What `work` returns, which is known to be long."""
         await self._places.acquire()
         thread = asyncio.ensure_future(asyncio.to_thread(work))
         thread.add_done_callback(self._leave)

@@ -20,29 +20,36 @@ from .responses import (
 _LOWEST = -9999.0  # OpenAI's value for what is all but impossible; JSON has no infinity
 
 
-def token_text(decoder: TokenDecoder, token_id: int) -> str:
-    """A token as text; bytes that are no whole character show as replacement characters."""
-    return decoder.token_bytes(token_id).decode("utf-8", "replace")
+class TokenNames(dict[int, tuple[str, list[int]]]):
+    """How lists of logprobs name the tokens of one answer, and their bytes; filled as tokens are met.
+
+    A name is the token's text, in which bytes that are no whole character show as replacement characters, or
+    (`return_tokens_as_token_ids`) its id, which is unique.
+    """
+
+    def __init__(self, decoder: TokenDecoder, *, as_ids: bool = False) -> None:
+        super().__init__()
+        self._decoder = decoder
+        self._as_ids = as_ids
+
+    def __missing__(self, token_id: int) -> tuple[str, list[int]]:
+        data = self._decoder.token_bytes(token_id)
+        name = f"token_id:{token_id}" if self._as_ids else data.decode("utf-8", "replace")
+        value = self[token_id] = name, list(data)
+        return value
 
 
-def token_name(decoder: TokenDecoder, token_id: int, *, as_ids: bool) -> str:
-    """A token as a list of logprobs names it: its text, or (`return_tokens_as_token_ids`) its id, which is unique."""
-    return f"token_id:{token_id}" if as_ids else token_text(decoder, token_id)
+def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> ChatLogprobs:
+    return ChatLogprobs([_token_logprob(entry, names) for entry in entries])
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], decoder: TokenDecoder, *, as_ids: bool = False) -> ChatLogprobs:
-    return ChatLogprobs([_token_logprob(entry, decoder, as_ids) for entry in entries])
-
-
-def _token_logprob(entry: TokenLogprobs, decoder: TokenDecoder, as_ids: bool) -> TokenLogprob:
-    top = [
-        TopLogprob(
-            token_name(decoder, token_id, as_ids=as_ids), max(logprob, _LOWEST), list(decoder.token_bytes(token_id))
-        )
-        for token_id, logprob in entry.top
-    ]
-    name, data = token_name(decoder, entry.token_id, as_ids=as_ids), decoder.token_bytes(entry.token_id)
-    return TokenLogprob(name, max(entry.logprob, _LOWEST), list(data), top)
+def _token_logprob(entry: TokenLogprobs, names: TokenNames) -> TokenLogprob:
+    top = []
+    for token_id, logprob in entry.top:
+        name, data = names[token_id]
+        top.append(TopLogprob(name, max(logprob, _LOWEST), data))
+    name, data = names[entry.token_id]
+    return TokenLogprob(name, max(entry.logprob, _LOWEST), data, top)
 
 
 class TextOffsets:
@@ -67,7 +74,7 @@ class TextOffsets:
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], decoder: TokenDecoder, text_offsets: TextOffsets, *, as_ids: bool = False
+    entries: Sequence[TokenLogprobs], names: TokenNames, text_offsets: TextOffsets
 ) -> CompletionLogprobs:
     """The four lists of `entries`, which are the next tokens of the text of `text_offsets`.
 
@@ -75,16 +82,16 @@ def completion_logprobs(
     """
     offsets: list[int] = []
     tops: list[dict[str, float] | None] = []
-    names = []
+    tokens = []
     for entry in entries:
         top: dict[str, float] = {}
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            top.setdefault(token_name(decoder, token_id, as_ids=as_ids), max(logprob, _LOWEST))
+            top.setdefault(names[token_id][0], max(logprob, _LOWEST))
         offsets.append(text_offsets.next(entry.token_id))
-        names.append(token_name(decoder, entry.token_id, as_ids=as_ids))
+        tokens.append(names[entry.token_id][0])
         tops.append(top)
     logprobs: list[float | None] = [max(entry.logprob, _LOWEST) for entry in entries]
-    return CompletionLogprobs(offsets, logprobs, names, tops)
+    return CompletionLogprobs(offsets, logprobs, tokens, tops)
 
 
 def echoed_logprobs(
@@ -92,9 +99,8 @@ def echoed_logprobs(
     text: str,
     told: PromptLogprobs,
     decoder: TokenDecoder,
+    names: TokenNames,
     num_top: int,
-    *,
-    as_ids: bool = False,
 ) -> CompletionLogprobs:
     """The four lists of a prompt that is echoed as `text`. Its first token has no logprobs: nothing precedes it."""
     first = prompt_token_ids[0]
@@ -107,8 +113,8 @@ def echoed_logprobs(
     is_spelled_out = decoder.decode(list(prompt_token_ids), skip_special_tokens=False) == text
     offsets = TextOffsets(decoder, skip_special_tokens=not is_spelled_out)
     begin = offsets.next(first)
-    rest = completion_logprobs(entries, decoder, offsets, as_ids=as_ids)
-    return joined(CompletionLogprobs([begin], [None], [token_name(decoder, first, as_ids=as_ids)], [None]), rest)
+    rest = completion_logprobs(entries, names, offsets)
+    return joined(CompletionLogprobs([begin], [None], [names[first][0]], [None]), rest)
 
 
 def joined(first: CompletionLogprobs, then: CompletionLogprobs) -> CompletionLogprobs:
@@ -126,6 +132,7 @@ def prompt_logprobs_by_token(
     """vLLM's shape: at every position the prompt's own token, then the likeliest. None where nothing was told."""
     if told is None:
         return None
+    names = TokenNames(decoder)
     positions: PromptLogprobsByToken = []
     for entry in by_token(told):
         if entry is None:
@@ -135,7 +142,7 @@ def prompt_logprobs_by_token(
         ranked += [(token_id, logprob, i + 1) for i, (token_id, logprob) in enumerate(entry.top[:num_top])]
         positions.append(
             {
-                str(token_id): PromptLogprob(max(logprob, _LOWEST), rank, token_text(decoder, token_id))
+                str(token_id): PromptLogprob(max(logprob, _LOWEST), rank, names[token_id][0])
                 for token_id, logprob, rank in ranked
             }
         )
