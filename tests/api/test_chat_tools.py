@@ -225,6 +225,25 @@ async def test_logprobs_and_token_ids_hold_every_token(client: httpx.AsyncClient
     assert streamed == choice["logprobs"]["content"]
 
 
+async def test_an_answer_of_nothing_may_be_sent_back(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    backend.answer_ids = []
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "tools": [TOOL]}
+    [choice] = (await client.post("/v1/chat/completions", json=body)).json()["choices"]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "stop")
+    prompts = []
+    for message in (choice["message"], {**choice["message"], "tool_calls": []}, {"role": "assistant", "content": ""}):
+        messages = [*body["messages"], message, {"role": "user", "content": "and?"}]
+        response = await client.post("/v1/chat/completions", json={**body, "messages": messages})
+        assert response.status_code == 200, response.text
+        prompts.append(backend.requests[-1].prompt_token_ids)
+    assert prompts[0] == prompts[1] == prompts[2]
+    for role in ("user", "system", "tool"):
+        response = await client.post(
+            "/v1/chat/completions", json={**body, "messages": [{"role": role, "content": None}]}
+        )
+        assert response.json()["error"]["message"] == "messages[0].content: is required."
+
+
 async def test_without_tools_or_with_none_all_is_content(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     answer(backend, CALL)
     for fields in ({"tools": None}, {"tools": []}, {"tool_choice": "none"}, {"tools": None, "tool_choice": "none"}):

@@ -114,6 +114,12 @@ async def test_a_thought_that_never_ends(client: httpx.AsyncClient, backend: Fak
     assert (message["content"], finish_reason) == (None, "length")
     assert "Two and two.".startswith(message["reasoning_content"])
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 5}
+    # The conversation goes on with the message as it came, or without what is null in it.
+    for again in (message, {name: value for name, value in message.items() if value is not None}):
+        messages = [{"role": "user", "content": "2+2?"}, again, {"role": "user", "content": "Go on"}]
+        await both(client, messages=messages)
+        prompt = backend.served.token_decoder.decode(backend.requests[-1].prompt_token_ids, skip_special_tokens=False)
+        assert f"assistant\n<think>{message['reasoning_content']}</think>" in prompt
 
 
 async def test_a_thought_and_a_call(client: httpx.AsyncClient, backend: FakeBackend) -> None:

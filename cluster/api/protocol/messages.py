@@ -116,7 +116,7 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
     for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
         if getattr(message, field) and message.role != role:
             raise _refused(f"{where}.{field}", f"is allowed only with role {role!r}, got {message.role!r}")
-    if message.content is None and not message.tool_calls:
+    if message.content is None and not message.tool_calls and not _says_nothing(message):
         raise _refused(f"{where}.content", "is required")
     # OpenAI renamed the role; templates know the old name.
     rendered: dict[str, Any] = {
@@ -136,6 +136,13 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
             _rendered_call(f"{where}.tool_calls[{i}]", call, calls) for i, call in enumerate(message.tool_calls)
         ]
     return rendered
+
+
+def _says_nothing(message: ChatMessage) -> bool:
+    """Whether this is an answer without content or calls, as the service gives one: the model ended at once, or within
+    its thought. It may be told so in so many words, or by the thought alone."""
+    told = "content" in message.model_fields_set or bool(message.reasoning_content)
+    return message.role == "assistant" and told
 
 
 def _rendered_call(where: str, call: ToolCall, calls: dict[str, str]) -> dict[str, Any]:
