@@ -36,6 +36,7 @@ class DeadlineError(QuireError):
 
     def __init__(self) -> None:
         super().__init__("deadline_ms: the time that the request allowed has passed before its answer was complete.")
+        self.headers = {"x-should-retry": "false"}  # OpenAI's SDK tries 408 again, and this would only be late again
 
 
 class AuthenticationError(QuireError):

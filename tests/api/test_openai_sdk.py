@@ -109,7 +109,7 @@ def test_vllms_extras_reach_the_user(sdk: openai.OpenAI, server: LiveServer) -> 
 
 
 def test_statuses_become_the_sdks_own_exceptions(sdk: openai.OpenAI, server: LiveServer) -> None:
-    """503 is tried again by the SDK after the time that Retry-After says; 408 too."""
+    """503 is tried again by the SDK after the time that Retry-After says."""
     server.backend.refusal = OverloadedError("The queue is full.", 1.0)
     with pytest.raises(openai.InternalServerError) as busy:
         sdk.chat.completions.create(model=MODEL, messages=MESSAGES, stream=True)
@@ -121,6 +121,19 @@ def test_statuses_become_the_sdks_own_exceptions(sdk: openai.OpenAI, server: Liv
     assert (late.value.status_code, late.value.code) == (408, "deadline_exceeded")  # type: ignore[attr-defined]
     server.backend.deadline_after = None
     assert sdk.chat.completions.create(model=MODEL, messages=MESSAGES).choices[0].message.content == DEFAULT_ANSWER
+
+
+def test_a_deadline_that_has_passed_is_not_tried_again(server: LiveServer) -> None:
+    """It would only make engines do the work three times."""
+    server.backend.deadline_after = 1
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2) as client:
+        for streamed in (False, True):
+            with pytest.raises(openai.APIStatusError) as late:
+                client.chat.completions.create(
+                    model=MODEL, messages=MESSAGES, stream=streamed, extra_body={"deadline_ms": 500}
+                )
+            assert (late.value.status_code, late.value.response.headers["x-should-retry"]) == (408, "false")
+    assert len(server.backend.requests) == 2
 
 
 async def test_async_client(server: LiveServer) -> None:
