@@ -301,6 +301,21 @@ def test_any_arguments_arrive_as_they_were_written(arguments: dict[str, object],
         assert read(parser_of("llama3_json"), *cut(text, seed)) == call("f", written)
 
 
+def test_types_that_are_none_say_nothing_of_a_bare_value() -> None:
+    """Any schema may come with a request."""
+    for kind, value in (
+        ([{"x": 1}], '"1"'),
+        ([{"x": 1}, "integer"], "1"),
+        ({"x": 1}, '"1"'),
+        ([["integer"], 5], '"1"'),
+    ):
+        function = Function("f", {"properties": {"a": {"type": kind}}})
+        parser = IncrementalParser(FORMATS["qwen3_coder"].parser(ToolSet({"f": function})))
+        text = "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+        events = [*parser.push(text), *parser.finish()]
+        assert "".join(event.text for event in events if isinstance(event, Arguments)) == f'{{"a": {value}}}'
+
+
 def test_arguments_are_passed_on_while_they_are_written() -> None:
     incremental = IncrementalParser(parser_of("hermes"))
     assert incremental.push('<tool_call>{"name": "f", "arguments": {"x"') == []

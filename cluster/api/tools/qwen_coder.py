@@ -156,7 +156,7 @@ def kinds_of(schema: Any) -> set[str]:
         return {"string"}
     kinds: set[str] = set()
     given = schema.get("type")
-    kinds.update([given] if isinstance(given, str) else given if isinstance(given, list) else [])
+    kinds.update(kind for kind in (given if isinstance(given, list) else [given]) if isinstance(kind, str))
     for key in ("anyOf", "oneOf"):
         for branch in schema[key] if isinstance(schema.get(key), list) else []:
             kinds |= kinds_of(branch)
