@@ -109,9 +109,14 @@ async def _chunks(call: AsgiCall) -> AsyncGenerator[dict[str, Any], None]:
                 yield msgspec.json.decode(data)
 
 
+def _printable(value: str) -> str:
+    """A value as gRPC's metadata can hold it: a field that is not known may have any name."""
+    return value.encode("unicode_escape").decode("ascii")
+
+
 def _fail(context: CallContext, status: int, error: dict[str, Any], retry_after: str | None = None) -> NoReturn:
     context.set_code(_CODES.get(status, grpc.StatusCode.INTERNAL))
     context.set_details(error["message"])
     told = {"param": error["param"], "code": error["code"], "retry-after": retry_after}
-    context.set_trailing_metadata([(name, value) for name, value in told.items() if value is not None])
+    context.set_trailing_metadata([(name, _printable(value)) for name, value in told.items() if value is not None])
     raise GrpcError(error["message"])

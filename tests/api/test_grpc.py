@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import importlib.util
+import json
 import math
 import subprocess
 import sys
@@ -207,6 +208,19 @@ async def test_a_field_that_should_be_json(stub: InferenceStub) -> None:
         grpc.StatusCode.INVALID_ARGUMENT,
         "structured_outputs_json: is not valid JSON: Input data was truncated.",
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "param"), [("日本", r"\u65e5\u672c"), ("a\nb\x7f", r"a\nb\x7f"), ("é", r"\xe9"), ("foo", "foo")]
+)
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_a_field_of_any_name_is_refused_by_it(stub: InferenceStub, name: str, param: str, streamed: bool) -> None:
+    """Metadata hold printable ASCII alone."""
+    given = json.dumps({"type": "text", name: 1})
+    request = pb.GenerateRequest(model=MODEL, prompt="a", stream=streamed, response_format_json=given)
+    code, message, told = await refused(stub.Generate(request))
+    assert (code, told["param"]) == (grpc.StatusCode.INVALID_ARGUMENT, f"response_format.{param}")
+    assert message == f"response_format.{name}: is not a known field."
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
