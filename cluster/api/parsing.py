@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 
 from quire.engine.errors import InvalidRequestError
 
@@ -239,11 +240,16 @@ def _names_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:
     nested: Any = schema
     for part in loc[:-1]:
         if isinstance(part, str):
-            annotation = nested.model_fields[part].annotation
+            annotation = _fields_of(nested)[part].annotation
             nested = next(
                 (kind for kind in (annotation, *getattr(annotation, "__args__", ())) if hasattr(kind, "model_fields")),
                 None,
             )
         if nested is None:
             return []
-    return list(nested.model_fields)
+    return list(_fields_of(nested))
+
+
+def _fields_of(schema: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Fields by the names that requests know them by."""
+    return {field.alias or name: field for name, field in schema.model_fields.items()}

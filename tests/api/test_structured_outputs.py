@@ -81,6 +81,17 @@ ONE_OF = "structured_outputs: must hold exactly one of json, regex, choice, gram
             "structured_outputs.regexp: is not a known field. Did you mean 'structured_outputs.regex'?",
         ),
         (
+            {"structured_outputs": {"json_": {}}},
+            "structured_outputs.json_",
+            "structured_outputs.json_: is not a known field. Did you mean 'structured_outputs.json'?",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "scema": {}}}},
+            "response_format.json_schema.scema",
+            "response_format.json_schema.scema: is not a known field. Did you mean "
+            "'response_format.json_schema.schema'?",
+        ),
+        (
             {"structured_outputs": {"choice": []}},
             "structured_outputs.choice",
             "structured_outputs.choice: must be a list of 1 to 10000 texts, none of them empty; got ().",
