@@ -136,7 +136,7 @@ class InputProcessor:
         Raises `InvalidRequestError` naming the field.
         """
         prompt_token_ids = self.tokenize(prompt) if isinstance(prompt, str) else _integers(prompt, param)
-        self._check_prompt(prompt_token_ids, param, 0)
+        self.check_prompt(prompt_token_ids, param, 0)
         return EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -159,10 +159,10 @@ class InputProcessor:
 
     def room_after(self, prompt_token_ids: Sequence[int], param: str = "prompt") -> int:
         """Tokens that the context leaves for the answer, at least 1. Raises `InvalidRequestError`."""
-        self._check_prompt(prompt_token_ids, param, 1)
+        self.check_prompt(prompt_token_ids, param, 1)
         return self.max_model_len - len(prompt_token_ids)
 
-    def _check_prompt(self, prompt_token_ids: Sequence[int], param: str, num_answer_tokens: int) -> None:
+    def check_prompt(self, prompt_token_ids: Sequence[int], param: str, num_answer_tokens: int) -> None:
         """Raise `InvalidRequestError` where a prompt is empty, not of this vocabulary, or leaves too little room."""
         if not prompt_token_ids:
             raise InvalidRequestError(f"{param}: must hold at least one token, got none.", param)

@@ -62,7 +62,9 @@ def _token_ids(served: ServedModel, request: EmbeddingRequest, content: str | li
     """The tokens of an input. One that is cut keeps the special tokens at its end: they may be what is pooled."""
     longest = request.longest(served.input_processor.max_model_len)
     if isinstance(content, list):
-        return content if longest is None else content[:longest]
+        given = content if longest is None else content[:longest]
+        served.input_processor.check_prompt(given, "input", 0)
+        return given
     special = request.add_special_tokens
     if longest is None:
         return tokenize(served, content, param="input", add_special_tokens=special)

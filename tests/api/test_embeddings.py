@@ -196,6 +196,16 @@ async def test_special_tokens_at_the_end_stay(served: ServedModel) -> None:
             "truncate_prompt_tokens",
             "truncate_prompt_tokens: must be an integer from 1 to 1024, or -1 for what the context holds; got 1025.",
         ),
+        (
+            {"input": [10**25]},
+            "input",
+            "input: token ids must be from 0 to 49151, got 10000000000000000000000000.",
+        ),
+        (
+            {"input": [[1], [2**63]]},
+            "input",
+            "input: token ids must be from 0 to 49151, got 9223372036854775808.",
+        ),
         ({"normalize": "yes"}, "normalize", "normalize: must be true or false, got 'yes'."),
         ({"stream": True}, "stream", "stream: is not a known field. Did you mean 'store'?"),
         ({"model": "gpt-5"}, "model", "The model 'gpt-5' does not exist. Served here: smollm2-135m-instruct."),
