@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput
+from quire.engine.sampling_params import SamplingParams
 
 from .backend import ServedModel
 from .beam_search import generation_of
@@ -62,7 +63,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
         begun = await deadline.hold(may_resume(begun, http, body, context.backend))
     generation = generation_of(context, served, begun, metrics, request, tenant, deadline)
     shown = prompts if request.truncate_prompt_tokens is None else token_ids
-    echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params.n)) if request.echo else []
+    echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params)) if request.echo else []
     answer = _CompletionAnswer(begun, served, generation, request, token_ids, echoed)
     if request.stream:
         return await stream_response(http, answer.events(context.heavy_work), begun.event_ids)
@@ -90,11 +91,11 @@ def _tokens_of(served: ServedModel, request: CompletionRequest, prompt: str | li
     return tokenize_end(served, prompt, most, add_special_tokens=special)
 
 
-def _echoed_texts(served: ServedModel, prompts: Sequence[str | list[int]], n: int) -> list[str]:
+def _echoed_texts(served: ServedModel, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:
     """The prompt's text for each choice."""
-    decode = served.token_decoder.decode
+    decode = partial(served.token_decoder.decode, skip_special_tokens=params.skip_special_tokens)
     texts = [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
-    return [text for text in texts for _ in range(n)]
+    return [text for text in texts for _ in range(params.n)]
 
 
 class _CompletionAnswer:

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from fake_backend import DEFAULT_ANSWER, FakeBackend
-from test_completions import CHAT, COMPLETION, REPORT, SHOWN_REPORT, post, stream
+from test_completions import CHAT, COMPLETION, REPORT, SHOWN_REPORT, ids_of, post, stream
 
 from quire.cluster.api.backend import ServedModel
 from quire.engine.outputs import EngineRequest, TokenLogprobs
@@ -140,6 +140,16 @@ async def test_an_echo_is_what_the_model_has_read(client: httpx.AsyncClient) -> 
     body = await post(client, "completions", COMPLETION, truncate_prompt_tokens=2, echo=True, max_tokens=1)
     assert body["choices"][0]["text"].startswith(" a time")
     assert body["usage"]["prompt_tokens"] == 2
+
+
+async def test_an_echo_of_token_ids_shows_special_tokens_where_the_answer_does(
+    client: httpx.AsyncClient, served: ServedModel
+) -> None:
+    ids = ids_of(served, "<|im_start|>x")
+    for skip, text, offsets in ((True, "x", [0, 0]), (False, "<|im_start|>x", [0, 12])):
+        fields = {"prompt": ids, "echo": True, "max_tokens": 0, "logprobs": 0, "skip_special_tokens": skip}
+        [choice] = (await post(client, "completions", COMPLETION, **fields))["choices"]
+        assert (choice["text"], choice["logprobs"]["text_offset"]) == (text, offsets)
 
 
 async def test_spaces_between_special_tokens_are_the_samplers_parameter(
