@@ -178,6 +178,30 @@ async def test_beam_search(
     assert await refusal(client, path, body, **fields, stream=True) == (400, message)
 
 
+@BOTH
+async def test_beam_search_with_what_asks_for_nothing(
+    client: httpx.AsyncClient, path: str, body: dict[str, Any]
+) -> None:
+    search = {"use_beam_search": True, "n": 2, "max_tokens": 3, "return_token_ids": True, "temperature": 0}
+    expected = (await post(client, path, body, **search))["choices"]
+    labels = {"user": "ann", "prompt_cache_key": "k", "metadata": {"a": "b"}, "seed": 7, "safety_identifier": "x"}
+    lists = {"stop": [], "stop_token_ids": [], "bad_words": [], "logit_bias": {}, "tools": []}
+    numbers = {"top_p": 1.0, "top_k": -1, "min_p": 0, "min_tokens": 0, "repetition_penalty": 1}
+    penalties = {"presence_penalty": 0, "frequency_penalty": 0, "include_stop_str_in_output": False}
+    formats = {"response_format": {"type": "text", "json_schema": None}, "parallel_tool_calls": False}
+    for nothing in (labels, lists, numbers, penalties, formats, {"tool_choice": "none"}, {"tool_choice": "auto"}):
+        assert (await post(client, path, body, **search, **nothing))["choices"] == expected
+    for something in (
+        {"stop": ["a"]},
+        {"top_p": 0.9},
+        {"logprobs": 1 if "prompt" in body else True},
+        {"min_tokens": 1},
+    ):
+        response = await client.post(f"/v1/{path}", json={**body, **search, **something})
+        [name] = something
+        assert response.json()["error"]["message"] == f"{name}: does not work together with use_beam_search."
+
+
 async def test_beam_search_ends_with_the_deadline_and_with_errors(
     client: httpx.AsyncClient, backend: FakeBackend
 ) -> None:

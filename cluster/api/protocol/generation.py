@@ -51,8 +51,32 @@ _WITH_BEAM_SEARCH = frozenset(
         "continue_final_message",
         "reasoning_effort",
         "include_reasoning",
+        "user",
+        "prompt_cache_key",
+        "seed",  # nothing is drawn
     ]
 )
+
+# Values of other fields that ask for what a search does anyway, or for nothing.
+_NEUTRAL_WITH_BEAM_SEARCH: dict[str, tuple[object, ...]] = {
+    "best_of": (1,),
+    "min_tokens": (0,),
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "stop": ([],),
+    "stop_token_ids": ([],),
+    "include_stop_str_in_output": (False,),
+    "response_format": (ResponseFormat(type="text"),),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (False,),
+}
 
 # Fields that mean the same in a request and in `SamplingParams`.
 _SAMPLING_FIELDS = (
@@ -180,7 +204,8 @@ class GenerationRequest(ScheduledRequest):
         if params.n > MAX_BEAMS:
             raise InvalidRequestError(f"n: at most {MAX_BEAMS} are allowed with use_beam_search, got {params.n}.", "n")
         for name, field in type(self).model_fields.items():
-            if name not in _WITH_BEAM_SEARCH and getattr(self, name) != field.default:
+            neutral = (field.default, *_NEUTRAL_WITH_BEAM_SEARCH.get(name, ()))
+            if name not in _WITH_BEAM_SEARCH and getattr(self, name) not in neutral:
                 raise InvalidRequestError(f"{name}: does not work together with use_beam_search.", name)
         assert params.max_tokens is not None
         return BeamSearchParams(
