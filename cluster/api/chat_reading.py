@@ -124,20 +124,26 @@ class MessageWriter:
 
     def whole(self, text: str) -> AssistantMessage:
         """The message of a complete text."""
-        message = AssistantMessage("" if self._parser is None else None)
+        content: list[str] = [] if self._parser is not None else [""]
+        thought: list[str] = []
+        calls: list[tuple[str, list[str]]] = []
         for event in self._events(text, finished=True):
             match event:
                 case Content(piece):
-                    message.content = (message.content or "") + piece
+                    content.append(piece)
                 case Reasoning(piece):
-                    message.reasoning_content = (message.reasoning_content or "") + piece
+                    thought.append(piece)
                 case CallStart(name):
-                    if message.tool_calls is UNSET:
-                        message.tool_calls = []
-                    message.tool_calls.append(ToolCall(new_call_id(), CalledFunction(name, "")))
+                    calls.append((name, []))
                 case Arguments(piece):
-                    assert message.tool_calls is not UNSET
-                    message.tool_calls[-1].function.arguments += piece
+                    calls[-1][1].append(piece)
+        message = AssistantMessage("".join(content) if content else None)
+        if thought:
+            message.reasoning_content = "".join(thought)
+        if calls:
+            message.tool_calls = [
+                ToolCall(new_call_id(), CalledFunction(name, "".join(arguments))) for name, arguments in calls
+            ]
         return message
 
     def _events(self, text: str, *, finished: bool) -> Iterable[Event]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from quire.cluster.api.tools import (
     ToolSet,
     detect_format,
 )
+from quire.cluster.api.tools.reader import Reader, Steps
 
 WEATHER = Function(
     "get_weather",
@@ -299,6 +301,37 @@ def test_any_arguments_arrive_as_they_were_written(arguments: dict[str, object],
         assert read(parser_of("mistral"), *cut(text, seed)) == call("f", written)
         text = f'{{"name": "f", "parameters": {written}}}'
         assert read(parser_of("llama3_json"), *cut(text, seed)) == call("f", written)
+
+
+def test_nothing_copies_the_rest_of_a_text() -> None:
+    """Else a text of many marks takes the square of its length."""
+    reader = Reader()
+    reader.push("a <x> b  <y>c")
+    whole = reader.text
+    heard: list[str] = []
+    assert run(reader.until(("<y>", "<x>"), heard.append)) == "<x>"
+    reader.put_back("<x>")
+    assert reader.take(3) + run(reader.space()) == "<x> "
+    assert run(reader.starts_with("b"))
+    assert reader.take(1) == "b"
+    assert run(reader.until(("<y>",), heard.append)) == "<y>"
+    assert (heard, reader.position, len(reader)) == (["a ", "  "], 12, 1)
+    assert reader.text is whole
+    reader.put_back("<y>")
+    reader.push("d")
+    assert reader.take(9) == "<y>cd"
+    reader.put_back("<y>cd")
+    reader.take(5)
+    reader.push("e")
+    reader.put_back("d")  # after it was forgotten
+    assert (reader.take(9), reader.position) == ("de", 15)
+
+
+def run(steps: Steps[Any]) -> Any:
+    """What steps return that need not wait."""
+    with pytest.raises(StopIteration) as ended:
+        next(steps)
+    return ended.value.value
 
 
 def test_types_that_are_none_say_nothing_of_a_bare_value() -> None:

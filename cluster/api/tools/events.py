@@ -111,7 +111,7 @@ class IncrementalParser:
     def push(self, text: str) -> list[Event]:
         """Take text; get what it shows."""
         if text:
-            self._reader.text += text
+            self._reader.push(text)
             self._advance()
         return self._taken()
 

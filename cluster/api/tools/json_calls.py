@@ -34,9 +34,10 @@ class JsonScanner:
         self.done = False  # the value is complete
         self.broken = False  # it goes on with a character that JSON does not have there
 
-    def scan(self, text: str) -> int:
-        """How many characters of `text` belong to the value. All of them, unless it is `done` or `broken` then."""
-        at = 0
+    def scan(self, text: str, start: int = 0) -> int:
+        """How many characters of `text` from `start` on belong to the value. All of them, unless it is `done` or
+        `broken` then."""
+        at = start
         while at < len(text):
             if self._escaped:
                 self._escaped = False
@@ -44,7 +45,7 @@ class JsonScanner:
                 continue
             found = (_NEXT_IN_STRING if self._in_string else _NEXT).search(text, at)
             if found is None:
-                return len(text)
+                return len(text) - start
             at = found.end()
             match found.group():
                 case '"':
@@ -58,10 +59,10 @@ class JsonScanner:
                     self.done = self._depth == 0
                 case _:
                     self.broken = True
-                    return found.start()
+                    return found.start() - start
             if self.done:
-                return at
-        return at
+                break
+        return at - start
 
 
 class Call(NamedTuple):
@@ -77,14 +78,14 @@ def call_object(reader: Reader, sink: Sink, *, names: Container[str] | None = No
     """
     scanner, scanned = JsonScanner(), 0
     while True:
-        head = _HEAD.match(reader.text[:_HEAD_CHARS])
+        head = _HEAD.match(reader.text, reader.start, reader.start + _HEAD_CHARS)
         if head is not None and names is not None and loads(head.group(1)) not in names:
             head = None
         if head is not None and isinstance(name := loads(head.group(1)), str):
-            reader.take(head.end())
+            reader.take(head.end() - reader.start)
             sink.call(name)
             return (yield from _rest_of_call(reader, sink))
-        scanned += scanner.scan(reader.text[scanned:])
+        scanned += scanner.scan(reader.text, reader.start + scanned)
         if scanner.done or scanner.broken or not (yield from reader.more()):
             break
     text = reader.take(scanned)
@@ -103,7 +104,7 @@ def _rest_of_call(reader: Reader, sink: Sink) -> Steps[str | None]:
     rest, scanner = "", JsonScanner()
     scanner.scan("{")
     while not scanner.done:
-        length = scanner.scan(reader.text)
+        length = scanner.scan(reader.text, reader.start)
         rest += reader.take(length)
         if scanner.broken or (not scanner.done and not (yield from reader.more())):
             break
@@ -114,7 +115,7 @@ def stream_value(reader: Reader, sink: Sink) -> Steps[bool]:
     """Pass an object or array on as arguments while it arrives; False when the text ends or breaks before its end."""
     scanner = JsonScanner()
     while True:
-        sink.arguments(reader.take(scanner.scan(reader.text)))
+        sink.arguments(reader.take(scanner.scan(reader.text, reader.start)))
         if scanner.done:
             return True
         if scanner.broken or not (yield from reader.more()):

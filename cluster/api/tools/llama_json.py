@@ -43,7 +43,7 @@ def _parse(reader: Reader, sink: Sink, tools: ToolSet) -> Steps[None]:
             before += rest
             break
         before = yield from reader.space()
-        if reader.text.startswith(_SEPARATORS):
+        if reader.goes_on_with(_SEPARATORS):
             before += reader.take(1) + (yield from reader.space())
     if tagged and not sink.num_calls:
         sink.mark(TAG)

@@ -60,10 +60,10 @@ def _array(reader: Reader, sink: Sink, space: str) -> Steps[None]:
             return
         is_first = False
         before = yield from reader.space()
-        if reader.text.startswith("]"):
+        if reader.goes_on_with("]"):
             reader.take(1)
             return
-        if reader.text.startswith(","):
+        if reader.goes_on_with(","):
             before += reader.take(1) + (yield from reader.space())
     if is_first:
         sink.mark(CALLS)

@@ -71,10 +71,10 @@ def _parse(reader: Reader, sink: Sink, tools: ToolSet) -> Steps[None]:
             sink.call(call.name)
             sink.arguments(call.arguments)
             before = yield from reader.space()
-            if reader.text.startswith("]"):
+            if reader.goes_on_with("]"):
                 reader.take(1)
                 break
-            if not reader.text.startswith(","):
+            if not reader.goes_on_with(","):
                 break
             before += reader.take(1)
     if start and not sink.num_calls:
@@ -89,15 +89,15 @@ def _call_text(reader: Reader) -> Steps[str]:
     """`f(...)` with everything between the parentheses, or as much of it as there is."""
     scanned, quote, escaped, closing = 0, "", False, ""
     while True:
-        while scanned < len(reader.text):
+        while scanned < len(reader):
             if escaped:
                 escaped, scanned = False, scanned + 1
                 continue
-            found = (_NEXT_IN_STRING[quote] if quote else _NEXT).search(reader.text, scanned)
+            found = (_NEXT_IN_STRING[quote] if quote else _NEXT).search(reader.text, reader.start + scanned)
             if found is None:
-                scanned = len(reader.text)
+                scanned = len(reader)
                 break
-            scanned = found.end()
+            scanned = found.end() - reader.start
             character = found.group()
             if quote:
                 escaped = character == "\\"
@@ -114,7 +114,7 @@ def _call_text(reader: Reader) -> Steps[str]:
                 closing = closing[:-1]
         too_long = not closing and scanned > _HEAD_CHARS  # for the name of a function
         if too_long or not (yield from reader.more()):
-            return reader.take(len(reader.text))
+            return reader.take(len(reader))
 
 
 def read_call(text: str) -> Call | None:
