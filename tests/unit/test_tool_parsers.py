@@ -217,6 +217,16 @@ def test_every_format_reads_every_text_alike_in_pieces(name: str, text: str) -> 
         assert read(parser_of(name), *cut(text, seed)) == whole
 
 
+@pytest.mark.parametrize("lead", ["x" * 120, "'" + "x" * 120, "\\" * 64, "'\\" * 60, "x" * 127, "'" * 127])
+def test_what_is_too_long_for_a_name_is_so_wherever_it_is_cut(lead: str) -> None:
+    text = f"[{lead}" + "'x(y<|python_end|>()f(x=1)'<|python_end|> z" * 2
+    parser = FORMATS["pythonic"].parser(TOOLS)
+    hidden = frozenset(FORMATS["pythonic"].marks)
+    whole = read(parser, text, hidden=hidden)
+    for size in (1, 2, 3, 50, 130):
+        assert read(parser, *(text[i : i + size] for i in range(0, len(text), size)), hidden=hidden) == whole
+
+
 FRAGMENTS = [
     *[mark for each in FORMATS.values() for mark in each.marks],
     *[

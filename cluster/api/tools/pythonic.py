@@ -98,6 +98,8 @@ def _call_text(reader: Reader) -> Steps[str]:
                 scanned = len(reader)
                 break
             scanned = found.end() - reader.start
+            if scanned > _HEAD_CHARS and not closing:  # too far for the name of a function
+                return reader.take(_HEAD_CHARS)
             character = found.group()
             if quote:
                 escaped = character == "\\"
@@ -112,8 +114,9 @@ def _call_text(reader: Reader) -> Steps[str]:
                 return reader.take(scanned)
             else:
                 closing = closing[:-1]
-        too_long = not closing and scanned > _HEAD_CHARS  # for the name of a function
-        if too_long or not (yield from reader.more()):
+        if scanned > _HEAD_CHARS and not closing:
+            return reader.take(_HEAD_CHARS)
+        if not (yield from reader.more()):
             return reader.take(len(reader))
 
 
