@@ -145,10 +145,11 @@ class _ChatAnswer:
         )
 
     def _choice(self, state: RequestState) -> ChatChoice:
+        logprobs, state.logprobs = self._logprobs(state), None  # so they end one by one, not all at once
         return ChatChoice(
             state.index,
             self._writers[state.index].whole(state.text),
-            self._logprobs(state),
+            logprobs,
             self._finish_reason(state),
             state.stop_reason,
             self._generation.report_of(state),

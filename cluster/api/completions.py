@@ -134,9 +134,11 @@ class _CompletionAnswer:
         self._waiting: list[CompletionOutput] = []  # deltas of choices that came before their prompt's logprobs
 
     def whole(self) -> Completion:
-        choices = [self._choice(state.completion()) for state in self._best()]
-        for index, choice in enumerate(choices):
-            choice.index = index
+        choices = []
+        for index, state in enumerate(self._best()):
+            choices.append(self._choice(state.completion()))
+            choices[-1].index = index
+            state.logprobs = None  # so they end one by one, not all at once
         return Completion(self._id, self._created, self._model, choices, self._generation.usage())
 
     async def events(self, heavy_work: HeavyWork) -> AsyncGenerator[bytes, None]:

@@ -18,9 +18,10 @@ from quire.cluster.api import completions as completions_module
 from quire.cluster.api import heavy_work, whole_answers
 from quire.cluster.api.backend import ServedModel
 from quire.cluster.api.beam_search import BeamGeneration
+from quire.cluster.api.heavy_work import HeavyWork
 from quire.cluster.api.logprobs import TokenNames, chat_logprobs
 from quire.cluster.api.responses import Embedding, Embeddings, EmbeddingUsage
-from quire.cluster.api.whole_answers import json_pieces
+from quire.cluster.api.whole_answers import json_pieces, whole_response
 from quire.engine import beam_search as beam_search_module
 from quire.engine.beam_search import BeamSearch, BeamSearchParams
 
@@ -91,6 +92,53 @@ async def test_a_long_answer_is_the_same_as_a_short_one(
         answer = response.json()
         answers.append(response.content.replace(b'"created":%d' % answer.get("created", 0), b""))
     assert answers[0] == answers[1]
+
+
+async def test_a_long_answer_is_sent_in_pieces() -> None:
+    """A server copies what its socket does not take at once, and other streams wait for it."""
+    numbers = np.arange(4096, dtype=np.float32).tolist()
+
+    def answer() -> Embeddings:
+        return Embeddings([Embedding(i, numbers) for i in range(100)], "m", EmbeddingUsage(1, 1))
+
+    response = await whole_response(HeavyWork(), 100 * 4096, answer)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await response({"type": "http"}, send, send)  # type: ignore[arg-type]
+    begin, *pieces, end = sent
+    whole = msgspec.json.encode(answer())
+    assert dict(begin["headers"])[b"content-length"] == str(len(whole)).encode()
+    assert b"".join(piece["body"] for piece in pieces) == whole
+    assert len(pieces) > 2
+    assert all(piece["more_body"] for piece in pieces)
+    assert not end.get("more_body")
+
+
+@pytest.mark.parametrize(
+    ("module", "path", "body"),
+    [
+        (chat_module, "chat/completions", {**CHAT, "logprobs": True, "n": 3}),
+        (completions_module, "completions", {**PROMPT, "logprobs": 1, "n": 3}),
+    ],
+)
+async def test_logprobs_end_choice_by_choice(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, module: Any, path: str, body: dict[str, Any]
+) -> None:
+    """With the request, all at once, they would take the loop with them."""
+    made: list[Any] = []
+    generation_of = module.generation_of
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        made.append(generation_of(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(module, "generation_of", noting)
+    response = await client.post(f"/v1/{path}", json=body)
+    assert all(choice["logprobs"] for choice in response.json()["choices"])
+    assert [state.logprobs for state in made[0].states] == [None] * 3
 
 
 def test_no_piece_of_a_long_answer_takes_long(served: ServedModel) -> None:
