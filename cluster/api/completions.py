@@ -148,6 +148,9 @@ class _CompletionAnswer:
             async for deltas in batches:
                 usage = self._generation.usage_of_chunk(self._request)
                 complete = self._complete(deltas)
+                if not self._unscored:
+                    yield self._events(complete, usage)
+                    continue
                 shape = partial(self._events, complete, usage)
                 yield await heavy_work.shape(self._num_echoed_logprobs(complete), shape)
         usage = self._generation.usage_of_chunk(self._request)
