@@ -146,7 +146,7 @@ class EngineClient:
                 self._abort(stream)
 
     async def recall(self, key: bytes) -> list[ResumePoint]:
-        """What the engines remember of a request, and forget by that (`Backend.recall`)."""
+        """What the engines remember of a request, and end by that (`Backend.recall`)."""
         links = self.links()
         for link in links:
             link.send(Recall(key))

@@ -53,7 +53,7 @@ class Inject(msgspec.Struct, frozen=True, tag="inject"):
 
 
 class Recall(msgspec.Struct, frozen=True, tag="recall"):
-    """Tell what is remembered of the requests with this key (`ResumeTag`), and forget it: this gateway has it then."""
+    """Tell what is remembered of the requests with this key (`ResumeTag`), and work on them no longer."""
 
     key: bytes
 

@@ -3,7 +3,8 @@
 A gateway keeps the journal that outlives an engine. This one outlives a gateway: when a gateway dies, its requests are
 aborted and hold nothing, but the tokens that they had stay here for `KEEP_S`, as do those of requests that have ended
 or were aborted by a gateway whose client had gone. A client that asks again, with the same request, the same
-`x-request-id` and the last event that it has seen, reaches some gateway, which asks all engines for the tokens.
+`x-request-id` and the last event that it has seen, reaches some gateway, which asks all engines for the tokens. They
+stay here then, for another `KEEP_S`: that gateway may die, or find all engines full, before another engine has them.
 
 Streams that came with an `x-request-id` are kept: over HTTP all, as Serve names those that have none. Memory is bounded
 by `MAX_TOKENS` for what has ended, oldest first out; what runs is bounded by the engine's own limits.
@@ -72,22 +73,24 @@ class ResumeJournal:
         self._expire()
 
     def refused(self, request_id: str) -> None:
-        """A request was not taken in. If it came with tokens, its client may still ask for them."""
+        """A request was not taken in. If its client has seen something of it, it may still ask for the rest."""
         entry = self._entries.get(request_id)
-        if entry is not None and entry.token_ids:
+        if entry is not None and (entry.token_ids or entry.tag.num_resumes):
             self.end([request_id])
         else:
             self._forget(request_id)
 
     def recall(self, key: bytes) -> dict[str, ResumePoint]:
-        """What is known of a request's answers, by request id. It is forgotten here: the gateway that asks has it."""
+        """What is known of a request's answers, by request id. They end by that, and their `KEEP_S` begins now."""
         self._expire()
-        request_ids = list(self._ids.get(key, {}).values())
         found = {}
-        for request_id in request_ids:
+        for request_id in self._ids.get(key, {}).values():
             entry = self._entries[request_id]
             found[request_id] = ResumePoint(entry.tag, entry.seed, entry.token_ids.tolist())
-            self._forget(request_id)
+            if request_id in self._ended:
+                self._ended[request_id] = self._clock()
+                self._ended.move_to_end(request_id)
+        self.end(found)
         return found
 
     def _expire(self) -> None:

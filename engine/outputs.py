@@ -38,13 +38,16 @@ class ResumeTag(msgspec.Struct, frozen=True, array_like=True):
     """By which a client can have an interrupted stream go on. Engines keep it, and do not read it.
 
     `key` is the same for the same request of the same client, `index` says which of its answers this is. `answer_id`
-    and `created` are what the client was told about the answer.
+    and `created` are what the client was told about the answer. The client may have begun the same request more than
+    once: `attempt` says which beginning this goes on from, `num_resumes` how often it has gone on since.
     """
 
     key: bytes
     index: int
     answer_id: str
     created: int
+    attempt: str = ""
+    num_resumes: int = 0
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

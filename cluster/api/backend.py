@@ -104,7 +104,8 @@ class Backend(Protocol):
 
     async def recall(self, key: bytes) -> Sequence[ResumePoint]:
         """What engines remember of the answers to a request (`ResumeTag.key`), perhaps several times of one. They
-        forget it, and stop working on what they still do. Takes as long as the slowest of them, within seconds."""
+        stop working on what they still do, and go on remembering. Takes as long as the slowest of them, within
+        seconds."""
         ...
 
     def health(self) -> ServiceHealth:

@@ -1,10 +1,10 @@
 """Streams that go on where they were interrupted: `x-request-id` and `Last-Event-ID`.
 
 Every event of a stream has an id: how many tokens of each answer the client has seen with it, and whether the answer
-has ended.
+has ended; then which attempt it belongs to.
 
-    id: 17            17 tokens of the only answer
-    id: 12e.9         of two answers: the first is complete with 12 tokens, the second has shown 9
+    id: 17-3fa0c2     17 tokens of the only answer
+    id: 12e.9-3fa0c2  of two answers: the first is complete with 12 tokens, the second has shown 9
 
 A client whose connection was lost sends the same request again, with its `x-request-id`, which the answer had, too, and
 with the last id as `Last-Event-ID`. Engines remember the tokens and the seed for a minute
@@ -12,6 +12,10 @@ with the last id as `Last-Event-ID`. Engines remember the tokens and the seed fo
 client has seen are left out: so what follows is what would have followed, whatever the answer is made of. Tokens that
 no engine remembers, or that come with logprobs, are computed again, and are the same, for sampling is a function of the
 seed and the position.
+
+A client that lost its connection before the first event begins anew, under the same `x-request-id` and with another
+seed, and engines may remember both answers. The attempt, drawn at the beginning and kept by all that goes on from it,
+keeps them apart. An id without one means the attempt that began last.
 
 Who may go on with a stream is who knows all of it: the id, the tenant's API key and every byte of the request.
 """
@@ -21,8 +25,9 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from secrets import token_hex
 
 import msgspec
 from starlette.requests import Request
@@ -30,11 +35,12 @@ from starlette.requests import Request
 from quire.engine.errors import InvalidRequestError
 from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, ResumeTag
 
+from ..messages import ResumePoint
 from .backend import Backend
 from .sse import DONE
 from .tenants import tenant_of
 
-_EVENT_ID = re.compile(r"\d{1,9}e?(?:\.\d{1,9}e?)*")
+_EVENT_ID = re.compile(r"(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:-([0-9a-f]{6}))?")
 _MAX_ID_CHARS = 256
 
 
@@ -56,8 +62,9 @@ class EventIds:
     stream pass through on their way out.
     """
 
-    def __init__(self, num_answers: int, seen: Sequence[Position] | None = None) -> None:
+    def __init__(self, num_answers: int, attempt: str, seen: Sequence[Position] | None = None) -> None:
         self._positions = [Position()] * num_answers
+        self._attempt = attempt
         self._seen = seen
         self._is_seen = False
 
@@ -98,7 +105,7 @@ class EventIds:
                     yield b"%bid: %b\n%b" % (data[:last], str(self).encode(), data[last:])
 
     def __str__(self) -> str:
-        return ".".join(map(str, self._positions))
+        return f"{'.'.join(map(str, self._positions))}-{self._attempt}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,8 @@ class Begun:
     prompts: list[list[EngineRequest]]  # per prompt, one for each choice
     answer_id: str
     created: int
+    attempt: str = field(default_factory=lambda: token_hex(3))  # six digits, as in `_EVENT_ID`
+    num_resumes: int = 0
     event_ids: EventIds | None = None  # of a stream that can go on elsewhere
 
 
@@ -130,9 +139,14 @@ async def may_resume(begun: Begun, http: Request, body: bytes, backend: Backend)
 
 async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend) -> Begun:
     requests = [request for choices in begun.prompts for request in choices]
-    seen = _positions(last_event_id, len(requests))
-    points = {point.tag.index: point for point in sorted(await backend.recall(key), key=lambda p: len(p.token_ids))}
-    if not points and not all(map(_is_repeatable, requests)):
+    seen, attempt = _read(last_event_id, len(requests))
+    points = _of_one_attempt(await backend.recall(key), attempt)
+    num_choices = len(begun.prompts[0])
+    seeds = {index // num_choices: point.seed for index, point in points.items()}  # each prompt has its own
+    if not all(
+        index // num_choices in seeds or seen[index] == Position() or _is_repeatable(request)
+        for index, request in enumerate(requests)
+    ):
         raise InvalidRequestError(
             "Last-Event-ID: no engine remembers this request: they do so for a minute, and only for the same "
             "x-request-id and the same body. Send it without Last-Event-ID to begin anew.",
@@ -140,11 +154,17 @@ async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend
             "not_resumable",
         )
     if points:
-        origin = next(iter(points.values()))
-        begun = replace(begun, answer_id=origin.tag.answer_id, created=origin.tag.created)
-        requests = [msgspec.structs.replace(request, seed=origin.seed) for request in requests]
+        last = max((point.tag for point in points.values()), key=lambda tag: tag.num_resumes)
+        begun = replace(
+            begun,
+            answer_id=last.answer_id,
+            created=last.created,
+            attempt=last.attempt or begun.attempt,
+            num_resumes=last.num_resumes + 1,
+        )
     resumed = []
     for index, request in enumerate(requests):
+        request = msgspec.structs.replace(request, seed=seeds.get(index // num_choices, request.seed))
         if index in points and request.sampling_params.logprobs is None:
             known = points[index].token_ids[: seen[index].num_tokens]
             request = msgspec.structs.replace(request, resume_token_ids=known)
@@ -152,14 +172,32 @@ async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend
     return _tagged(begun, key, resumed, seen)
 
 
+def _of_one_attempt(points: Sequence[ResumePoint], attempt: str) -> dict[int, ResumePoint]:
+    """What engines remember of this attempt, or of the newest where none is named, by answer.
+
+    Of several copies of an answer the one counts with which the client has gone on last: two engines may go on
+    differently, as they sum in another order, and an older copy can be longer. Then the longest.
+    """
+
+    def beginning(point: ResumePoint) -> tuple[int, str, str]:
+        return point.tag.created, point.tag.answer_id, point.tag.attempt
+
+    points = [point for point in points if attempt in ("", point.tag.attempt)]
+    newest = max(map(beginning, points), default=None)
+    copies = [point for point in points if beginning(point) == newest]
+    copies.sort(key=lambda point: (point.tag.num_resumes, len(point.token_ids)))
+    return {point.tag.index: point for point in copies}
+
+
 def _tagged(begun: Begun, key: bytes, requests: list[EngineRequest], seen: list[Position] | None) -> Begun:
     """With these requests in place of its own, for engines to remember."""
+    of_all = (begun.answer_id, begun.created, begun.attempt, begun.num_resumes)
     tagged = iter(
-        msgspec.structs.replace(request, resume_tag=ResumeTag(key, index, begun.answer_id, begun.created))
+        msgspec.structs.replace(request, resume_tag=ResumeTag(key, index, *of_all))
         for index, request in enumerate(requests)
     )
     prompts = [[next(tagged) for _ in choices] for choices in begun.prompts]
-    return replace(begun, prompts=prompts, event_ids=EventIds(len(requests), seen))
+    return replace(begun, prompts=prompts, event_ids=EventIds(len(requests), begun.attempt, seen))
 
 
 def _key(name: str, tenant: str, path: str, body: bytes) -> bytes:
@@ -169,13 +207,15 @@ def _key(name: str, tenant: str, path: str, body: bytes) -> bytes:
     return digest.digest()
 
 
-def _positions(text: str, num_answers: int) -> list[Position]:
-    parts = text.split(".") if _EVENT_ID.fullmatch(text) else []
-    if len(parts) != num_answers:
+def _read(text: str, num_answers: int) -> tuple[list[Position], str]:
+    """What an event id says: the positions, and the attempt, or "" where it names none."""
+    match = _EVENT_ID.fullmatch(text)
+    parts = match[1].split(".") if match else []
+    if match is None or len(parts) != num_answers:
         raise InvalidRequestError(
             f"Last-Event-ID: must be the id of an event of this stream, got {text[:100]!r}.", "Last-Event-ID"
         )
-    return [Position(int(part.removesuffix("e")), part.endswith("e")) for part in parts]
+    return [Position(int(part.removesuffix("e")), part.endswith("e")) for part in parts], match[2] or ""
 
 
 def _is_repeatable(request: EngineRequest) -> bool:

@@ -174,7 +174,7 @@ class FakeBackend:
                 self.last_words.setdefault(request_id, last)
 
     async def recall(self, key: bytes) -> Sequence[ResumePoint]:
-        return self.remembered.pop(key, [])
+        return self.remembered.get(key, [])
 
     def health(self) -> ServiceHealth:
         if self.is_asleep:

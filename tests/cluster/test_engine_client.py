@@ -837,8 +837,9 @@ async def test_engines_remember_the_streams_of_a_gateway_that_died(directory: Di
     assert seen + [t async for outputs in client.generate(MODEL, [rest]) for o in outputs for t in o.new_token_ids] == (
         expected(300)
     )
-    assert [point.token_ids for point in await client.recall(b"2")] == [expected(10)]
-    assert await client.recall(b"2") == await client.recall(b"never") == []
+    for _ in range(2):  # whoever asks may die before anybody else has them
+        assert [point.token_ids for point in await client.recall(b"2")] == [expected(10)]
+    assert await client.recall(b"never") == []
     for engine in engines:
         await engine.close()
 

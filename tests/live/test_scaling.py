@@ -379,16 +379,16 @@ def a_stream_goes_on_when_all_have_died(url: str) -> None:
                     event = json.loads(data)
                     assert "error" not in event, event
                     text += event["choices"][0]["text"]
-                    if last == "20":
+                    if last.startswith("20-"):
                         while gateways:
                             gateways.pop().kill()
                         engine = processes(ENGINES)[0]
                         wait_for(lambda engine=engine: engine.cpu_percent(0.5) < 20, 30)
         except httpx.TransportError:
             time.sleep(0.2)
-    assert last == "1500e"
+    assert last.startswith("1500e-")
     # The same from the beginning, with the seed that the engine had drawn: it is remembered once more.
-    again = {**headers, "Last-Event-ID": "1"}
+    again = {**headers, "Last-Event-ID": last.replace("1500e", "1", 1)}
     response = httpx.post(f"{url}/v1/completions", json=request, headers=again, timeout=60)
     rest = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
     assert text.endswith("".join(event["choices"][0]["text"] for event in rest))
