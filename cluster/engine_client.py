@@ -167,15 +167,19 @@ class EngineClient:
         return [prompts[key] for key in keys]
 
     def _place(self, stream: Stream) -> None:
-        """Send a stream to an engine, or let it wait for one."""
+        """Send a stream to an engine, or let it wait for one, or for its trial."""
         candidates = self._staying(stream) or self._fitting(stream)
         if not candidates:
             self._wait_for_engine(stream)
             return
-        link = self._chooser.choose(stream.request, stream.prompt, candidates)
         if stream.timer is not None:
             stream.timer.cancel()
             stream.timer = None
+        if stream.num_losses == MAX_LOSSES - 1 and not self._trials.may_begin(stream):
+            if stream.refusal is None:
+                stream.give_up_at = None  # an engine is there; who was refused by it goes on with the time it had left
+            return
+        link = self._chooser.choose(stream.request, stream.prompt, candidates)
         stream.engine = link
         link.streams[stream.wire_id] = stream
         link.send(Add(stream.to_submit()))
@@ -201,12 +205,13 @@ class EngineClient:
         return [link for link in self._fitting(stream) if not link.is_leaving]
 
     def _wait(self, stream: Stream) -> None:
-        """The stream has no engine: bound for how long."""
+        """The stream has no engine: bound for how long, and let the next one be tried."""
         loop = asyncio.get_running_loop()
         if stream.give_up_at is None:
             stream.give_up_at = loop.time() + self._failover_timeout_s
         if stream.timer is None:
             stream.timer = loop.call_at(stream.give_up_at, self._give_up, stream)
+        self._trials.end(stream)
 
     def _give_up(self, stream: Stream) -> None:
         message = f"No engine was available for this request within {self._failover_timeout_s:g} s."
@@ -278,13 +283,7 @@ class EngineClient:
                 self._fail(stream, EngineError(f"{stream.num_losses} engines in a row were lost with this request."))
                 continue
             self._book.moved(stream.model, "lost")
-            if link.is_leaving:
-                self._place(stream)
-            elif stream.num_losses == MAX_LOSSES - 1:
-                self._wait(stream)
-                self._trials.add(stream)
-            else:
-                self._place(stream)
+            self._place(stream)
 
     def on_message(self, link: EngineLink, message: EngineMessage) -> None:
         if isinstance(message, StepOutputs):

@@ -94,29 +94,33 @@ class Stream:
 
 
 class Trials:
-    """The last attempts of streams under which every engine so far was lost: one after the other.
+    """The last attempts of streams under which every engine so far was lost: one after the other, model by model.
 
     When an engine is lost, each of its streams may be the cause, and most are bystanders. Those that get the last of
-    their attempts together with the cause would fail with it. `place` sends a stream to an engine.
+    their attempts together with the cause would fail with it. A trial begins when an engine is there to take the
+    stream, and ends with its first token, with its end, or when no engine has it any more. So whoever waits here waits
+    for a stream that an engine works on, as those do that wait in an engine's queue, and no timer of the gateway runs
+    for it meanwhile. `place` is called with the next one, and lets it wait elsewhere if the engine has gone.
     """
 
     def __init__(self, place: Callable[[Stream], None]) -> None:
         self._place = place
-        self._waiting: dict[str, Stream] = {}  # by request id, oldest first
-        self._current: Stream | None = None
+        self._waiting: dict[str, dict[str, Stream]] = {}  # model -> request id -> stream, oldest first
+        self._current: dict[str, Stream] = {}  # by model
 
-    def add(self, stream: Stream) -> None:
-        self._waiting[stream.request.request_id] = stream
-        self._next()
+    def may_begin(self, stream: Stream) -> bool:
+        """Whether it is the stream's turn now. If not, it is placed when it is."""
+        is_next = self._current.setdefault(stream.model, stream) is stream
+        if not is_next:
+            self._waiting.setdefault(stream.model, {})[stream.request.request_id] = stream
+        return is_next
 
     def end(self, stream: Stream) -> None:
-        """The stream has made progress or ended; harmless for one that is not on trial."""
-        self._waiting.pop(stream.request.request_id, None)
-        if self._current is stream:
-            self._current = None
-            self._next()
-
-    def _next(self) -> None:
-        if self._current is None and self._waiting:
-            self._current = self._waiting.pop(next(iter(self._waiting)))
-            self._place(self._current)
+        """The stream has made progress, lost its engine or ended; harmless for one that is not on trial."""
+        waiting = self._waiting.get(stream.model, {})
+        waiting.pop(stream.request.request_id, None)
+        if self._current.get(stream.model) is not stream:
+            return
+        del self._current[stream.model]
+        while waiting and stream.model not in self._current:
+            self._place(waiting.pop(next(iter(waiting))))
