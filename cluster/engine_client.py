@@ -168,7 +168,7 @@ class EngineClient:
 
     def _place(self, stream: Stream) -> None:
         """Send a stream to an engine, or let it wait for one, or for its trial."""
-        candidates = self._staying(stream) or self._fitting(stream)
+        candidates = self._candidates(stream)
         if not candidates:
             self._wait_for_engine(stream)
             return
@@ -200,6 +200,11 @@ class EngineClient:
         fitting = [link for link in links if stream.fits(link.record)]
         # While nothing is lost, any of them can tell what it would have to be.
         return fitting or (links if stream.attempt == 0 else [])
+
+    def _candidates(self, stream: Stream) -> list[EngineLink]:
+        """The engines of which one gets a stream. One that leaves or makes no progress does where no other is."""
+        links = self._staying(stream) or self._fitting(stream)
+        return [link for link in links if link.problem is None] or links
 
     def _staying(self, stream: Stream) -> list[EngineLink]:
         return [link for link in self._fitting(stream) if not link.is_leaving]

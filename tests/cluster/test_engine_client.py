@@ -16,7 +16,7 @@ import pytest
 from fakes import MODEL, DictStore, PacedExecutor, expected_tokens, fake_core, make_core, start_engine, until
 
 from quire.cluster import directory as directory_module
-from quire.cluster import engine_links, recalls, transport
+from quire.cluster import engine_links, engine_server, recalls, transport
 from quire.cluster.directory import LEASE_S, Directory, EngineRecord, Lease, Registration
 from quire.cluster.engine_client import EngineClient
 from quire.cluster.engine_server import EngineServer
@@ -647,6 +647,25 @@ async def test_a_stalled_step_is_a_problem(directory: Directory) -> None:
     await until(lambda: server.problem() is None)
     await server.close()
     assert server.problem() == "the engine's step loop has ended"
+
+
+async def test_an_engine_that_makes_no_progress_gets_a_request_only_where_no_other_is(
+    directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However little else it has to do. It may also get one that has lost its engine."""
+    monkeypatch.setattr(engine_server, "REPORT_S", 0.01)
+    stuck, busy = [await start_engine(directory, f"e{i}", fake_core(step_s=0.005)) for i in range(2)]
+    await until(lambda: len(client.links()) == 2)
+    monkeypatch.setattr(stuck, "problem", lambda: "the step under way has taken 9 s, more than 5 s")
+    await until(lambda: client.links()[0].problem is not None)
+    streams = [asyncio.create_task(collect(client, request(f"r{i}", 200, seed=i))) for i in range(4)]
+    await until(lambda: len(busy._owners) == 4)
+    assert stuck._owners == {}
+    directory.remove("e1")
+    await busy.close()
+    assert await asyncio.gather(*streams) == [{f"r{i}": expected(200, seed=i)} for i in range(4)]
+    assert stuck.load().stats.num_generation_tokens > 0
+    await stuck.close()
 
 
 @pytest.mark.parametrize(("startup_timeout_s", "healthy"), [(60.0, True), (0.05, False)])
