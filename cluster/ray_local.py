@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from quire.workers.cgroup import usable_cores
+
 logger = logging.getLogger(__name__)
 
 OBJECT_STORE_BYTES = 128 << 20  # nothing of size travels as a Ray object
@@ -118,7 +120,7 @@ class LocalRay:
         try:
             ray.init(
                 address="local",
-                num_cpus=max(os.cpu_count() or 1, MIN_LOGICAL_CPUS),
+                num_cpus=max(usable_cores(), MIN_LOGICAL_CPUS),
                 include_dashboard=dashboard,
                 object_store_memory=OBJECT_STORE_BYTES,
                 _temp_dir=str(folder),

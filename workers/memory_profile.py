@@ -12,6 +12,8 @@ from quire.engine.errors import ConfigError
 from quire.engine.kv_cache_groups import policy_for
 from quire.engine.kv_cache_spec import KVCacheSpec, block_bytes, group_layers
 
+from .cgroup import free_below_limits
+
 logger = logging.getLogger(__name__)
 
 # Of what is free after loading. The rest is left to activations, other engines and the rest of the machine, whose
@@ -24,7 +26,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
-    return min([_mem_available(Path("/proc/meminfo")), *_cgroup_free(Path("/sys/fs/cgroup"))])
+    return min([_mem_available(Path("/proc/meminfo")), *free_below_limits()])
 
 
 def check_weights_fit(weight_bytes: int, device: torch.device, name: str) -> None:
@@ -86,12 +88,3 @@ def _mem_available(meminfo: Path) -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise ConfigError(f"cache.memory_bytes: must be given, because {meminfo} does not say what is available.")
-
-
-def _cgroup_free(root: Path) -> list[int]:
-    """What the container's limit leaves (control groups version 2, as seen from inside); empty without a limit."""
-    try:
-        limit, used = (root / "memory.max").read_text().strip(), int((root / "memory.current").read_text())
-    except OSError:
-        return []
-    return [] if limit == "max" else [max(0, int(limit) - used)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,6 +21,7 @@ from quire.kernels import fp8
 from quire.kernels.dispatch import LARGEST_GPU_HEAD
 from quire.kernels.ops import AttentionMetadata
 
+from .cgroup import usable_cores
 from .decode_graphs import CudaGraphBackend
 from .host_memory import gather_weights
 from .kv_cache import allocate_kv_cache
@@ -395,7 +395,7 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
 
 def default_num_threads(world_size: int) -> int:
     """The cores that this process may use, shared by the ranks."""
-    return max(1, len(os.sched_getaffinity(0)) // world_size)
+    return max(1, usable_cores() // world_size)
 
 
 @contextmanager

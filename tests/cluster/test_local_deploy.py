@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.cluster import ray_local
 from quire.cluster.config import QuireConfig
 from quire.cluster.config_file import ServiceConfig
 from quire.cluster.local_deploy import GRACE_S, check_room, wait_until_running
@@ -117,3 +119,16 @@ def test_what_can_never_be_is_refused_with_what_there_is(asked: ServiceConfig, s
     with pytest.raises(ConfigError) as caught:
         check_room(asked, [NODE])
     assert caught.value.message == f"Engine has no place here: {said}"
+
+
+@pytest.mark.parametrize(("usable", "expected"), [(4, 8), (20, 20)])
+def test_a_private_ray_has_as_many_cores(
+    usable: int, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It starts a Python process for each. The least are logical, for replicas that ask for parts of one."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(ray_local, "usable_cores", lambda: usable)
+    monkeypatch.setattr(ray_local, "environment", lambda folder, haproxy: {})
+    monkeypatch.setattr("ray.init", lambda **options: asked.update(options))
+    ray_local.LocalRay.start(tmp_path)
+    assert asked["num_cpus"] == expected
