@@ -6,6 +6,7 @@ import os
 import socket
 import struct
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -74,9 +75,12 @@ class ParallelContext:
         grid: Grid = Grid(),  # frozen
         tensor_group: dist.ProcessGroup | None = None,
         pipeline_group: dist.ProcessGroup | None = None,
+        host_ranks: Sequence[int] | None = None,
     ) -> None:
+        """`host_ranks`: those of the grid that share this rank's host, itself among them; all if None."""
         self.grid = grid
         self.rank = rank
+        self.host_ranks = range(grid.world_size) if host_ranks is None else host_ranks
         self.stage, self.tensor_rank = divmod(rank, grid.tensor_size)
         self.tensor_size = grid.tensor_size
         self._tensor_group = tensor_group
@@ -177,7 +181,19 @@ def join(
     )
     stages = [grid.stage_ranks(stage) for stage in range(grid.num_stages)]
     pipelines = [grid.pipeline_ranks(tensor_rank) for tensor_rank in range(grid.tensor_size)]
-    return ParallelContext(rank, grid, _subgroup(stages, rank, timeout), _subgroup(pipelines, rank, timeout))
+    groups = _subgroup(stages, rank, timeout), _subgroup(pipelines, rank, timeout)
+    return ParallelContext(
+        rank, grid, *groups, find_host_ranks(store, rendezvous, rank, grid.world_size, local_address)
+    )
+
+
+def find_host_ranks(
+    store: TCPStore, rendezvous: Rendezvous, rank: int, world_size: int, local_address: str
+) -> list[int]:
+    """The ranks at this address. All ranks have met, and ask."""
+    addresses = PrefixStore(f"addresses{rendezvous.generation}", store)
+    addresses.set(str(rank), local_address)
+    return [each for each in range(world_size) if addresses.get(str(each)).decode() == local_address]
 
 
 def _subgroup(groups: list[list[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup | None:

@@ -69,19 +69,21 @@ class Worker:
         """Build and fill this rank's share of the model. Raises `ConfigError` when it cannot work or does not fit."""
         if self.device.type == "cpu":
             # Explicit, because Ray sets OMP_NUM_THREADS to 1 in actors.
-            torch.set_num_threads(self._config.model.num_threads or default_num_threads(self._parallel.grid.world_size))
+            torch.set_num_threads(self._config.model.num_threads or default_num_threads(len(self._parallel.host_ranks)))
         else:
             torch.cuda.set_device(self.device)
             torch.cuda.empty_cache()  # what an earlier engine of this process left
             # What a split product adds up in two bytes depends on how it is split.
             torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
             torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+        free = free_bytes(self.device)  # at once: the other ranks of this host load, too
         blueprint = blueprint_for(self._config.model, self._info, self.device)
         with building(torch.device("meta"), self.dtype):
             model = blueprint.build(self._parallel)
             weight_bytes = num_bytes(model.parameters())
+            beside = [num_bytes(blueprint.build(each).parameters()) for each in self._beside()]
         check_heads(model.kv_cache_specs(self._config.cache.block_size, self.cache_dtype), self.device)
-        check_weights_fit(weight_bytes, self.device, self._info.name)
+        check_weights_fit([weight_bytes, *beside], free, self.device, self._info.name)
         with self._compiled_meanwhile() as is_elsewhere:
             self._model = self._loaded(blueprint)
             if is_elsewhere and self._parallel.grid.world_size == 1 and self._model.is_capturable:
@@ -98,6 +100,13 @@ class Worker:
             self.device,
             torch.get_num_threads(),
         )
+
+    def _beside(self) -> list[ParallelContext]:
+        """The places of the other ranks that load into the same memory."""
+        if self.device.type != "cpu":
+            return []
+        own = self._parallel
+        return [ParallelContext(rank, own.grid) for rank in own.host_ranks if rank != own.rank]
 
     def _compiled_meanwhile(self) -> AbstractContextManager[bool]:
         if self.device.type != "cpu":
@@ -138,8 +147,15 @@ class Worker:
         else:
             activation_bytes = 0
             self._warm_up()
-        stage = self._parallel.stage
-        return kv_cache_bytes(self._config, specs, self._info.max_model_len, self.device, activation_bytes, stage=stage)
+        return kv_cache_bytes(
+            self._config,
+            specs,
+            self._info.max_model_len,
+            self.device,
+            activation_bytes,
+            stage=self._parallel.stage,
+            host_ranks=self._parallel.host_ranks,
+        )
 
     def initialize_kv_cache(self, config: KVCacheConfig) -> None:
         """Allocate the cache, with this rank's own number of KV heads, and an empty request table. Capture graphs."""
@@ -393,9 +409,9 @@ def resolve_cache_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype
     return fp8.DTYPE if config.cache.kv_cache_dtype == "fp8_e4m3" else dtype
 
 
-def default_num_threads(world_size: int) -> int:
-    """The cores that this process may use, shared by the ranks."""
-    return max(1, usable_cores() // world_size)
+def default_num_threads(num_ranks: int) -> int:
+    """The cores that this process may use, shared by the ranks of its host."""
+    return max(1, usable_cores() // num_ranks)
 
 
 @contextmanager

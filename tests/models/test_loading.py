@@ -460,7 +460,7 @@ def test_memory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         load(info, cache={"memory_bytes": 1 << 60}).available_kv_cache_bytes()
     with pytest.raises(ConfigError, match=r"cache.num_kv_blocks: .* are missing"):
         load(info, cache={"num_kv_blocks": 1 << 40}).available_kv_cache_bytes()
-    monkeypatch.setattr("quire.workers.memory_profile.free_bytes", lambda device: 1000)
+    monkeypatch.setattr("quire.workers.worker.free_bytes", lambda device: 1000)
     with pytest.raises(ConfigError, match=r"the weights of .* 1,000 are free on cpu, [\d,]+ are missing"):
         load(info)
 
