@@ -169,7 +169,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Args:
         x: [num_rows, in_features].
         weight: [out_features, in_features], the dtype of `x`. On a GPU it may not be the result of what was launched
-            just before: a kernel begins to read it while that is still running.
+            just before: a kernel begins to read it while that is still running. If its rows lie apart, what is between
+            them is finite.
         bias: [out_features], the dtype of `x`.
     Returns [num_rows, out_features], a new tensor.
     """
@@ -341,7 +342,7 @@ def experts(
         routing: [num_tokens, experts_per_token] float32.
         gate_up: [num_experts, 2 * size, hidden_size], gate above up, contiguous; the dtype of `x`, or int8 or
             `fp8.DTYPE` with scales.
-        down: [num_experts, hidden_size, size], likewise.
+        down: [num_experts, hidden_size, size], likewise. (In float32 the rows of both may lie apart, as in `linear`.)
         activation: one of `activation.ACTIVATIONS`.
         gate_up_scales, down_scales: [num_experts, rows] float32; row r of a matrix in 8 bits is multiplied by its own.
         num_experts_in_all: how many there are, here and elsewhere, that tokens are spread over, where that is known.

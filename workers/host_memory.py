@@ -6,6 +6,7 @@ one behind the other. With 512 times fewer pages, a sum of 1 GiB is read at 32 G
 
 from __future__ import annotations
 
+import math
 import mmap
 import sys
 from collections.abc import Iterable
@@ -37,11 +38,22 @@ def zeros(num_bytes: int, part: float = 0.0) -> Tensor:
 
 def gather_weights(parameters: Iterable[nn.Parameter]) -> None:
     """Move those of our own layers, which are on the host and not loaded yet, to one piece of such memory, where they
-    are zero. One by one most matrices are smaller than a page or lie across two. What belongs to a parameter beside its
-    data (scales, the numbers of a packed embedding) stays where it is."""
+    are zero. One by one most matrices are smaller than a page or lie across two. Rows of float32 have zeros behind them
+    where kernels take no others. What belongs to a parameter beside its data (scales, the numbers of a packed
+    embedding) stays where it is."""
     parameters = [parameter for parameter in parameters if isinstance(parameter, ShardedParameter)]
-    sizes = [-(-parameter.nbytes // _ALIGNMENT) * _ALIGNMENT for parameter in parameters]
+    rows = [_row_numbers(parameter) for parameter in parameters]
+    nbytes = [math.prod(p.shape[:-1]) * row * p.itemsize for p, row in zip(parameters, rows, strict=True)]
+    sizes = [-(-each // _ALIGNMENT) * _ALIGNMENT for each in nbytes]
     memory = zeros(sum(sizes))
-    for parameter, start in zip(parameters, accumulate(sizes, initial=0), strict=False):
-        place = memory[start : start + parameter.nbytes]
-        parameter.data = place.view(parameter.dtype).view(parameter.shape)
+    for parameter, row, size, start in zip(parameters, rows, nbytes, accumulate(sizes, initial=0), strict=False):
+        place = memory[start : start + size].view(parameter.dtype)
+        parameter.data = place.view(*parameter.shape[:-1], row)[..., : parameter.shape[-1]]
+
+
+def _row_numbers(parameter: Tensor) -> int:
+    """That a row takes in memory."""
+    from quire.kernels.cpu.few_rows import padded_row
+
+    size = parameter.shape[-1]
+    return padded_row(size) if parameter.dtype == torch.float32 and parameter.dim() > 1 else size

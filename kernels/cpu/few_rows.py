@@ -67,7 +67,7 @@ def linear(
     """(x @ weight.T) * scales + bias in format `name`, which the CPU has.
 
     `in_features` is a multiple of the format's step and `out_features` of `tiles.TILE_ROWS`, and at least what its
-    largest tile takes; `weight` is contiguous.
+    largest tile takes, or the weight is one that `fits_float32`; it is contiguous.
     x, bias and the result have the format's dtype, or float32 or bfloat16 for x in digits. most_rows: up to how many
     it is this kernel, whoever else has some for more; None if that is not all.
     """
@@ -99,6 +99,30 @@ def linear(
     most_rows = min(most_rows or sys.maxsize, MAX_PREPARED if form.parts > 1 else sys.maxsize)
     run_call(CompiledCall(_entry(name), arguments, claims, rows, is_idempotent=True, most_rows=most_rows))
     return out
+
+
+def fits_float32(weight: Tensor) -> bool:
+    """Whether a weight of float32 has a tile's rows at least, each of whole quarters of a vector. (A last tile that
+    would have fewer begins earlier.)"""
+    out_features, in_features = weight.shape
+    is_whole = in_features > 0 and in_features == padded_row(in_features)
+    return out_features >= FORMATS["float32"].largest[1] and is_whole and weight.is_contiguous()
+
+
+def padded_row(in_features: int) -> int:
+    """Numbers of float32, of whole quarters of a vector, that a row takes."""
+    quarter = FORMATS["float32"].step // FORMATS["float32"].rows
+    return -(-in_features // quarter) * quarter
+
+
+def is_padded(weight: Tensor) -> bool:
+    """Whether each row of a weight, the last one too, has memory behind it up to `padded_row`. What is there is
+    multiplied by zero."""
+    (out_features, in_features), row = weight.shape, padded_row(weight.shape[1])
+    if in_features == row or weight.stride() != (row, 1):
+        return False
+    end = weight.storage_offset() + out_features * row
+    return end * weight.itemsize <= weight.untyped_storage().nbytes()
 
 
 def _prepared_row(form: Format, in_features: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import fp8, ops
+from quire.kernels.cpu import few_rows
 from quire.kernels.cpu.any_rows import capture
 from quire.kernels.cpu.graph import Pool
 from quire.kernels.cpu.intrinsics import IS_X86
@@ -96,7 +97,7 @@ def test_records_share_memory() -> None:
 
 
 def few(x: Tensor) -> Tensor:
-    return ops.linear(x, torch.randn(24, SIZE))  # no tiles of `many_rows`
+    return few_rows.linear("float32", x, torch.randn(24, SIZE), None, None)  # which is not told that it is all
 
 
 def widened(x: Tensor) -> Tensor:
@@ -128,3 +129,14 @@ def test_what_it_cannot_tell_is_refused(run: Callable[[Tensor], Tensor], reason:
     with torch.inference_mode(), pytest.raises(NotCapturableError, match=reason):
         capture(lambda: run(x[:NUM_ROWS]), Pool(), NUM_ROWS, MOST_ROWS, [x])
     assert recorder() is None
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (50, 172), (201, 64), (50, 71)])
+def test_weights_of_odd_sizes(shape: tuple[int, int]) -> None:
+    """One kernel takes any number of rows of them, so that they keep no prompt from being recorded."""
+    weight = torch.randn(shape[0], -(-shape[1] // 4) * 4)[:, : shape[1]]
+    x = torch.randn(40, shape[1])
+    with torch.inference_mode():
+        record, _ = capture(lambda: ops.linear(x[:7] * 2, weight), Pool(), 7, 40, [x])
+        for num_rows in (1, 7, 33, 40):
+            assert torch.equal(record.replay(num_rows), ops.linear(x[:num_rows] * 2, weight))

@@ -257,10 +257,43 @@ def test_the_order_of_a_sum() -> None:
     assert torch.equal(ops.linear(x[:3], weight), expected[:3])
 
 
-@pytest.mark.parametrize("shape", [(50, 576), (48, 40)])
-def test_sizes_that_no_tile_fits_take_the_library(shape: tuple[int, int]) -> None:
+@pytest.mark.parametrize("shape", [(50, 576), (48, 40), (3, 64), (48, 41)])
+def test_sizes_that_no_tile_fits(shape: tuple[int, int]) -> None:
+    """The library's, or a kernel's for all that are nearly whole."""
     x, weight, bias = _inputs(3, *shape)
     torch.testing.assert_close(ops.linear(x, weight, bias), torch.nn.functional.linear(x, weight, bias))
+
+
+# Vocabularies that 4 does not divide, intermediate sizes that 16 does not, and what tiles reach past in both.
+ODD_SHAPES = [(50, 576), (49, 64), (9, 64), (8, 64), (11, 2732), (344, 172), (48, 40), (17, 516), (15, 4)]
+
+
+@pytest.mark.skipif(not IS_X86, reason="the library's")
+@pytest.mark.parametrize("has_padding", [False, True])
+@pytest.mark.parametrize("shape", ODD_SHAPES)
+def test_float32_of_odd_sizes(shape: tuple[int, int], has_padding: bool) -> None:
+    """Sums are exact enough, and a row has the same bits in every batch. Behind rows that are not whole quarters of a
+    vector is something; what it is does not matter."""
+    out_features, in_features = shape
+    x, weight, bias = _inputs(300, *shape)
+    if has_padding:
+        in_features -= 1
+        x, weight = x[:, :in_features], weight[:, :in_features]
+    whole = ops.linear(x, weight, bias)
+    exact = x.double() @ weight.double().T + bias.double()
+    torch.testing.assert_close(whole, exact.float(), rtol=1e-5, atol=2e-6 * in_features**0.5)
+    for num_rows in (*range(1, 27), 48, 49, 64, 257):
+        assert torch.equal(ops.linear(x[:num_rows], weight, bias), whole[:num_rows])
+        assert torch.equal(ops.linear(x[-num_rows:], weight, bias), whole[-num_rows:])
+    assert torch.equal(ops.linear(x, weight), ops.linear(x, weight, torch.zeros(out_features)))
+
+
+@pytest.mark.skipif(not IS_X86, reason="the library's")
+def test_rows_of_a_wider_matrix_are_not_read_past_its_end() -> None:
+    x, wide, _ = _inputs(3, 48, 64)
+    weight = wide[:, 1:]  # 63 numbers, of which the last row has nothing behind it
+    assert not few_rows.is_padded(weight)
+    torch.testing.assert_close(ops.linear(x[:, 1:], weight), torch.nn.functional.linear(x[:, 1:], weight))
 
 
 def test_strided_and_empty_inputs() -> None:

@@ -14,18 +14,25 @@ from ..models.spec import MoESpec
 from ..parallel import ParallelContext
 from .parameter import Piece, ShardedParameter, replicated, whole
 
+_LEAST_ROWS = 8  # of a router: what kernels multiply at a time, on any CPU
+
 
 class Router(nn.Module):
-    """Scores the experts for each token. Every rank has all of it, so that all choose the same."""
+    """Scores the experts for each token. Every rank has all of it, so that all choose the same.
+
+    The matrix of few experts has rows of zeros behind theirs: it then has as many as kernels multiply at a time.
+    """
 
     def __init__(self, num_experts: int, hidden_size: int) -> None:
         super().__init__()
-        shape = (num_experts, hidden_size)
-        self.weight = ShardedParameter(torch.empty(shape), replicated(shape))
+        self._num_experts = num_experts
+        num_rows = max(num_experts, _LEAST_ROWS)
+        pieces = replicated((num_experts, hidden_size))
+        self.weight = ShardedParameter(torch.zeros(num_rows, hidden_size), pieces)
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, num_experts] logits."""
-        return self.weight.linear(x)
+        return self.weight.linear(x)[:, : self._num_experts]
 
 
 @dataclass(frozen=True, slots=True)

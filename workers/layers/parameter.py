@@ -299,8 +299,12 @@ class Fp8Parameter(ScaledParameter):
 
 
 def num_weights(parameters: Iterable[nn.Parameter]) -> int:
-    """Numbers in them, however they are stored."""
-    return sum(math.prod(p.matrix_shape) if isinstance(p, ShardedParameter) else p.numel() for p in parameters)
+    """Numbers in them, however they are stored; of our own layers those that a checkpoint has, without padding."""
+    return sum(_num_filled(p) if isinstance(p, ShardedParameter) else p.numel() for p in parameters)
+
+
+def _num_filled(parameter: ShardedParameter) -> int:
+    return sum(math.prod(part.stop - part.start for part in p.target) for p in parameter.pieces.values())
 
 
 def num_bytes(parameters: Iterable[nn.Parameter]) -> int:
