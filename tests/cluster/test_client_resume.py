@@ -258,6 +258,7 @@ async def test_a_resumption_that_finds_no_room_is_repeated(
         "stream": True,
         "logprobs": 1,
         "temperature": 1,
+        "skip_special_tokens": False,  # an event for each token, whatever is drawn
     }
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://api") as http:
         policy.engine_id = "e0"
