@@ -20,7 +20,7 @@ from .errors import BodyTooLargeError
 from .heavy_work import LARGE, HeavyWork
 from .limits import ApiLimits
 from .resume import EventIds
-from .sse import EventStream, unless_client_leaves
+from .sse import EventStream, first_event, unless_client_leaves
 from .template_sandbox import TemplateSandbox
 
 T = TypeVar("T")
@@ -81,6 +81,5 @@ async def stream_response(
     http: Request, events: AsyncGenerator[bytes, None], event_ids: EventIds | None = None
 ) -> Response:
     """Events as a response that begins with the first of them. What is raised until then gets an HTTP status."""
-    if event_ids is not None:
-        events = event_ids.number(events)
-    return EventStream(await unless_client_leaves(http.receive, anext(events)), events)
+    number = None if event_ids is None else event_ids.number
+    return EventStream(await unless_client_leaves(http.receive, first_event(events, number)), events, number)

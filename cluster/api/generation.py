@@ -117,39 +117,38 @@ class Generation:
 
         Raises what the backend raises, and `EngineError` when an answer ends with an error.
         """
-        async with aclosing(self._batches()) as batches:
-            async for deltas in batches:
-                if self._event_ids is None:
-                    yield deltas
-                    continue
-                for delta in deltas:
-                    self._event_ids.advance(delta)
-                    yield [delta]
-
-    async def _batches(self) -> AsyncGenerator[list[CompletionOutput], None]:
         try:
-            resumed = self._resume()
-            if resumed:
-                yield resumed
+            for deltas in self._by_event(self._resume()):
+                yield deltas
             running = [r for r, state in zip(self._requests, self.states, strict=True) if not state.finished]
             if not running:
                 return
             with self._bill:
                 async with aclosing(self._engines.generate(self._model, running)) as batches:
                     async for outputs in batches:
-                        deltas = self._take(outputs)
-                        if deltas:
+                        for deltas in self._by_event(self._take(outputs)):
                             yield deltas
                         if not self._num_unfinished:
                             return
             if len(self._last_words) < self._num_unfinished:
                 raise EngineError("The engine ended its work on this request without an answer.")
-            yield list(self._last_words.values())  # their engine was lost before it had reported
+            for deltas in self._by_event(list(self._last_words.values())):  # their engine was lost before it reported
+                yield deltas
         except QuireError as error:
             self._end_unfinished("deadline" if isinstance(error, DeadlineError) else "error")
             raise
         finally:
             self._end_unfinished("abort")
+
+    def _by_event(self, deltas: list[CompletionOutput]) -> Iterator[list[CompletionOutput]]:
+        """Those that become an event together: all, or where events are numbered, each by itself."""
+        if self._event_ids is None:
+            if deltas:
+                yield deltas
+            return
+        for delta in deltas:
+            self._event_ids.advance(delta)
+            yield [delta]
 
     def prompt_logprobs(self, index: int) -> PromptLogprobs | None:
         """Of the prompt of answer `index`, if they were asked for and have come."""

@@ -23,8 +23,7 @@ Who may go on with a stream is who knows all of it: the id, the tenant's API key
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from secrets import token_hex
@@ -58,8 +57,8 @@ class Position:
 class EventIds:
     """Numbers the events of one stream, and leaves out those that its client has seen.
 
-    `Generation` tells it of each delta before the delta becomes an event (`advance`); `number` is what the events of a
-    stream pass through on their way out.
+    `Generation` tells it of each delta before the delta becomes an event (`advance`); `number` is what each event of a
+    stream passes through on its way out.
     """
 
     def __init__(self, num_answers: int, attempt: str, seen: Sequence[Position] | None = None) -> None:
@@ -94,15 +93,14 @@ class EventIds:
         )
         return [first, output]  # tokens that are known already are ignored
 
-    async def number(self, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-        """The events that the client has not seen, with their ids. One item is what one delta has become."""
-        async with aclosing(events):
-            async for data in events:
-                if data.endswith(DONE):
-                    yield data
-                elif data and not self._is_seen:
-                    last = data.rfind(b"\n\ndata: ", 0, -2) + 2 if b"\n\ndata: " in data else 0
-                    yield b"%bid: %b\n%b" % (data[:last], str(self).encode(), data[last:])
+    def number(self, data: bytes) -> bytes:
+        """The events that one delta has become, with its id; nothing where the client has seen them."""
+        if data.endswith(DONE):
+            return data
+        if self._is_seen or not data:
+            return b""
+        last = data.rfind(b"\n\ndata: ", 0, -2) + 2 if b"\n\ndata: " in data else 0
+        return b"%bid: %b\n%b" % (data[:last], str(self).encode(), data[last:])
 
     def __str__(self) -> str:
         return f"{'.'.join(map(str, self._positions))}-{self._attempt}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -63,18 +63,31 @@ async def _client_left(receive: Receive) -> None:
         pass
 
 
+# Made of what a stream yields before it is sent; nothing, where that is not to be sent.
+Number = Callable[[bytes], bytes]
+
+
+async def first_event(events: AsyncGenerator[bytes, None], number: Number | None) -> bytes:
+    """The first of `events` that is to be sent, or nothing."""
+    async for data in events:
+        if number is None or (data := number(data)):
+            return data
+    return b""
+
+
 class EventStream(Response):
     """Sends `first` and then what `events` yields (bytes of one or more events each), until it ends.
 
-    `first` was awaited before the response began, so that a request that is refused gets an HTTP status. An error
-    afterwards is the last event. When the client leaves, `events` is closed at once.
+    `first` was awaited before the response began (`first_event`), so that a request that is refused gets an HTTP
+    status. An error afterwards is the last event. When the client leaves, `events` is closed at once.
     """
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], number: Number | None = None) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
+        self._number = number
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         try:
@@ -87,16 +100,19 @@ class EventStream(Response):
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
-        async for data in self._with_error():
-            await send({"type": "http.response.body", "body": data, "more_body": True})
+        last = b""
+        while not last:
+            try:
+                data = await anext(self._events)
+                if self._number is not None:
+                    data = self._number(data)
+            except StopAsyncIteration:
+                break
+            except QuireError as error:
+                data = last = event(body_of(error))
+            except Exception as error:  # status 200 is out: that it failed can only be said in the stream
+                logger.exception("A stream failed")
+                data = last = event(body_of(error))
+            if data:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _with_error(self) -> AsyncGenerator[bytes, None]:
-        try:
-            async for data in self._events:
-                yield data
-        except QuireError as error:
-            yield event(body_of(error))
-        except Exception as error:  # status 200 is out: that it failed can only be said in the stream
-            logger.exception("A stream failed")
-            yield event(body_of(error))
