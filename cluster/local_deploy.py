@@ -123,16 +123,17 @@ def _said(status: ApplicationStatusOverview) -> str:
 
 
 def check_room(service: ServiceConfig, nodes: list[Mapping[str, float]]) -> None:
-    """Whether each engine and its ranks fit on the nodes when they are empty: a private cluster does not grow.
+    """Whether all engines and their ranks fit on the nodes together: a private cluster does not grow.
 
     Raises `ConfigError` that says what is missing and what is there.
     """
     from .app import settled
 
+    free = [dict(node) for node in nodes]
     for name, engine in service.quire.engines().items():
         options = service.deployments.get(name, {}).get("ray_actor_options")
         for plan in _plans(settled(engine), options):
-            if not placement.fits(plan, nodes):
+            if not placement.take(plan, free):
                 raise ConfigError(f"{name} has no place here: {placement.explain_shortage(plan, nodes)}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -73,6 +73,22 @@ def fits(plan: PlacementPlan, nodes: Sequence[Mapping[str, float]]) -> bool:
     if plan.strategy == "STRICT_SPREAD":
         held = [min(1, count) for count in held]
     return sum(held) >= len(plan.bundles)
+
+
+def take(plan: PlacementPlan, free: Sequence[MutableMapping[str, float]]) -> bool:
+    """Put the bundles on the first nodes that have room for them left, and take that room away; False if there is none
+    for one of them."""
+    used: set[int] = set()
+    for bundle in plan.bundles:
+        for index, node in enumerate(free):
+            is_open = plan.strategy != "STRICT_SPREAD" or index not in used
+            if is_open and all(node.get(name, 0.0) >= amount for name, amount in bundle.items()):
+                break
+        else:
+            return False
+        used.add(index)
+        node.update({name: round(node[name] - amount, 4) for name, amount in bundle.items()})  # as exact as Ray is
+    return True
 
 
 def live_nodes() -> list[Mapping[str, float]]:

@@ -89,13 +89,17 @@ def service(deployments: dict[str, dict[str, Any]] | None = None, **sections: An
 
 def test_what_fits_is_let_through() -> None:
     check_room(service(), [NODE])
-    check_room(service(parallel={"tensor_parallel_size": 8, "pipeline_parallel_size": 2}), [NODE])
+    check_room(service(parallel={"tensor_parallel_size": 7, "pipeline_parallel_size": 2}), [NODE])
     check_room(service({"Engine": {"ray_actor_options": {"num_cpus": 8, "num_gpus": 1}}}), [NODE])
 
 
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
+        (
+            service(parallel={"tensor_parallel_size": 8, "pipeline_parallel_size": 2}),  # and the engine's own actor
+            "4 CPU on one node are needed, 2 times; there is that much, but it is in use.",
+        ),
         (
             service(model={"device": "cuda"}, parallel={"tensor_parallel_size": 2}),
             "1 CPU and 2 GPU on one node are needed, and no node has that: there is 8 CPU and 1 GPU.",
@@ -119,6 +123,33 @@ def test_what_can_never_be_is_refused_with_what_there_is(asked: ServiceConfig, s
     with pytest.raises(ConfigError) as caught:
         check_room(asked, [NODE])
     assert caught.value.message == f"Engine has no place here: {said}"
+
+
+def engines(device: str, count: int, **parallel: Any) -> ServiceConfig:
+    models = [{"model": {"served_model_name": f"m{i}"}, "parallel": parallel} for i in range(count)]
+    return ServiceConfig(quire=QuireConfig.model_validate({"model": {"device": device}, "models": models}))
+
+
+def test_engines_that_fit_only_one_by_one_are_refused() -> None:
+    check_room(engines("cuda", 1), [NODE])
+    check_room(engines("cuda", 2), [NODE, NODE])
+    check_room(engines("cpu", 16), [NODE])
+    with pytest.raises(ConfigError) as caught:
+        check_room(engines("cuda", 2), [NODE])
+    shortage = "0.5 CPU and 1 GPU on one node are needed; a node has that much, but it is in use."
+    assert caught.value.message == f"Engine-m1 has no place here: {shortage}"
+    with pytest.raises(ConfigError, match=r"^Engine-m16 has no place here"):
+        check_room(engines("cpu", 17), [NODE])
+    assert NODE == {"CPU": 8.0, "GPU": 1.0, "memory": 1e10}
+
+
+def test_stages_apart_are_taken_on_nodes_of_their_own() -> None:
+    apart = {"pipeline_parallel_size": 2, "stage_placement": "strict_spread"}
+    check_room(engines("cuda", 1, **apart), [NODE, NODE])
+    with pytest.raises(ConfigError, match=r"^Engine-m0 has no place here: .* each on a node of its own"):
+        check_room(engines("cuda", 1, **apart), [{"CPU": 8.0, "GPU": 2.0}])
+    with pytest.raises(ConfigError, match=r"^Engine-m1 has no place here: .* but it is in use"):
+        check_room(engines("cuda", 2, **apart), [NODE, NODE])
 
 
 @pytest.mark.parametrize(("usable", "expected"), [(4, 8), (20, 20)])
