@@ -5,18 +5,17 @@ must find the class there, not its name.
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast
+from typing import Any, cast
 
-import ray
 from ray import serve
 from ray.serve import Application, Deployment
 
-from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.config import EngineConfig
 
 from .config import GATEWAY, QuireConfig
 from .engine_replica import Engine
 from .gateway import Gateway
-from .placement import CPU_PER_RANK
+from .placement import CPU_PER_RANK, auto_device
 
 # Serve's own defaults are meant for short calls; a gateway holds streams that last minutes. Requests queue in the
 # engines, which know what they can hold, so that neither Serve nor its proxy has to refuse any.
@@ -66,8 +65,11 @@ def _bind_engine(name: str, engine: EngineConfig, options: Mapping[str, Any], al
 
 
 def settled(engine: EngineConfig) -> EngineConfig:
-    """`device: auto` settled by what the cluster has, and with it the size of a step that nobody chose."""
-    model, scheduler = engine.model.model_copy(update={"device": _device(engine.model)}), engine.scheduler
+    """`device: auto` settled by what the cluster has, and with it the size of a step that nobody chose. Here and not in
+    the actor, which sees a GPU only if it asks for one."""
+    model, scheduler = engine.model, engine.scheduler
+    if model.device == "auto":
+        model = model.model_copy(update={"device": auto_device(engine.parallel.world_size)})
     if model.device == "cpu" and "max_num_batched_tokens" not in scheduler.model_fields_set:
         scheduler = scheduler.model_copy(update={"max_num_batched_tokens": CPU_STEP_TOKENS})
     return engine.model_copy(update={"model": model, "scheduler": scheduler})
@@ -83,11 +85,3 @@ def engine_actor_options(config: EngineConfig) -> dict[str, float]:
 
 def _deployment(cls: type) -> Deployment:
     return cast(Deployment, serve.deployment(cls))
-
-
-def _device(model: ModelConfig) -> Literal["cpu", "cuda"]:
-    """Settled here and not in the actor, which sees a GPU only if it asks for one."""
-    if model.device != "auto":
-        return model.device
-    has_gpu = ray.is_initialized() and ray.cluster_resources().get("GPU", 0) >= 1  # type: ignore[no-untyped-call]  # Ray does not annotate it
-    return "cuda" if has_gpu else "cpu"

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
+import runpy
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Literal
 
 import ray
 from ray.exceptions import GetTimeoutError
@@ -30,6 +35,39 @@ class PlacementPlan:
 
     bundles: tuple[dict[str, float], ...]
     strategy: str = "PACK"
+
+
+def auto_device(world_size: int) -> Literal["cpu", "cuda"]:
+    """`device: auto` for all ranks of an engine alike, before one of them starts: cuda where Ray counts a GPU for each
+    and torch is built for them."""
+    num_gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0  # type: ignore[no-untyped-call]
+    return _device_for(num_gpus, world_size)
+
+
+@cache
+def _device_for(num_gpus: float, world_size: int) -> Literal["cpu", "cuda"]:
+    """Said once where there are GPUs."""
+    if num_gpus == 0:
+        return "cpu"
+    if num_gpus < world_size:
+        logger.warning("device: auto takes the CPU: %d ranks need a GPU each, and Ray has %g.", world_size, num_gpus)
+        return "cpu"
+    cuda = torch_cuda()
+    if cuda is None:
+        logger.warning("device: auto takes the CPU: Ray has %g GPU, but torch is a build for CPUs.", num_gpus)
+        return "cpu"
+    logger.info("device: auto takes the GPU: Ray has %g, and torch is a build for CUDA %s.", num_gpus, cuda)
+    return "cuda"
+
+
+def torch_cuda() -> str | None:
+    """The version of CUDA that torch is built for. Torch itself is not imported, for seconds and hundreds of megabytes
+    that a process which computes nothing has no use for."""
+    torch = importlib.util.find_spec("torch")
+    assert torch is not None
+    assert torch.origin is not None
+    cuda: str | None = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]
+    return cuda
 
 
 def node_address() -> str:

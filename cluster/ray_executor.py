@@ -129,11 +129,10 @@ class RayExecutor:
 
 
 def _with_device(config: EngineConfig) -> EngineConfig:
-    """`device: auto` settled for all ranks alike: cuda where the cluster has a GPU for each."""
+    """`device: auto` settled for all ranks alike."""
     if config.model.device != "auto":
         return config
-    num_gpus = ray.cluster_resources().get("GPU", 0.0)  # type: ignore[no-untyped-call]
-    device = "cuda" if num_gpus >= config.parallel.world_size else "cpu"
+    device = placement.auto_device(config.parallel.world_size)
     return config.model_copy(update={"model": config.model.model_copy(update={"device": device})})
 
 

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from quire.cluster import placement
 from quire.cluster.app import CPU_STEP_TOKENS, bind, settled
 from quire.cluster.autoscaling import EngineLoadPolicy
 from quire.cluster.config import QuireConfig, override
 from quire.cluster.config_file import ServiceConfig, load_service
 from quire.cluster.config_template import config_template
+from quire.cluster.ray_executor import _with_device
 from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError
 
@@ -234,6 +238,46 @@ def test_a_gateway_that_is_not_needed_has_the_time_of_a_long_stream(
 )
 def test_a_step_on_cpu_is_short_unless_somebody_chose_its_size(given: dict[str, object], tokens: int) -> None:
     assert settled(EngineConfig.model_validate(given)).scheduler.max_num_batched_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_ranks", "cuda", "device", "said"),
+    [
+        (0.0, 1, "13.0", "cpu", ""),
+        (1.0, 1, "13.0", "cuda", "device: auto takes the GPU: Ray has 1, and torch is a build for CUDA 13.0."),
+        (1.0, 1, None, "cpu", "device: auto takes the CPU: Ray has 1 GPU, but torch is a build for CPUs."),
+        (1.0, 2, "13.0", "cpu", "device: auto takes the CPU: 2 ranks need a GPU each, and Ray has 1."),
+        (2.0, 2, "13.0", "cuda", "device: auto takes the GPU: Ray has 2, and torch is a build for CUDA 13.0."),
+    ],
+)
+def test_auto_takes_gpus_that_are_enough_and_that_torch_can_use(
+    num_gpus: float,
+    num_ranks: int,
+    cuda: str | None,
+    device: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And says once which they are, or why it does not."""
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0, **({"GPU": num_gpus} if num_gpus else {})})
+    monkeypatch.setattr(placement, "torch_cuda", lambda: cuda)
+    placement._device_for.cache_clear()
+    config = EngineConfig.model_validate({"parallel": {"tensor_parallel_size": num_ranks}})
+    with caplog.at_level("INFO"):
+        assert [settled(config).model.device, _with_device(config).model.device] == [device] * 2
+    placement._device_for.cache_clear()
+    assert [record.message for record in caplog.records] == ([said] if said else [])
+
+
+def test_torch_says_what_it_is_built_for_without_being_imported() -> None:
+    import torch
+
+    assert placement.torch_cuda() == torch.version.cuda
+    asked = "import sys; from quire.cluster.placement import torch_cuda; torch_cuda(); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 def test_the_template_is_a_service_without_a_file(path: Path) -> None:
