@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
@@ -41,6 +42,7 @@ from .quantization import blueprint_for
 logger = logging.getLogger(__name__)
 
 _WARM_UP_ROWS = 32  # requests with a token each are more rows than any kernel on CPU for few rows takes
+_LONG_CONTEXT = 2048  # keys of a decode: a GPU cuts them in more parts than one program of attention takes
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -289,12 +291,14 @@ class Worker:
     def _measure_activations(self) -> int:
         """Peak bytes of the largest step beside weights and cache, on a GPU, and those of the graphs."""
         step, config = self._largest_step()
-        self._make_runner(config)
+        long_decode, enough_for_it = self._long_decode()
+        self._make_runner(max(config, enough_for_it, key=lambda each: each.num_blocks))
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute_model(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         self._run_prompts_of_all_sizes()
+        self.execute_model(long_decode)
         graph_bytes = self._measure_graphs() if self._uses_graphs else 0
         self._runner = None
         torch.cuda.empty_cache()
@@ -313,6 +317,14 @@ class Worker:
         for num_tokens in [*(1 << i for i in range((most - 1).bit_length())), most]:
             step, _ = self._step_of(np.array([num_tokens], np.int32))
             self.execute_model(step)
+
+    def _long_decode(self) -> tuple[SchedulerOutput, KVCacheConfig]:
+        """A decode with a long context, and the cache it needs: attention adds up parts there, by a kernel of its own,
+        which is first compiled while serving where no graph is captured."""
+        length = min(_LONG_CONTEXT, self._info.max_model_len)
+        step, config = self._step_of(np.array([length], np.int32))
+        one = np.ones(1, np.int32)
+        return msgspec.structs.replace(step, num_scheduled_tokens=one, num_computed_tokens=length - one), config
 
     def _draft_bytes(self) -> int:
         """What drafts add to the largest step, which has none: logits, and three copies where they are drawn."""

@@ -21,13 +21,14 @@ from tokenizers import Tokenizer, models
 from quire.cluster.assembly import start_core
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
-from quire.engine.kv_cache_spec import KVCacheSpec
+from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_model_info
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.engine.tokenizer import load_tokenizer
 from quire.kernels import ops
 from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
+from quire.workers.layers.attention import LayerCache
 from quire.workers.layers.linear import shard_heads
 from quire.workers.layers.parameter import Int8Parameter, PackedParameter, PackedRows, num_bytes, num_weights
 from quire.workers.loader.gguf import open_gguf
@@ -541,23 +542,34 @@ def test_what_was_shut_down_is_freed_though_it_is_still_held(tmp_path: Path) -> 
         gc.enable()
 
 
-def test_one_prompt_of_each_power_of_two_before_a_gpu_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles, and so what is compiled, depend on the rows of a step by powers of two."""
+def test_one_prompt_of_each_power_of_two_and_a_long_decode_before_a_gpu_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles, and so what is compiled, depend on the rows of a step by powers of two, and on whether the keys of one are
+    cut in parts."""
     make_tiny_llama(tmp_path)
     worker = load(
         info_of(tmp_path), model={"enforce_eager": True}, scheduler={"max_num_batched_tokens": 44, "max_num_seqs": 4}
     )
-    sizes, run = [], worker.execute_model
+    sizes, contexts, num_blocks, run, make = [], [], [], worker.execute_model, worker._make_runner
 
     def execute_model(step: SchedulerOutput) -> ModelRunnerOutput:
         sizes.append(step.num_scheduled_tokens.tolist())
+        contexts.append(step.num_computed_tokens.tolist())
+        assert max(block for new in step.new_rows for group in new.block_ids for block in group) < num_blocks[-1]
         return run(step)
 
+    def make_runner(config: KVCacheConfig) -> list[LayerCache]:
+        num_blocks.append(config.num_blocks)
+        return make(config)
+
     monkeypatch.setattr(worker, "execute_model", execute_model)
+    monkeypatch.setattr(worker, "_make_runner", make_runner)
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda _device: 0)
     worker._measure_activations()
-    assert sizes == [[11] * 4, [1], [2], [4], [8], [16], [32], [44]]
+    assert sizes == [[11] * 4, [1], [2], [4], [8], [16], [32], [44], [1]]
+    assert contexts == [[0] * 4, *[[0]] * 7, [255]]  # as long as this model takes, and longer than the largest step
 
 
 def test_heads_that_a_gpu_has_no_tiles_for_are_refused_before_weights_are_read() -> None:
