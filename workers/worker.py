@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -43,6 +45,7 @@ logger = logging.getLogger(__name__)
 
 _WARM_UP_ROWS = 32  # requests with a token each are more rows than any kernel on CPU for few rows takes
 _LONG_CONTEXT = 2048  # keys of a decode: a GPU cuts them in more parts than one program of attention takes
+_DRIVER = Path("/proc/driver/nvidia/version")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -403,8 +406,15 @@ def resolve_device(device: str, index: int = 0) -> torch.device:
     """auto: cuda where torch sees a GPU. Raises `ConfigError` when a GPU is asked for and there is none."""
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
-        raise ConfigError("model.device: 'cuda' was given, but torch sees no GPU.")
+        raise ConfigError(f"model.device: 'cuda' was given, but torch sees no GPU: {_what_must_fit()}.")
     return torch.device("cuda", index) if has_cuda and device != "cpu" else torch.device("cpu")
+
+
+def _what_must_fit() -> str:
+    """The CUDA that torch is built for, and the driver, which may be too old for it."""
+    built = f"a build for CUDA {torch.version.cuda}" if torch.version.cuda else "a build for CPUs"
+    found = re.search(r"\b\d{3,}\.\d+(\.\d+)*", _DRIVER.read_text()) if _DRIVER.exists() else None
+    return f"it is {built}, and {f'the NVIDIA driver is {found[0]}' if found else 'no NVIDIA driver was found'}"
 
 
 def resolve_dtype(dtype: str, device: torch.device, info: ModelInfo) -> torch.dtype:

@@ -18,6 +18,7 @@ import ray
 import yaml
 from kuberay_schema import RAY_SERVICE
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from quire.cluster.api.app import create_app
 from quire.cluster.config_file import load_service
@@ -104,6 +105,19 @@ def test_clouds_run_the_ray_of_the_lock(name: str) -> None:
     (pinned,) = re.findall(r"^ray==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
     assert load(name)["docker"]["image"] == f"rayproject/ray:{pinned}-py311-gpu"
     assert pinned == ray.__version__
+
+
+@pytest.mark.parametrize("name", ["aws.yaml", "gcp.yaml"])
+def test_nodes_with_gpus_have_a_driver_for_the_torch_of_the_lock(name: str) -> None:
+    """Torch of PyPI is built for CUDA 13 since 2.11, which needs 580. No image of Ray's own choice has that."""
+    (pinned,) = re.findall(r"^torch==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert Version("2.11") <= Version(pinned) < Version("2.14")
+    config = load(name)["available_node_types"]["gpu"]["node_config"]
+    if name == "aws.yaml":
+        assert config["ImageId"] == "YOUR-AMI"
+    else:
+        (disk,) = config["disks"]
+        assert int(disk["initializeParams"]["sourceImage"].rpartition("-nvidia-")[2]) >= 580
 
 
 # What all nodes share

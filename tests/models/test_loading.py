@@ -27,6 +27,7 @@ from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.engine.tokenizer import load_tokenizer
 from quire.kernels import ops
 from quire.kernels.packed import PACKINGS, unpack
+from quire.workers import worker as worker_module
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
 from quire.workers.layers.attention import LayerCache
 from quire.workers.layers.linear import shard_heads
@@ -37,7 +38,7 @@ from quire.workers.model_check import check_model
 from quire.workers.models.families import FAMILIES
 from quire.workers.parallel import Grid, ParallelContext, interface_of, split_range
 from quire.workers.quantization import PackedBlueprint, blueprint_for
-from quire.workers.worker import Worker, building, check_heads
+from quire.workers.worker import Worker, building, check_heads, resolve_device
 
 rounds_in_int8 = pytest.mark.skipif(
     not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
@@ -570,6 +571,31 @@ def test_one_prompt_of_each_power_of_two_and_a_long_decode_before_a_gpu_serves(
     worker._measure_activations()
     assert sizes == [[11] * 4, [1], [2], [4], [8], [16], [32], [44], [1]]
     assert contexts == [[0] * 4, *[[0]] * 7, [255]]  # as long as this model takes, and longer than the largest step
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "said"),
+    [
+        (
+            "13.0",
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (a@b)\n"
+            "GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)\n",
+            "it is a build for CUDA 13.0, and the NVIDIA driver is 570.86.10.",
+        ),
+        (None, "", "it is a build for CPUs, and no NVIDIA driver was found."),
+    ],
+)
+def test_a_gpu_that_torch_does_not_see_is_told_with_the_versions(
+    cuda: str | None, driver: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(worker_module, "_DRIVER", tmp_path / "version")
+    if driver:
+        (tmp_path / "version").write_text(driver)
+    with pytest.raises(ConfigError) as caught:
+        resolve_device("cuda")
+    assert caught.value.message == f"model.device: 'cuda' was given, but torch sees no GPU: {said}"
 
 
 def test_heads_that_a_gpu_has_no_tiles_for_are_refused_before_weights_are_read() -> None:
