@@ -72,10 +72,10 @@ class Worker:
 
     def load_model(self) -> None:
         """Build and fill this rank's share of the model. Raises `ConfigError` when it cannot work or does not fit."""
-        if self.device.type == "cpu":
-            # Explicit, because Ray sets OMP_NUM_THREADS to 1 in actors.
-            torch.set_num_threads(self._config.model.num_threads or default_num_threads(len(self._parallel.host_ranks)))
-        else:
+        threads_before = torch.get_num_threads()
+        # Explicit, because Ray sets OMP_NUM_THREADS to 1 in actors.
+        torch.set_num_threads(self._config.model.num_threads or default_num_threads(len(self._parallel.host_ranks)))
+        if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
             torch.cuda.empty_cache()  # what an earlier engine of this process left
             # What a split product adds up in two bytes depends on how it is split.
@@ -105,6 +105,8 @@ class Worker:
             self.device,
             torch.get_num_threads(),
         )
+        if self.device.type == "cuda":
+            torch.set_num_threads(threads_before)  # only reading and quantizing has work for more
 
     def _beside(self) -> list[ParallelContext]:
         """The places of the other ranks that load into the same memory."""

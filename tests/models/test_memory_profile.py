@@ -125,6 +125,31 @@ def test_ranks_count_the_weights_of_those_beside_them(
                 worker.load_model()
 
 
+@pytest.mark.parametrize(("given", "expected"), [(None, 3), (2, 2)])
+def test_weights_for_a_gpu_are_read_by_as_many_threads(
+    tmp_path: Path, given: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Afterwards there are as many as before: Ray starts a rank with one, and a GPU computes its steps."""
+    make_tiny_llama(tmp_path)
+    config = EngineConfig(model=ModelConfig(model=str(tmp_path), num_threads=given))
+    worker = Worker(config, load_model_info(config.model), ParallelContext(0, Grid(tensor_size=2)))
+    worker.device = torch.device("cuda", 0)
+    for name in ("set_device", "empty_cache"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    monkeypatch.setattr(worker_module, "free_bytes", lambda device: FREE)
+    monkeypatch.setattr(worker_module, "usable_cores", lambda: 6)
+    loaded: list[int] = []
+    monkeypatch.setattr(worker, "_loaded", lambda _blueprint: loaded.append(torch.get_num_threads()))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        worker.load_model()
+        assert loaded == [expected]
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_threads_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "usable_cores", lambda: 6)
     assert [default_num_threads(num_ranks) for num_ranks in (1, 2, 4, 8)] == [6, 3, 1, 1]
