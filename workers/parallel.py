@@ -120,6 +120,11 @@ class ParallelContext:
         work = dist.isend(tensor, self.rank + self.tensor_size, group=self._pipeline_group)
         self._sends.append((work, tensor))  # which must live until it is taken
 
+    @property
+    def most_sent_bytes(self) -> int:
+        """Of all that is kept until the next stage takes it, if the largest step so far is the largest of all."""
+        return _MAX_SENDS * max((tensor.nbytes for _, tensor in self._sends), default=0)
+
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """What the stage before sends next."""
         tensor = torch.empty(shape, dtype=dtype, device=device)

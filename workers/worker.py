@@ -302,18 +302,20 @@ class Worker:
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute_model(step)
         peak = torch.cuda.max_memory_allocated(self.device) - before
+        sent_bytes = self._parallel.most_sent_bytes
         self._run_prompts_of_all_sizes()
         self.execute_model(long_decode)
         graph_bytes = self._measure_graphs() if self._uses_graphs else 0
         self._runner = None
         torch.cuda.empty_cache()
         logger.info(
-            "largest step: %d bytes of activations, %d of graphs, %d bytes free",
+            "largest step: %d bytes of activations, %d on their way to the next stage, %d of graphs, %d bytes free",
             peak,
+            sent_bytes,
             graph_bytes,
             free_bytes(self.device),
         )
-        return peak + graph_bytes + self._draft_bytes()
+        return peak + sent_bytes + graph_bytes + self._draft_bytes()
 
     def _run_prompts_of_all_sizes(self) -> None:
         """One prompt at a time, of 1, 2, 4 ... tokens up to the largest step: tiles, and so what is compiled, depend on

@@ -125,6 +125,26 @@ def test_ranks_count_the_weights_of_those_beside_them(
                 worker.load_model()
 
 
+def test_what_is_on_its_way_to_the_next_stage_counts_as_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 8 steps of the first stage are kept until the second takes them."""
+    make_tiny_llama(tmp_path)
+    sections = {"model": {"model": str(tmp_path)}, "scheduler": {"max_num_batched_tokens": 44, "max_num_seqs": 4}}
+    config = EngineConfig.model_validate(
+        {**sections, "scheduler": {**sections["scheduler"], "num_speculative_tokens": 0}}
+    )
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda _device: 0)
+    sent: list[int] = []
+    monkeypatch.setattr(torch.distributed, "isend", lambda tensor, *_, **__: sent.append(tensor.nbytes))
+    worker = Worker(config, load_model_info(config.model), ParallelContext(0, Grid(num_stages=2)))
+    worker.load_model()
+    assert worker._measure_activations() == 8 * 44 * worker.model.spec.hidden_size * 4
+    assert len(sent) > 8  # those that nobody took stay for so many steps
+    assert max(sent) == 44 * worker.model.spec.hidden_size * 4
+
+
 @pytest.mark.parametrize(("given", "expected"), [(None, 3), (2, 2)])
 def test_weights_for_a_gpu_are_read_by_as_many_threads(
     tmp_path: Path, given: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
