@@ -170,11 +170,14 @@ def join(
 
     `store` is the one this process hosts; the other ranks connect to it. `timeout_s` bounds the meeting and each
     collective. `local_address` is this node's: gloo would otherwise bind what the host name resolves to, often the
-    loopback. Raises `torch.distributed.DistError` or `RuntimeError` when a rank does not come.
+    loopback, and NCCL an interface of its own choice. Raises `torch.distributed.DistError` or `RuntimeError` when a
+    rank does not come.
     """
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(local_address))
+    elif backend == "nccl":
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(local_address)}")  # else all that begin with it
     if store is None:
         store = TCPStore(rendezvous.address, rendezvous.port, grid.world_size, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import weakref
 from itertools import pairwise
 from pathlib import Path
@@ -36,7 +37,7 @@ from quire.workers.loader.gguf import open_gguf
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
 from quire.workers.models.families import FAMILIES
-from quire.workers.parallel import Grid, ParallelContext, interface_of, split_range
+from quire.workers.parallel import Grid, ParallelContext, Rendezvous, host_store, interface_of, join, split_range
 from quire.workers.quantization import PackedBlueprint, blueprint_for
 from quire.workers.worker import Worker, building, check_heads, resolve_device
 
@@ -499,6 +500,24 @@ def test_heads_are_dealt_to_all_ranks(num_heads: int, num_kv_heads: int) -> None
 def test_split_range() -> None:
     assert [split_range(9, rank, 2) for rank in range(2)] == [range(5), range(5, 9)]
     assert [len(split_range(3, rank, 4)) for rank in range(4)] == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("backend", "interface"), [("gloo", "lo"), ("nccl", "=lo")])
+@pytest.mark.parametrize("given", [None, "eth7"])
+def test_ranks_meet_on_the_interface_of_their_node(
+    backend: str, interface: str, given: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or on the one that the user names."""
+    name = f"{backend.upper()}_SOCKET_IFNAME"
+    monkeypatch.setenv(name, "")  # and so it is put back
+    if given is None:
+        monkeypatch.delenv(name)
+    else:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda *_, **__: None)
+    store = host_store("127.0.0.1", 1)
+    join(Rendezvous("127.0.0.1", store.port), 0, Grid(), local_address="127.0.0.1", backend=backend, store=store)
+    assert os.environ[name] == (given or interface)
 
 
 def test_interface_of() -> None:
