@@ -34,7 +34,9 @@ class ModelConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: float32 on CPU, the checkpoint's own type on GPU."
     )
-    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda where torch sees a GPU.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: cuda where torch sees a GPU; in a service, where there is one for each rank."
+    )
     max_model_len: int | None = Field(
         None, ge=1, description="Longest prompt + answer in tokens. When not given, the model's own limit."
     )
@@ -60,7 +62,10 @@ class ModelConfig(Section):
         None, description="How an embedding is pooled. When not given, as the model's own files say, else last."
     )
     num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of one rank. When not given, the cores are divided among the ranks."
+        None,
+        ge=1,
+        description="CPU threads of one rank (on a GPU, to load weights). When not given, the cores of a host are "
+        "divided among its ranks.",
     )
     chat_template: str | None = Field(
         None, description="Chat template instead of the model's own: a file, or one that comes with Quire (hermes)."

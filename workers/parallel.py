@@ -176,8 +176,8 @@ def join(
     timeout = timedelta(seconds=timeout_s)
     if backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(local_address))
-    elif backend == "nccl":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface_of(local_address)}")  # else all that begin with it
+    elif backend == "nccl" and "NCCL_SOCKET_IFNAME" not in os.environ:
+        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(local_address)}"  # without "=", all that begin with it
     if store is None:
         store = TCPStore(rendezvous.address, rendezvous.port, grid.world_size, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(
