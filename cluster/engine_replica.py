@@ -24,6 +24,7 @@ from .assembly import start_core
 from .chaos import do_fault
 from .directory import Directory, EngineRecord, GcsStore, Registration
 from .engine_server import EngineServer
+from .grpc_listeners import keep_off_the_network
 from .logs import configure_logging
 from .metrics import EngineStats, engine_families
 from .placement import node_address
@@ -45,6 +46,7 @@ class Engine:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: EngineConfig, *, allow_faults: bool = False
     ) -> None:
+        keep_off_the_network()
         context = serve.get_replica_context()
         self._engine_id = f"{context.replica_id.unique_id}-{uuid.uuid4().hex[:6]}"
         configure_logging(f"engine {self._engine_id}")

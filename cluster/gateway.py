@@ -28,6 +28,7 @@ from .engine_client import EngineClient
 from .engine_replica import Engine
 from .grpc import quire_inference_pb2 as pb
 from .grpc.service import InferenceService
+from .grpc_listeners import keep_off_the_network
 from .logs import configure_logging
 from .messages import ResumePoint
 from .metrics import EngineStats, GatewayMetrics
@@ -93,6 +94,7 @@ class Gateway:
         config: QuireConfig,
         *engines: DeploymentHandle[Engine],
     ) -> None:
+        keep_off_the_network()
         context = serve.get_replica_context()
         self._gateway_id = context.replica_id.unique_id
         configure_logging(f"gateway {self._gateway_id}")

@@ -21,6 +21,7 @@ from quire.workers.cgroup import usable_cores
 
 logger = logging.getLogger(__name__)
 
+LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 << 20  # nothing of size travels as a Ray object
 MIN_LOGICAL_CPUS = 8  # replicas and ranks ask for parts of a CPU; a small machine must not refuse them
 MAX_TEMP_DIR_LENGTH = 12  # HAProxy takes socket paths of 97 bytes, and Serve puts 70 behind our folder
@@ -28,14 +29,15 @@ STOP_TIMEOUT_S = 5.0
 _PORTS = range(20_000, 32_768)  # between those of Ray's workers and those that Linux gives to connections
 
 
-def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
-    """The variables for a private Ray in `folder`. `haproxy` starts the HTTP tier; None leaves it to Serve's proxy."""
+def environment(folder: Path, *, haproxy: Path | None, grpc_host: str | None = None) -> dict[str, str]:
+    """The variables for a private Ray in `folder`. `haproxy` starts the HTTP tier; None leaves it to Serve's proxy.
+    `grpc_host` is where Serve is to listen to gRPC, if it is."""
     variables = {
         # Without these, Ray writes a token into the home directory and makes later clusters ask for it.
         "RAY_AUTH_MODE": "disabled",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # The loopback as the node's address: nothing of the cluster listens to the network. (Ray knows this mode for
-        # desktop systems; the name of the variable tells.)
+        # The loopback as the node's address: nothing of Ray listens to the network. (Ray knows this mode for desktop
+        # systems; the name of the variable tells.) For Serve, see `grpc_listeners.py` and `haproxy_exec.py`.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         # Ray would hide the GPUs from an actor that asks for none, and warns that this will change.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -51,6 +53,11 @@ def environment(folder: Path, *, haproxy: Path | None) -> dict[str, str]:
         "RAY_SERVE_PROXY_MIN_DRAINING_PERIOD_S": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "1",
     }
+    if grpc_host is not None:
+        # Our deployments see to their own servers; this reaches Serve's proxies as well. Ray calls the function at the
+        # start of each process. (Its official way is a runtime environment, for which no process is held ready.)
+        hook = "quire.cluster.grpc_listeners.keep_off_the_network"
+        variables |= {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": hook, "QUIRE_GRPC_HOST": grpc_host}
     if haproxy is not None:
         tier = folder / "h"
         http, grpc, metrics, stats = free_ports(4)

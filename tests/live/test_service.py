@@ -129,6 +129,23 @@ def test_a_start_that_is_interrupted_leaves_nothing(
     assert process.returncode in (0, 130)
 
 
+def wait_until_ready(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert any("Ctrl-C" in line for line in process.stdout), process.stderr
+
+
+def test_only_the_front_door_is_open_to_the_network(environment: dict[str, str]) -> None:
+    """Behind it, what is sent is unpickled."""
+    (port,) = free_ports(1)
+    with started(environment, "--port", str(port), "--host", "0.0.0.0") as process:
+        wait_until_ready(process)
+        tree = psutil.Process(process.pid).children(recursive=True)
+        listening = [each for p in tree for each in p.net_connections("tcp") if each.status == "LISTEN"]
+        wide = [each.laddr for each in listening if each.laddr.ip.removeprefix("::ffff:") != "127.0.0.1"]
+        assert wide == [("0.0.0.0", port)]
+        end(process, signal.SIGINT, within_s=15)
+
+
 def one_line_of_refusal(environment: dict[str, str], *arguments: str) -> str:
     done = subprocess.run([QUIRE, "serve", *arguments], env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0

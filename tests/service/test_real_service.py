@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import httpx
 import openai
+import psutil
 import pytest
 from test_real_server import MESSAGES, MODEL, PROMPT, async_sdk, metrics, sdk, wait_until, wait_until_idle
 
@@ -165,3 +166,11 @@ async def test_two_hundred_streams_opened_and_closed_leave_nothing(
     values = await asyncio.to_thread(wait_until_idle, service_url)
     names = ("num_requests_running", "num_requests_waiting", "num_used_kv_blocks", "kv_cache_usage_perc")
     assert [values[name] for name in names] == [0, 0, 0, 0]
+
+
+def test_nothing_of_a_service_listens_to_the_network(service_url: str) -> None:
+    """Neither HTTP nor gRPC, unless asked to, nor what its processes have among themselves."""
+    tree = psutil.Process().children(recursive=True)
+    found = {each.laddr for process in tree for each in process.net_connections("tcp") if each.status == "LISTEN"}
+    assert len(found) > 10
+    assert {address for address in found if address.ip.removeprefix("::ffff:") != "127.0.0.1"} == set()

@@ -1,0 +1,78 @@
+"""Who can connect to what Serve starts for us: HAProxy, and gRPC servers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quire.cluster import grpc_listeners
+from quire.cluster.haproxy_exec import bind_to
+from quire.cluster.haproxy_tier import haproxy_launcher
+from quire.cluster.ray_local import free_ports
+
+CONFIG = """frontend prometheus
+    bind :23001
+frontend http_frontend
+    bind 127.0.0.1:8000
+    bind 127.0.0.1:9000 proto h2
+listen stats
+  bind *:23002
+"""
+
+
+def test_only_the_front_door_is_opened() -> None:
+    expected = """frontend prometheus
+    bind 127.0.0.1:23001
+frontend http_frontend
+    bind 0.0.0.0:8000
+    bind 0.0.0.0:9000 proto h2
+listen stats
+  bind 127.0.0.1:23002
+"""
+    assert bind_to(CONFIG, "0.0.0.0", {"8000", "9000"}) == expected
+
+
+def test_haproxy_is_started_with_its_configuration_put_right(tmp_path: Path) -> None:
+    launcher = haproxy_launcher(tmp_path, "127.0.0.1", [8000])
+    assert launcher is not None
+    config = tmp_path / "haproxy.cfg"
+    timeouts = "defaults\n    mode http\n    timeout connect 1s\n    timeout client 1s\n    timeout server 1s\n"
+    config.write_text(timeouts + "frontend f\n    bind :23001\n")
+    done = subprocess.run([launcher, "-c", "-f", config], capture_output=True, text=True, timeout=10)
+    assert done.returncode == 0, done.stderr
+    assert config.read_text() == timeouts + "frontend f\n    bind 127.0.0.1:23001\n"
+
+
+ASKS = """
+import asyncio, grpc, psutil
+from quire.cluster.grpc_listeners import keep_off_the_network
+
+keep_off_the_network()
+keep_off_the_network()
+
+async def main():
+    server = grpc.aio.server()
+    asked = [server.add_insecure_port("[::]:0"), server.add_insecure_port("[::]:{port}")]
+    await server.start()
+    found = {each.laddr.port: each.laddr.ip for each in psutil.Process().net_connections("tcp")}
+    print(*(found[port].removeprefix("::ffff:") for port in asked))
+    await server.stop(None)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, "127.0.0.1"), ("127.0.0.2", "127.0.0.2")])
+def test_grpc_servers_listen_where_they_are_wanted(
+    asked: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # the node's address is the loopback
+    if asked is not None:
+        monkeypatch.setenv(grpc_listeners.HOST, asked)
+    (port,) = free_ports(1)
+    code = ASKS.replace("{port}", str(port))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["127.0.0.1", expected], done.stderr
