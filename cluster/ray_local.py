@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 << 20  # nothing of size travels as a Ray object
 MIN_LOGICAL_CPUS = 8  # replicas and ranks ask for parts of a CPU; a small machine must not refuse them
+RAYS_FOLDER = "r"  # below ours; Ray opens it to everybody
 MAX_TEMP_DIR_LENGTH = 12  # HAProxy takes socket paths of 97 bytes, and Serve puts 70 behind our folder
 STOP_TIMEOUT_S = 5.0
 _PORTS = range(20_000, 32_768)  # between those of Ray's workers and those that Linux gives to connections
@@ -105,7 +106,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_folder() -> Path:
-    """A new folder for one Ray, at a path that is short enough for its sockets."""
+    """A new folder for one Ray, at a path that is short enough for its sockets. Nobody else may look into it."""
     base = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="quire-", dir=base if len(base) <= MAX_TEMP_DIR_LENGTH else "/tmp"))
 
@@ -120,6 +121,8 @@ class LocalRay:
     def start(cls, folder: Path | None = None, *, dashboard: bool = False) -> LocalRay:
         """Start a private Ray. Another Ray on the machine is neither used nor touched."""
         folder = folder or make_folder()
+        rays = folder / RAYS_FOLDER
+        rays.mkdir(exist_ok=True)
         for name, value in environment(folder, haproxy=None).items():
             os.environ.setdefault(name, value)
         import ray
@@ -130,7 +133,7 @@ class LocalRay:
                 num_cpus=max(usable_cores(), MIN_LOGICAL_CPUS),
                 include_dashboard=dashboard,
                 object_store_memory=OBJECT_STORE_BYTES,
-                _temp_dir=str(folder),
+                _temp_dir=str(rays),
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -134,6 +135,13 @@ def wait_until_ready(process: subprocess.Popen[str]) -> None:
     assert any("Ctrl-C" in line for line in process.stdout), process.stderr
 
 
+def nobody_else_reaches(folder: Path) -> None:
+    """What runs programs in `folder`, and sockets through which others are told what to do."""
+    (private,) = folder.iterdir()
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert {"haproxy", "admin.sock", "raylet"} <= {each.name for each in private.rglob("*")}
+
+
 def test_only_the_front_door_is_open_to_the_network(environment: dict[str, str]) -> None:
     """Behind it, what is sent is unpickled."""
     (port,) = free_ports(1)
@@ -143,6 +151,7 @@ def test_only_the_front_door_is_open_to_the_network(environment: dict[str, str])
         listening = [each for p in tree for each in p.net_connections("tcp") if each.status == "LISTEN"]
         wide = [each.laddr for each in listening if each.laddr.ip.removeprefix("::ffff:") != "127.0.0.1"]
         assert wide == [("0.0.0.0", port)]
+        nobody_else_reaches(Path(environment["TMPDIR"]))
         end(process, signal.SIGINT, within_s=15)
 
 
