@@ -71,6 +71,7 @@ def environment(folder: Path, *, haproxy: Path | None, grpc_host: str | None = N
             "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(tier / "haproxy.cfg"),
             "RAY_SERVE_HAPROXY_SOCKET_PATH": str(tier / "admin.sock"),
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(tier / "metrics.sock"),
             "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(tier),
             "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(tier / "server-state"),
             # By default these are fixed, and taken when another Serve runs on this machine.

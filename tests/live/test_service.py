@@ -139,7 +139,7 @@ def nobody_else_reaches(folder: Path) -> None:
     """What runs programs in `folder`, and sockets through which others are told what to do."""
     (private,) = folder.iterdir()
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    assert {"haproxy", "admin.sock", "raylet"} <= {each.name for each in private.rglob("*")}
+    assert {"haproxy", "admin.sock", "metrics.sock", "raylet"} <= {each.name for each in private.rglob("*")}
 
 
 def test_only_the_front_door_is_open_to_the_network(environment: dict[str, str]) -> None:
