@@ -6,15 +6,20 @@
   with statistics to every interface.)
 - Serve's configuration splices bodies inside the kernel. When a body arrives in a later packet than its headers,
   HAProxy (2.8) then never sees that the client leaves, and the engine works on for nobody: `-dS` turns splicing off.
+- When the actor that runs HAProxy dies without a chance to stop it, HAProxy gives its ports free, and ends with its
+  last stream.
 
 It stays the same process, as Serve looks for the one that it has started. Only the standard library, to start at once.
 """
 
+import ctypes
 import os
 import re
+import signal
 import sys
 from pathlib import Path
 
+SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG, see prctl(2): of the thread, here that of an actor's event loop
 _BIND = re.compile(r"^(\s*bind\s+)\S*:(\d+)(?=\s|$)", re.MULTILINE)
 
 
@@ -28,6 +33,8 @@ def main(binary: str, host: str, ports: str, *arguments: str) -> None:
         if argument.endswith(".cfg"):
             config = Path(argument)
             config.write_text(bind_to(config.read_text(), host, set(ports.split(","))))
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGUSR1, 0, 0, 0)
     os.execv(binary, [binary, "-dS", *arguments])
 
 

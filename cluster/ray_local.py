@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import logging
 import os
 import random
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +29,8 @@ MIN_LOGICAL_CPUS = 8  # replicas and ranks ask for parts of a CPU; a small machi
 RAYS_FOLDER = "r"  # below ours; Ray opens it to everybody
 MAX_TEMP_DIR_LENGTH = 12  # HAProxy takes socket paths of 97 bytes, and Serve puts 70 behind our folder
 STOP_TIMEOUT_S = 5.0
+_PREFIX = "quire-"
+_LOCK = "lock"  # held by the process whose folder it is
 _PORTS = range(20_000, 32_768)  # between those of Ray's workers and those that Linux gives to connections
 
 
@@ -107,9 +111,31 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_folder() -> Path:
-    """A new folder for one Ray, at a path that is short enough for its sockets. Nobody else may look into it."""
-    base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="quire-", dir=base if len(base) <= MAX_TEMP_DIR_LENGTH else "/tmp"))
+    """A new folder for one Ray, at a path that is short enough for its sockets. Nobody else may look into it.
+
+    Removes those of processes that were killed, and so could not.
+    """
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > MAX_TEMP_DIR_LENGTH:
+        base = Path("/tmp")
+    _remove_abandoned(base)
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
+    # Locked before it has its name, or another process could find it abandoned.
+    unnamed = folder / f"{_LOCK}.new"
+    lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)  # closed with the process: the lock tells that it lives
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    unnamed.rename(folder / _LOCK)
+    return folder
+
+
+def _remove_abandoned(base: Path) -> None:
+    for folder in base.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                with (folder / _LOCK).open() as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
 
 
 class LocalRay:

@@ -66,7 +66,7 @@ def serve(
     dashboard: bool = False,
     on_ready: Callable[[Ready], None] | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM. Raises `QuireError`, in one line, when the service cannot start.
+    """Serve until SIGINT, SIGTERM or SIGHUP. Raises `QuireError`, in one line, when the service cannot start.
 
     `config` is a Ray Serve config file; the other values override what it says.
     """
@@ -207,16 +207,19 @@ class _Clock:
 # The end
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last when its terminal is closed
 
 
 class Stopped(KeyboardInterrupt):
-    """SIGTERM, handled like Ctrl-C."""
+    """SIGTERM or SIGHUP, handled like Ctrl-C."""
 
 
 @contextlib.contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """SIGINT and SIGTERM end the block, whatever it is doing; a second one during the clean-up is ignored."""
+    """SIGINT, SIGTERM and SIGHUP end the block, whatever it is doing; a second one during the clean-up is ignored.
+
+    SIGHUP is not listened to where it is ignored, as below nohup.
+    """
     before = {number: signal.getsignal(number) for number in _SIGNALS}
     _listen_to_signals()
     try:
@@ -242,7 +245,7 @@ def _signals_wait() -> Iterator[None]:
         came.append(number)
         logger.warning("Ends when Ray has started; Ctrl-C again ends it now.")
 
-    for number in _SIGNALS:
+    for number in _heeded():
         signal.signal(number, note)
     try:
         yield
@@ -253,8 +256,13 @@ def _signals_wait() -> Iterator[None]:
 
 
 def _listen_to_signals() -> None:
-    for number in _SIGNALS:
+    for number in _heeded():
         signal.signal(number, _stop)
+
+
+def _heeded() -> list[signal.Signals]:
+    """Shells have what they start in the background ignore SIGINT; whoever sends it none the less means it."""
+    return [each for each in _SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from quire.cluster import ray_local, service
-from quire.cluster.ray_local import free_ports
+from quire.cluster.ray_local import free_ports, make_folder
 from quire.engine.errors import ConfigError
 
 
@@ -37,6 +42,31 @@ def test_free_ports_are_not_those_of_connections(monkeypatch: pytest.MonkeyPatch
         assert set(free_ports(2)) == set(ports[1:3])
         with pytest.raises(OSError, match=r"3 free ports .* are not to be had"):
             free_ports(3)
+
+
+ABANDONS = """
+import os, sys, tempfile
+from quire.cluster import ray_local
+
+ray_local.MAX_TEMP_DIR_LENGTH = 1000
+tempfile.tempdir = sys.argv[1]
+print(ray_local.make_folder(), flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_only_folders_of_the_dead_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_local, "MAX_TEMP_DIR_LENGTH", 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine, strange = make_folder(), tmp_path / "quire-strange"
+    strange.mkdir()  # of another version, perhaps
+    done = subprocess.run([sys.executable, "-c", ABANDONS, tmp_path], capture_output=True, text=True, timeout=60)
+    abandoned, elsewhere, link = Path(done.stdout.strip()), tmp_path / "elsewhere", tmp_path / "quire-link"
+    shutil.copytree(abandoned, elsewhere)
+    link.symlink_to(elsewhere)  # by somebody who would like to see it removed
+    new = make_folder()
+    assert set(tmp_path.iterdir()) == {mine, strange, elsewhere, link, new}
+    assert (elsewhere / "lock").exists()
 
 
 def test_a_port_in_use() -> None:
