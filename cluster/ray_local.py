@@ -111,12 +111,12 @@ def free_ports(count: int) -> list[int]:
 
 
 def make_folder() -> Path:
-    """A new folder for one Ray, at a path that is short enough for its sockets. Nobody else may look into it.
+    """A new folder for one Ray, at a path that is short and plain enough for its sockets and HAProxy's configuration.
 
-    Removes those of processes that were killed, and so could not.
+    Nobody else may look into it. Removes those of processes that were killed, and so could not.
     """
     base = Path(tempfile.gettempdir())
-    if len(str(base)) > MAX_TEMP_DIR_LENGTH:
+    if len(str(base)) > MAX_TEMP_DIR_LENGTH or len(str(base).split()) > 1:
         base = Path("/tmp")
     _remove_abandoned(base)
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))

@@ -46,6 +46,12 @@ def test_haproxy_is_started_with_its_configuration_put_right(tmp_path: Path) -> 
     assert config.read_text() == timeouts + "frontend f\n    bind 127.0.0.1:23001\n"
 
 
+def test_where_nothing_may_be_run_there_is_no_haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a /tmp that is mounted with noexec. Serve's own proxy serves there."""
+    monkeypatch.setattr(Path, "chmod", lambda path, mode: None)
+    assert haproxy_launcher(tmp_path, "127.0.0.1", [8000]) is None
+
+
 ASKS = """
 import asyncio, grpc, psutil
 from quire.cluster.grpc_listeners import keep_off_the_network

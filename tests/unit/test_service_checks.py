@@ -69,6 +69,17 @@ def test_only_folders_of_the_dead_are_removed(tmp_path: Path, monkeypatch: pytes
     assert (elsewhere / "lock").exists()
 
 
+def test_a_temporary_directory_with_a_space_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HAProxy's configuration has paths without quotes."""
+    spaced = Path(tempfile.mkdtemp(prefix="a ", dir="/tmp"))
+    monkeypatch.setattr(ray_local, "MAX_TEMP_DIR_LENGTH", 100)
+    monkeypatch.setattr(tempfile, "tempdir", str(spaced))
+    folder = make_folder()
+    assert folder.parent == Path("/tmp")
+    shutil.rmtree(folder)
+    spaced.rmdir()
+
+
 def test_a_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
