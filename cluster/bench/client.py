@@ -30,17 +30,28 @@ class BenchError(QuireError):
 
 
 class _Delta(msgspec.Struct):
+    role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # what vLLM calls it
+
+    @property
+    def has_text(self) -> bool:
+        return bool(self.content or self.reasoning_content or self.reasoning)
 
 
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    finish_reason: str | None = None
 
     @property
-    def has_text(self) -> bool:
-        return bool(self.text or (self.delta and (self.delta.content or self.delta.reasoning_content)))
+    def has_token(self) -> bool:
+        """Also without text, which a token may not have yet. One that only tells who speaks, or why the answer ends,
+        has none."""
+        only_role = self.delta is not None and self.delta.role is not None
+        has_text = bool(self.text or (self.delta and self.delta.has_text))
+        return has_text or (self.finish_reason is None and not only_role)
 
 
 class _PromptDetails(msgspec.Struct):
@@ -191,7 +202,7 @@ async def _read_stream(content: aiohttp.StreamReader, start_s: float) -> Request
                 return RequestTiming(start_s, now_s, error=f"in the stream: {event.error}")
             if event.usage is not None:
                 usage = event.usage
-            token_times_s += [now_s for choice in event.choices if choice.has_text]
+            token_times_s += [now_s for choice in event.choices if choice.has_token]
     return RequestTiming(
         start_s,
         time.perf_counter(),
@@ -199,5 +210,5 @@ async def _read_stream(content: aiohttp.StreamReader, start_s: float) -> Request
         usage.prompt_tokens,
         usage.completion_tokens or len(token_times_s),
         usage.cached_tokens,
-        error=None if done else "the stream ended without [DONE]",
+        error="the stream ended without [DONE]" if not done else None if token_times_s else "no token in the stream",
     )

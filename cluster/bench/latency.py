@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ class RequestTiming:
 
     start_s: float
     end_s: float
-    token_times_s: tuple[float, ...] = ()  # arrival of each event that carried text, in order
+    token_times_s: tuple[float, ...] = ()  # arrival of each event that carried a token, in order
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # as the server counts them; the number of events where it does not say
     num_cached_tokens: int = 0  # of the prompt, as far as the server tells
@@ -49,6 +49,7 @@ class Distribution:
     p50: float = 0.0
     p90: float = 0.0
     p99: float = 0.0
+    count: int = field(default=0, compare=False)  # of the values; 0 when nothing was measured
 
     @classmethod
     def of_seconds(cls, values: Sequence[float]) -> Distribution:
@@ -56,7 +57,7 @@ class Distribution:
             return cls()
         ms = np.asarray(values) * 1e3
         p50, p90, p99 = np.percentile(ms, (50, 90, 99))
-        return cls(float(ms.mean()), float(p50), float(p90), float(p99))
+        return cls(float(ms.mean()), float(p50), float(p90), float(p99), len(values))
 
 
 @dataclass(frozen=True, slots=True)

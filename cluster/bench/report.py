@@ -115,5 +115,7 @@ def write_json(path: str, document: dict[str, Any]) -> None:
 
 
 def _percentiles(d: Distribution) -> str:
+    if d.count == 0:
+        return "-"
     digits = 1 if d.p50 < 100 else 0
     return f"{d.p50:.{digits}f} / {d.p90:.{digits}f} / {d.p99:.{digits}f}"

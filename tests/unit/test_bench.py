@@ -16,7 +16,7 @@ from rich.console import Console
 from quire.cluster.bench import Endpoint
 from quire.cluster.bench import serve as bench
 from quire.cluster.bench.chart import bar, show_chart
-from quire.cluster.bench.client import BenchError, SseReader
+from quire.cluster.bench.client import BenchError, SseReader, _read_stream
 from quire.cluster.bench.latency import Distribution, RequestTiming, summarize
 from quire.cluster.bench.report import show_levels
 from quire.cluster.bench.slo import Objective, num_good
@@ -152,6 +152,53 @@ def test_base_url(given: str, used: str) -> None:
 def test_error_message() -> None:
     assert error_message(400, b'{"error": {"message": "top_p:\\n too big"}}') == "HTTP 400: top_p: too big"
     assert error_message(502, b"<html>bad</html>") == "HTTP 502: <html>bad</html>"
+
+
+async def read(*choices: dict[str, Any]) -> RequestTiming:
+    """The timing of a stream with one event for each."""
+    stream = asyncio.StreamReader()
+    for choice in choices:
+        stream.feed_data(f"data: {json.dumps({'choices': [choice]})}\n\n".encode())
+    stream.feed_data(b"data: [DONE]\n\n")
+    stream.feed_eof()
+    return await _read_stream(Chunks(stream), 0.0)  # type: ignore[arg-type]  # all that it takes of one of aiohttp's
+
+
+class Chunks:
+    """A stream as aiohttp hands it out."""
+
+    def __init__(self, stream: asyncio.StreamReader) -> None:
+        self._stream = stream
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        while chunk := await self._stream.read(64):
+            yield chunk
+
+
+async def test_every_event_with_a_token_counts() -> None:
+    """As in vLLM's own benchmark: the text of a token may come with a later one."""
+    role = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    end = {"delta": {}, "finish_reason": "stop"}
+    deltas = [{"reasoning": "a"}, {"reasoning_content": "b"}, {"content": ""}, {"content": "c"}]
+    told = await read(role, *({"delta": delta, "finish_reason": None} for delta in deltas), end)
+    assert (len(told.token_times_s), told.error) == (4, None)
+    texts = [("", None), ("a", None), ("b", "length")]
+    told = await read(*({"text": text, "finish_reason": reason} for text, reason in texts))
+    assert (len(told.token_times_s), told.error) == (3, None)
+
+
+async def test_an_answer_without_a_token_is_an_error() -> None:
+    told = await read({"delta": {"role": "assistant", "content": ""}}, {"delta": {}, "finish_reason": "stop"})
+    assert (told.token_times_s, told.error) == ((), "no token in the stream")
+
+
+def test_what_was_not_measured_is_not_shown_as_nothing() -> None:
+    """One token each: there is nothing between two of them."""
+    console = Console(width=100, file=io.StringIO(), color_system=None)
+    show_levels(console, [summarize([RequestTiming(0.0, 1.0, (0.5,), 10, 1)], concurrency=1)])
+    assert isinstance(console.file, io.StringIO)
+    rows = {line.split()[0]: line.split()[-1] for line in console.file.getvalue().splitlines()}
+    assert (rows["TTFT"], rows["ITL"], rows["TPOT"]) == ("500", "-", "-")
 
 
 class FakeServer:
