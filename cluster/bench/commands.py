@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
@@ -24,7 +25,26 @@ InputLen = Annotated[int, typer.Option(min=1, help="Tokens in each prompt.")]
 OutputLen = Annotated[int, typer.Option(min=1, help="Tokens in each answer.")]
 VocabSize = Annotated[int, typer.Option(min=2, help="Random prompts use token ids below this.")]
 Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
-Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the results as JSON; - is stdout.")]
+
+
+def _writable(path: str | None) -> str | None:
+    """Refuse at once what could not be written when all is measured."""
+    if path is not None and path != "-":
+        is_there = Path(path).exists()
+        try:
+            with open(path, "ab"):
+                pass
+        except OSError as error:
+            raise typer.BadParameter(f"{path} cannot be written ({error.strerror})") from error
+        if not is_there:
+            Path(path).unlink()
+    return path
+
+
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", callback=_writable, help="Write the results as JSON; - is stdout."),
+]
 
 
 @app.command(

@@ -255,3 +255,18 @@ def test_chat_without_a_server(run: Any) -> None:
     assert (status, out) == (1, "")
     assert err.startswith("quire: No model answers at http://127.0.0.1:1/v1")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "scheduler", "router", "kernels", "offline"])
+def test_results_that_could_not_be_written_are_not_measured(run: Any, command: str, tmp_path: Path) -> None:
+    status, _, err = run("bench", command, "--json", str(tmp_path / "no" / "result.json"))
+    assert status == 2
+    assert f"{tmp_path}/no/result.json cannot be written (No such file or directory)" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_file_for_results_is_not_made_before_there_are_any(run: Any, tmp_path: Path) -> None:
+    (old := tmp_path / "old.json").write_text("{}")
+    for path in (old, tmp_path / "new.json"):
+        assert run("bench", "scheduler", "--running", "no", "--json", str(path))[0] == 2
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"old.json": "{}"}
