@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from .cli_options import (
     SERVICE_OPTIONS,
     EngineOverrides,
     flatten,
+    header_value,
     help_without_command,
     in_a_file,
     takes_engine_options,
@@ -112,7 +114,11 @@ def generate(
     """Continue a prompt in this process, without a server."""
     from quire import LLM, SamplingParams
 
-    text = sys.stdin.read() if prompt == "-" else prompt
+    try:
+        text = sys.stdin.read() if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise typer.BadParameter("is not text in UTF-8", param_hint="PROMPT") from error
     params = SamplingParams(
         n=n, max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed,
         stop=tuple(stop or ()),
@@ -145,7 +151,9 @@ def chat(
     temperature: Temperature = 0.7,
     top_p: TopP = 1.0,
     seed: Seed = None,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="For --url: a bearer token.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", callback=header_value, help="For --url: a bearer token.")
+    ] = None,
     engine: EngineOverrides,
 ) -> None:
     """Talk to a model in the terminal. /reset forgets the conversation, /exit or Ctrl-D ends it."""
@@ -203,13 +211,32 @@ def version() -> None:
     print(f"python {sys.version.split()[0]}")
 
 
+def _said(error: OSError) -> str:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "The working directory is not there any more."
+    where = f"{error.filename}: " if error.filename else ""
+    return f"{where}{error.strerror or error}"
+
+
+def _forget_output() -> None:
+    """What cannot be written must not fail once more when Python ends."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main() -> None:
     """Entry point. An error that a person can do something about is one line on stderr and a non-zero status.
 
     Status 2: the command line is wrong. 1: everything else. 130: Ctrl-C.
     """
     try:
+        os.getcwd()  # where it is gone, some libraries end the process
         status = app(prog_name="quire", standalone_mode=False)
+        sys.stdout.flush()
     except typer.TyperException as error:
         status = error.exit_code
         if text := " ".join(error.format_message().split()):
@@ -217,6 +244,11 @@ def main() -> None:
     except QuireError as error:
         status = 1
         print(f"quire: {error.message}", file=sys.stderr)
+    except OSError as error:  # a full disk, a working directory that is gone
+        status = 1
+        if not isinstance(error, BrokenPipeError):  # whoever read has seen enough
+            print(f"quire: {_said(error)}", file=sys.stderr)
+        _forget_output()
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     sys.exit(status if isinstance(status, int) else 0)

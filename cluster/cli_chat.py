@@ -81,7 +81,7 @@ def server_answers(url: str, model: str | None, api_key: str | None, options: Ch
         try:
             listed = client.get("/models").raise_for_status().json()
             model = model or listed["data"][0]["id"]
-        except (httpx.HTTPError, ValueError, LookupError) as error:
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise QuireError(f"No model answers at {base_url}: {error}") from error
 
         def answer(messages: list[Message]) -> Iterator[str]:

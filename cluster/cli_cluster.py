@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from .cli_options import header_value
 from .faults import Fault
 
 Address = Annotated[
@@ -16,7 +17,9 @@ Address = Annotated[
     ),
 ]
 Url = Annotated[str, typer.Option(help="The service, with or without /v1.")]
-ApiKey = Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")]
+ApiKey = Annotated[
+    str | None, typer.Option(envvar="OPENAI_API_KEY", callback=header_value, help="Sent as a bearer token.")
+]
 
 
 def deploy(

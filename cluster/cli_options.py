@@ -84,6 +84,13 @@ def in_a_file(error: typer.TyperException) -> str:
     return ""
 
 
+def header_value(text: str | None) -> str | None:
+    """The callback of an option that is sent in a header: refuses what none can carry."""
+    if text is not None and not (text.isascii() and text.isprintable()):
+        raise typer.BadParameter("must be of printable ASCII characters")
+    return text
+
+
 def help_without_command(text: str) -> Callable[[typer.Context], None]:
     """The callback of a group: its help text, printed when no command is named."""
 

@@ -62,6 +62,8 @@ def load_service(path: Path) -> ServiceConfig:
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise ConfigError(f"{path}:{line}: not YAML: {error.problem}.") from error
+    except (yaml.YAMLError, ValueError) as error:  # bytes that are no text, control characters, the 40th of May
+        raise ConfigError(f"{path}: not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(data, dict) or root is None:
         raise ConfigError(f"{path}: must hold a mapping, as the files in configs/ do.")
     _check_keys(path, root, ServeDeploySchema)

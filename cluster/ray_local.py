@@ -19,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from quire.engine.errors import EngineError
 from quire.workers.cgroup import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,10 @@ class LocalRay:
 
     @classmethod
     def start(cls, folder: Path | None = None, *, dashboard: bool = False) -> LocalRay:
-        """Start a private Ray. Another Ray on the machine is neither used nor touched."""
+        """Start a private Ray. Another Ray on the machine is neither used nor touched.
+
+        Raises `EngineError` when it does not start.
+        """
         folder = folder or make_folder()
         rays = folder / RAYS_FOLDER
         rays.mkdir(exist_ok=True)
@@ -164,9 +168,12 @@ class LocalRay:
                 log_to_driver=False,
                 logging_level=logging.WARNING,
             )
-        except BaseException:
+        except BaseException as error:
             cls(folder).stop()
-            raise
+            if not isinstance(error, Exception):
+                raise
+            last_line = (str(error).strip() or type(error).__name__).splitlines()[-1]
+            raise EngineError(f"Ray could not start: {last_line}") from error
         return cls(folder)
 
     def stop(self) -> None:

@@ -108,6 +108,8 @@ def _check(service: ServiceConfig) -> list[str]:
     models = [_check_model(engine) for engine in service.quire.engines().values()]
     _check_port(service.host, service.port, "port")
     if service.grpc_port is not None:
+        if service.grpc_port == service.port:
+            raise ConfigError(f"grpc-port: {service.port} is the port of HTTP; choose another with --grpc-port.")
         _check_port(service.host, service.grpc_port, "grpc-port")
     available = psutil.virtual_memory().available
     if available < MIN_MEMORY_BYTES:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 
-from ..cli_options import EngineOverrides, flatten, help_without_command, takes_engine_options
+from ..cli_options import EngineOverrides, flatten, header_value, help_without_command, takes_engine_options
 from . import Endpoint
 
 if TYPE_CHECKING:
@@ -80,7 +80,9 @@ def serve(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of sampled tokens; 1 keeps all.")] = 1.0,
     vocab_size: VocabSize = 10_000,
     seed: Seed = 0,
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as a bearer token.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", callback=header_value, help="Sent as a bearer token.")
+    ] = None,
     timeout_s: Annotated[float, typer.Option(min=1.0, help="Longest wait for a byte of an answer.")] = 300.0,
     plot: Annotated[bool, typer.Option("--plot", help="Draw a chart in the terminal.")] = False,
     json_path: Json = None,

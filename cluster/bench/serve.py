@@ -175,7 +175,10 @@ async def _meet(session: aiohttp.ClientSession, load: Load) -> tuple[Target, str
     """Find the model, and send one request that warms the server up and shows whether it takes `ignore_eos`."""
     base_url = base_url_of(load.url)
     listed = await _get_json(session, f"{base_url}/models")
-    names = [model["id"] for model in listed["data"]]
+    try:
+        names = [str(model["id"]) for model in listed["data"]]
+    except (LookupError, TypeError) as error:
+        raise BenchError(f"{base_url}/models does not answer as an OpenAI-compatible server's does.") from error
     model = load.model or (names[0] if names else None)
     if model is None:
         raise BenchError(f"{base_url} serves no model.")
@@ -188,10 +191,11 @@ async def _meet(session: aiohttp.ClientSession, load: Load) -> tuple[Target, str
     if first.error is not None:
         raise BenchError(f"The first request failed: {first.error}")
     try:
-        version = (await _get_json(session, f"{base_url.removesuffix('/v1')}/version")).get("version")
+        told = await _get_json(session, f"{base_url.removesuffix('/v1')}/version")
     except BenchError:  # not every server tells its version
-        version = None
-    return target, version
+        told = None
+    version = told.get("version") if isinstance(told, dict) else None
+    return target, version if isinstance(version, str) else None
 
 
 async def _get_json(session: aiohttp.ClientSession, url: str) -> Any:

@@ -300,3 +300,12 @@ def test_the_template_has_every_setting_with_its_default(path: Path) -> None:
         assert section.model_fields_set == set(type(section).model_fields)
     models = yaml.safe_load(next(line for line in lines if "#models:" in line).replace("#", ""))
     assert list(QuireConfig(**models).engines()) == ["Engine-smollm2-135m-instruct", "Engine-llama"]
+
+
+@pytest.mark.parametrize("content", [b"a: \xff\xfe", b"a: b\x07", b"a: 2026-13-45", b"\x00"])
+def test_a_file_that_is_no_yaml_is_one_line(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_service(path)
+    assert caught.value.message.startswith(f"{path}: not YAML: ")
+    assert "\n" not in caught.value.message

@@ -212,9 +212,14 @@ class FakeServer:
         self.open = 0
         self.most_open = 0
         self.url = ""
+        self.listed: object = {"data": [{"id": "tiny"}]}
+        self.version: object = None
 
     async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "tiny"}]})
+        return web.json_response(self.listed)
+
+    async def tell_version(self, request: web.Request) -> web.Response:
+        return web.json_response(self.version, status=404 if self.version is None else 200)
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -247,6 +252,7 @@ class FakeServer:
 async def start(server: FakeServer) -> web.AppRunner:
     app = web.Application()
     app.router.add_get("/v1/models", server.models)
+    app.router.add_get("/version", server.tell_version)
     app.router.add_post("/v1/completions", server.answer)
     app.router.add_post("/v1/chat/completions", server.answer)
     runner = web.AppRunner(app)
@@ -321,6 +327,22 @@ def test_a_level_takes_its_time_unless_told_otherwise() -> None:
     assert [level.num_requests for level in load(nobody, num_requests=None).levels] == [8, 24]
     rates = load(nobody, num_requests=None, rates=(0.1, 2.0)).levels
     assert [(level.rate, level.num_requests) for level in rates] == [(0.1, 8), (2.0, 60)]
+
+
+@pytest.mark.parametrize("listed", [[], {}, {"data": None}, {"data": ["tiny"]}, 7])
+async def test_a_strange_server(listed: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = FakeServer()
+    monkeypatch.setattr(fake, "listed", listed)
+    runner = await start(fake)
+    with pytest.raises(BenchError, match="/v1/models does not answer as an OpenAI-compatible server's does"):
+        await run(load(fake))
+    await runner.cleanup()
+
+
+async def test_a_version_of_another_kind(server: FakeServer) -> None:
+    server.version = ["1.0"]
+    result, _ = await run(load(server, concurrency=(1,)))
+    assert result.server_version is None
 
 
 async def test_chat_endpoint(server: FakeServer) -> None:

@@ -270,3 +270,38 @@ def test_a_file_for_results_is_not_made_before_there_are_any(run: Any, tmp_path:
     for path in (old, tmp_path / "new.json"):
         assert run("bench", "scheduler", "--running", "no", "--json", str(path))[0] == 2
     assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"old.json": "{}"}
+
+
+@pytest.mark.parametrize("command", [("chat",), ("bench", "serve"), ("status",), ("top",), ("chaos", "kill-engine")])
+@pytest.mark.parametrize("key", ["schl\u00fcssel", "two\nlines"])
+def test_an_api_key_that_no_header_can_carry(run: Any, command: tuple[str, ...], key: str) -> None:
+    status, out, err = run(*command, "--api-key", key)
+    assert (status, out) == (2, "")
+    option = "'--api-key' (env var: 'OPENAI_API_KEY')"
+    assert err == f"quire: Invalid value for {option}: must be of printable ASCII characters\n"
+
+
+def in_a_process(*args: str, **options: Any) -> subprocess.CompletedProcess[bytes]:
+    code = "from quire.cluster.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, *args], stderr=subprocess.PIPE, timeout=60, **options)
+
+
+def test_a_prompt_that_is_no_text() -> None:
+    done = in_a_process("generate", "-", input=b"\xff\xfe")
+    assert (done.returncode, done.stderr) == (2, b"quire: Invalid value for PROMPT: is not text in UTF-8\n")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+@pytest.mark.parametrize("command", ["config", "version"])
+def test_a_full_disk(command: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = in_a_process(command, stdout=full)
+    assert (done.returncode, done.stderr) == (1, b"quire: No space left on device\n")
+
+
+def test_a_working_directory_that_is_gone(tmp_path: Path) -> None:
+    (gone := tmp_path / "gone").mkdir()
+    code = f"import os; os.rmdir({str(gone)!r}); from quire.cluster.cli import main; main()"
+    command = [sys.executable, "-c", code, "check", "some-model"]
+    done = subprocess.run(command, cwd=gone, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (1, "quire: The working directory is not there any more.\n")

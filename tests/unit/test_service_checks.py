@@ -14,7 +14,7 @@ import pytest
 
 from quire.cluster import ray_local, service
 from quire.cluster.ray_local import free_ports, make_folder
-from quire.engine.errors import ConfigError
+from quire.engine.errors import ConfigError, EngineError
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +87,25 @@ def test_a_port_in_use() -> None:
             service.serve(port=port)
     assert caught.value.message.startswith(f"port: cannot listen on 127.0.0.1:{port} (Address already in use)")
     assert "\n" not in caught.value.message
+
+
+def test_one_port_for_two() -> None:
+    (port,) = free_ports(1)
+    with pytest.raises(ConfigError, match=f"grpc-port: {port} is the port of HTTP"):
+        service.serve(port=port, grpc_port=port)
+
+
+def test_a_ray_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**options: object) -> None:
+        raise RuntimeError("Many lines.\nThe last one.")
+
+    monkeypatch.setattr("ray.init", fail)
+    monkeypatch.setattr(ray_local, "environment", lambda folder, haproxy: {})
+    (folder := tmp_path / "ray").mkdir()
+    with pytest.raises(EngineError) as caught:
+        ray_local.LocalRay.start(folder)
+    assert caught.value.message == "Ray could not start: The last one."
+    assert not folder.exists()
 
 
 def test_a_model_that_is_not_there() -> None:
