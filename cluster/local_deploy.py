@@ -123,7 +123,8 @@ def _said(status: ApplicationStatusOverview) -> str:
 
 
 def check_room(service: ServiceConfig, nodes: list[Mapping[str, float]]) -> None:
-    """Whether all engines and their ranks fit on the nodes together: a private cluster does not grow.
+    """Whether all engines that start at once, and their ranks, fit on the nodes together: a private cluster does not
+    grow.
 
     Raises `ConfigError` that says what is missing and what is there.
     """
@@ -131,10 +132,20 @@ def check_room(service: ServiceConfig, nodes: list[Mapping[str, float]]) -> None
 
     free = [dict(node) for node in nodes]
     for name, engine in service.quire.engines().items():
-        options = service.deployments.get(name, {}).get("ray_actor_options")
-        for plan in _plans(settled(engine), options):
+        options = service.deployments.get(name, {})
+        plans = list(_plans(settled(engine), options.get("ray_actor_options")))
+        for plan in plans * _num_at_once(options):
             if not placement.take(plan, free):
                 raise ConfigError(f"{name} has no place here: {placement.explain_shortage(plan, nodes)}")
+
+
+def _num_at_once(options: Mapping[str, Any]) -> int:
+    """Engines that a deployment with these options begins with; one for those that come later, too."""
+    scaling = options.get("autoscaling_config")
+    if isinstance(scaling, Mapping):
+        return max(1, int(scaling.get("initial_replicas") or scaling.get("min_replicas", 1)))
+    given = options.get("num_replicas")
+    return given if isinstance(given, int) else 1
 
 
 def _plans(engine: EngineConfig, actor_options: Mapping[str, Any] | None) -> Iterator[PlacementPlan]:

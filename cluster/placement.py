@@ -39,13 +39,13 @@ class PlacementPlan:
 
 def auto_device(world_size: int) -> Literal["cpu", "cuda"]:
     """`device: auto` for all ranks of an engine alike, before one of them starts: cuda where Ray counts a GPU for each
-    and torch is built for them."""
+    and, on one machine, torch is built for them."""
     num_gpus = ray.cluster_resources().get("GPU", 0.0) if ray.is_initialized() else 0.0  # type: ignore[no-untyped-call]
-    return _device_for(num_gpus, world_size)
+    return _device_for(num_gpus, world_size, len(live_nodes()) if num_gpus else 0)
 
 
 @cache
-def _device_for(num_gpus: float, world_size: int) -> Literal["cpu", "cuda"]:
+def _device_for(num_gpus: float, world_size: int, num_nodes: int) -> Literal["cpu", "cuda"]:
     """Said once where there are GPUs."""
     if num_gpus == 0:
         return "cpu"
@@ -53,20 +53,21 @@ def _device_for(num_gpus: float, world_size: int) -> Literal["cpu", "cuda"]:
         logger.warning("device: auto takes the CPU: %d ranks need a GPU each, and Ray has %g.", world_size, num_gpus)
         return "cpu"
     cuda = torch_cuda()
-    if cuda is None:
+    if cuda is None and num_nodes == 1:  # of other nodes' torch nobody here knows
         logger.warning("device: auto takes the CPU: Ray has %g GPU, but torch is a build for CPUs.", num_gpus)
         return "cpu"
-    logger.info("device: auto takes the GPU: Ray has %g, and torch is a build for CUDA %s.", num_gpus, cuda)
+    logger.info("device: auto takes the GPU: Ray has %g, and torch here is a build for %s.", num_gpus, cuda or "CPUs")
     return "cuda"
 
 
 def torch_cuda() -> str | None:
-    """The version of CUDA that torch is built for. Torch itself is not imported, for seconds and hundreds of megabytes
-    that a process which computes nothing has no use for."""
+    """The version of CUDA, or of ROCm, that torch is built for. Torch itself is not imported, for seconds and hundreds
+    of megabytes that a process which computes nothing has no use for."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    cuda: str | None = runpy.run_path(str(Path(torch.origin).with_name("version.py")))["cuda"]
+    version = runpy.run_path(str(Path(torch.origin).with_name("version.py")))
+    cuda: str | None = version["cuda"] or version.get("hip")
     return cuda
 
 

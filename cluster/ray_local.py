@@ -32,6 +32,7 @@ MAX_TEMP_DIR_LENGTH = 12  # HAProxy takes socket paths of 97 bytes, and Serve pu
 STOP_TIMEOUT_S = 5.0
 _PREFIX = "quire-"
 _LOCK = "lock"  # held by the process whose folder it is
+_locks: dict[Path, int] = {}  # descriptors, by the folder whose lock it is
 _PORTS = range(20_000, 32_768)  # between those of Ray's workers and those that Linux gives to connections
 
 
@@ -123,10 +124,20 @@ def make_folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     # Locked before it has its name, or another process could find it abandoned.
     unnamed = folder / f"{_LOCK}.new"
-    lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)  # closed with the process: the lock tells that it lives
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    unnamed.rename(folder / _LOCK)
+    lock = os.open(unnamed, os.O_CREAT | os.O_RDWR, 0o600)
+    _locks[folder] = lock  # open as long as the process lives, or the folder: the lock tells that
+    with contextlib.suppress(OSError):  # a file system without locks: what is left there stays
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        unnamed.rename(folder / _LOCK)
     return folder
+
+
+def remove_folder(folder: Path) -> None:
+    """That of a Ray that has ended, with all that is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    lock = _locks.pop(folder, None)
+    if lock is not None:
+        os.close(lock)
 
 
 def _remove_abandoned(base: Path) -> None:
@@ -184,7 +195,7 @@ class LocalRay:
         deadline = time.monotonic() + STOP_TIMEOUT_S
         while self._folder.exists():
             # Its last processes may still be writing their logs.
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder)
             if time.monotonic() > deadline:
                 logger.warning("%s could not be removed.", self._folder)
                 return

@@ -10,7 +10,6 @@ import ctypes
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
@@ -33,7 +32,7 @@ from quire.workers.models.sizes import check_ranks
 from .config import override
 from .config_file import ServiceConfig, load_service
 from .haproxy_tier import haproxy_launcher
-from .ray_local import LOOPBACK, LocalRay, environment, make_folder
+from .ray_local import LOOPBACK, LocalRay, environment, make_folder, remove_folder
 
 logger = logging.getLogger(__name__)
 
@@ -146,6 +145,9 @@ def _start(service: ServiceConfig, folder: Path, clock: _Clock, *, dashboard: bo
     # Behind HAProxy nothing of Serve is for anybody but HAProxy.
     behind = service if haproxy is None else replace(service, host=LOOPBACK)
     grpc_host = None if service.grpc_port is None else behind.host
+    if haproxy is None:
+        os.environ["RAY_SERVE_ENABLE_HA_PROXY"] = "0"  # Serve would start one by itself, open to everybody
+        logger.info("Serve's own proxy is the HTTP tier.")
     os.environ.update(environment(folder, haproxy=haproxy, grpc_host=grpc_host))
     local: LocalRay | None = None
     try:
@@ -300,4 +302,4 @@ def _private_folder() -> Iterator[Path]:
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)

@@ -89,7 +89,7 @@ class KVCacheManager:
 
     def num_missing(self, num_tokens: int, chunk_tokens: int, hit: PrefixHit, reserve: int) -> int:
         """Blocks that would have to be free besides those that are, for the whole request (not only its first chunk)
-        to fit with `reserve` blocks left. None, if it fits.
+        to fit with `reserve` blocks left; 0 if it fits.
 
         With what running requests lack of their prompts in `reserve`, two long prompts are not admitted together only
         to preempt each other.

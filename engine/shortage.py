@@ -16,7 +16,7 @@ class Shortage:
     """Of one request, when it was looked up. `reserve` were the blocks to be left, `budget` the step's tokens."""
 
     def __init__(self, request: Request, num_missing: int, pool: BlockPool, reserve: int, budget: int) -> None:
-        self._request = request
+        self._arrival = request.arrival_index  # and not the request, which may end meanwhile
         self._num_missing = num_missing
         self._events = pool.num_released + pool.num_stored
         self._reserve = reserve
@@ -32,5 +32,7 @@ class Shortage:
         """
         self._num_attempts += 1
         gained = pool.num_released + pool.num_stored - self._events + self._reserve - reserve
-        is_known = request is self._request and budget >= self._budget and self._num_attempts < _LOOK_AGAIN
+        is_known = (
+            request.arrival_index == self._arrival and budget >= self._budget and self._num_attempts < _LOOK_AGAIN
+        )
         return is_known and gained < self._num_missing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -122,8 +123,9 @@ class ParallelContext:
 
     @property
     def most_sent_bytes(self) -> int:
-        """Of all that is kept until the next stage takes it, if the largest step so far is the largest of all."""
-        return _MAX_SENDS * max((tensor.nbytes for _, tensor in self._sends), default=0)
+        """Of all that is kept until the next stage takes it, beside the last, if the largest step so far is the largest
+        of all."""
+        return (_MAX_SENDS - 1) * max((tensor.nbytes for _, tensor in self._sends), default=0)
 
     def receive(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """What the stage before sends next."""
@@ -177,7 +179,8 @@ def join(
     if backend == "gloo":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface_of(local_address))
     elif backend == "nccl" and "NCCL_SOCKET_IFNAME" not in os.environ:
-        os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(local_address)}"  # without "=", all that begin with it
+        with contextlib.suppress(ConfigError):  # an address of another kind: it chooses for itself then
+            os.environ["NCCL_SOCKET_IFNAME"] = f"={interface_of(local_address)}"  # without "=", all that begin with it
     if store is None:
         store = TCPStore(rendezvous.address, rendezvous.port, grid.world_size, timeout=timeout, wait_for_workers=False)
     dist.init_process_group(

@@ -68,7 +68,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     if request.stream:
         return await stream_response(http, answer.events(context.heavy_work), begun.event_ids)
     await unless_client_leaves(http.receive, generation.run())
-    return await whole_response(context.heavy_work, generation.size, answer.whole)
+    return await whole_response(context.heavy_work, generation.size + answer.num_repeated, answer.whole)
 
 
 def _tokenize_all(
@@ -132,6 +132,14 @@ class _CompletionAnswer:
         self._scores_prompt = request.echo and request.logprobs is not None
         self._unscored = set(range(len(generation.states))) if self._scores_prompt else set()  # no echo sent yet
         self._waiting: list[CompletionOutput] = []  # deltas of choices that came before their prompt's logprobs
+
+    @property
+    def num_repeated(self) -> int:
+        """About how many tokens of prompts the choices of a whole answer repeat."""
+        echoed = sum(map(len, self._echoed)) // 4
+        if not self._request.return_token_ids:
+            return echoed
+        return echoed + sum(map(len, self._prompts)) * self._request.num_choices
 
     def whole(self) -> Completion:
         choices = []

@@ -39,7 +39,7 @@ async def whole_response(heavy_work: HeavyWork, size: int, shape: Callable[[], m
     """The answer that `shape` returns. `size` is about how many tokens, logprobs and numbers it has."""
     if size < LARGE_ANSWER:
         return json_response(shape())
-    return _InPieces(await heavy_work.in_thread(lambda: list(_grouped(json_pieces(shape())))))
+    return _InPieces(await heavy_work.shape(size, lambda: list(_grouped(json_pieces(shape())))))
 
 
 class _InPieces(Response):

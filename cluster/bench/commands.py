@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -30,14 +32,12 @@ Seed = Annotated[int, typer.Option(help="Seed of the random prompts.")]
 def _writable(path: str | None) -> str | None:
     """Refuse at once what could not be written when all is measured."""
     if path is not None and path != "-":
-        is_there = Path(path).exists()
-        try:
-            with open(path, "ab"):
-                pass
-        except OSError as error:
-            raise typer.BadParameter(f"{path} cannot be written ({error.strerror})") from error
-        if not is_there:
-            Path(path).unlink()
+        target = Path(path).resolve()
+        why = errno.EISDIR if target.is_dir() else 0 if target.parent.is_dir() else errno.ENOENT
+        if why == 0 and not os.access(target if target.exists() else target.parent, os.W_OK):
+            why = errno.EACCES
+        if why:
+            raise typer.BadParameter(f"{path} cannot be written ({os.strerror(why)})")
     return path
 
 

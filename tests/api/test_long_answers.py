@@ -41,6 +41,13 @@ PROMPT = {"model": MODEL, "prompt": [504] * 600}
         ("completions", {**PROMPT, "logprobs": 20, "max_tokens": 1, "echo": True}, False),
         ("completions", {**PROMPT, "logprobs": 20, "max_tokens": 1, "echo": True, "stream": True}, False),
         ("completions", {**PROMPT, "logprobs": 0, "max_tokens": 1, "prompt_logprobs": 20}, False),
+        ("completions", {**PROMPT, "logprobs": 0, "max_tokens": 1, "n": 20}, True),
+        ("completions", {**PROMPT, "logprobs": 0, "max_tokens": 1, "n": 20, "return_token_ids": True}, False),
+        (
+            "completions",
+            {**PROMPT, "prompt": "word " * 600, "logprobs": 0, "max_tokens": 1, "n": 20, "echo": True},
+            False,
+        ),
     ],
 )
 async def test_a_long_answer_is_shaped_off_the_loop(

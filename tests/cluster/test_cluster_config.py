@@ -241,19 +241,21 @@ def test_a_step_on_cpu_is_short_unless_somebody_chose_its_size(given: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("num_gpus", "num_ranks", "cuda", "device", "said"),
+    ("num_gpus", "num_ranks", "cuda", "num_nodes", "device", "said"),
     [
-        (0.0, 1, "13.0", "cpu", ""),
-        (1.0, 1, "13.0", "cuda", "device: auto takes the GPU: Ray has 1, and torch is a build for CUDA 13.0."),
-        (1.0, 1, None, "cpu", "device: auto takes the CPU: Ray has 1 GPU, but torch is a build for CPUs."),
-        (1.0, 2, "13.0", "cpu", "device: auto takes the CPU: 2 ranks need a GPU each, and Ray has 1."),
-        (2.0, 2, "13.0", "cuda", "device: auto takes the GPU: Ray has 2, and torch is a build for CUDA 13.0."),
+        (0.0, 1, "13.0", 1, "cpu", ""),
+        (1.0, 1, "13.0", 1, "cuda", "device: auto takes the GPU: Ray has 1, and torch here is a build for 13.0."),
+        (1.0, 1, None, 1, "cpu", "device: auto takes the CPU: Ray has 1 GPU, but torch is a build for CPUs."),
+        (1.0, 1, None, 2, "cuda", "device: auto takes the GPU: Ray has 1, and torch here is a build for CPUs."),
+        (1.0, 2, "13.0", 1, "cpu", "device: auto takes the CPU: 2 ranks need a GPU each, and Ray has 1."),
+        (2.0, 2, "13.0", 2, "cuda", "device: auto takes the GPU: Ray has 2, and torch here is a build for 13.0."),
     ],
 )
 def test_auto_takes_gpus_that_are_enough_and_that_torch_can_use(
     num_gpus: float,
     num_ranks: int,
     cuda: str | None,
+    num_nodes: int,
     device: str,
     said: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -263,6 +265,7 @@ def test_auto_takes_gpus_that_are_enough_and_that_torch_can_use(
     monkeypatch.setattr("ray.is_initialized", lambda: True)
     monkeypatch.setattr("ray.cluster_resources", lambda: {"CPU": 8.0, **({"GPU": num_gpus} if num_gpus else {})})
     monkeypatch.setattr(placement, "torch_cuda", lambda: cuda)
+    monkeypatch.setattr(placement, "live_nodes", lambda: [{}] * num_nodes)
     placement._device_for.cache_clear()
     config = EngineConfig.model_validate({"parallel": {"tensor_parallel_size": num_ranks}})
     with caplog.at_level("INFO"):
@@ -274,7 +277,7 @@ def test_auto_takes_gpus_that_are_enough_and_that_torch_can_use(
 def test_torch_says_what_it_is_built_for_without_being_imported() -> None:
     import torch
 
-    assert placement.torch_cuda() == torch.version.cuda
+    assert placement.torch_cuda() == (torch.version.cuda or torch.version.hip)
     asked = "import sys; from quire.cluster.placement import torch_cuda; torch_cuda(); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

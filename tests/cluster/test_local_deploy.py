@@ -143,6 +143,23 @@ def test_engines_that_fit_only_one_by_one_are_refused() -> None:
     assert NODE == {"CPU": 8.0, "GPU": 1.0, "memory": 1e10}
 
 
+@pytest.mark.parametrize(
+    ("options", "num_gpus"),
+    [
+        ({"num_replicas": 2}, 2),
+        ({"autoscaling_config": {"min_replicas": 2, "max_replicas": 5}}, 2),
+        ({"autoscaling_config": {"min_replicas": 0, "initial_replicas": 3, "max_replicas": 5}}, 3),
+        ({"autoscaling_config": {"min_replicas": 0, "max_replicas": 5}}, 1),
+    ],
+)
+def test_all_replicas_that_start_at_once_need_room(options: dict[str, Any], num_gpus: int) -> None:
+    asked = service({"Engine": options}, model={"device": "cuda"})
+    check_room(asked, [{"CPU": 8.0, "GPU": float(num_gpus)}])
+    if num_gpus > 1:
+        with pytest.raises(ConfigError, match=r"^Engine has no place here: .* but it is in use"):
+            check_room(asked, [{"CPU": 8.0, "GPU": num_gpus - 1.0}])
+
+
 def test_stages_apart_are_taken_on_nodes_of_their_own() -> None:
     apart = {"pipeline_parallel_size": 2, "stage_placement": "strict_spread"}
     check_room(engines("cuda", 1, **apart), [NODE, NODE])
