@@ -18,7 +18,8 @@ from typing import Any
 from grpc.aio import _server
 from ray.util import get_node_ip_address
 
-HOST = "QUIRE_GRPC_HOST"  # the variable for where servers with a port of their own listen, if not on the node's address
+from .ray_local import GRPC_HOST
+
 _EVERYWHERE = "[::]:"
 
 
@@ -42,5 +43,5 @@ def _narrowed(add_port: Callable[..., int]) -> Callable[..., int]:
 
 def _here(port: int) -> str:
     """Port 0 is Serve's choice for calls between deployments, which are never for anybody outside."""
-    host = (port and os.environ.get(HOST)) or get_node_ip_address()  # type: ignore[no-untyped-call]
+    host = (port and os.environ.get(GRPC_HOST)) or get_node_ip_address()  # type: ignore[no-untyped-call]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

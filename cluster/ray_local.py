@@ -25,6 +25,7 @@ from quire.workers.cgroup import usable_cores
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+GRPC_HOST = "QUIRE_GRPC_HOST"  # the variable that tells `grpc_listeners` where a port of somebody's choice is to be
 OBJECT_STORE_BYTES = 128 << 20  # nothing of size travels as a Ray object
 MIN_LOGICAL_CPUS = 8  # replicas and ranks ask for parts of a CPU; a small machine must not refuse them
 RAYS_FOLDER = "r"  # below ours; Ray opens it to everybody
@@ -64,7 +65,7 @@ def environment(folder: Path, *, haproxy: Path | None, grpc_host: str | None = N
         # Our deployments see to their own servers; this reaches Serve's proxies as well. Ray calls the function at the
         # start of each process. (Its official way is a runtime environment, for which no process is held ready.)
         hook = "quire.cluster.grpc_listeners.keep_off_the_network"
-        variables |= {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": hook, "QUIRE_GRPC_HOST": grpc_host}
+        variables |= {"__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR": hook, GRPC_HOST: grpc_host}
     if haproxy is not None:
         tier = folder / "h"
         http, grpc, metrics, stats = free_ports(4)

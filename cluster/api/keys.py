@@ -2,7 +2,7 @@
 
     tenants:
       - name: team-a
-        key_sha256: 9f86d081884c7d659a2feaa0c55ad015a3bf4f1b2b0b822cd15d6c15b0f00a08
+        key_sha256: 8b27b6aa...        # 64 digits
         weight: 2                      # of the engines' time, where tenants compete; 1 when left out
         requests_per_minute: 600       # no limit when left out
         tokens_per_minute: 200000

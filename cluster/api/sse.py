@@ -63,7 +63,7 @@ async def _client_left(receive: Receive) -> None:
         pass
 
 
-# Made of what a stream yields before it is sent; nothing, where that is not to be sent.
+# What an item of a stream becomes on its way out (`EventIds.number`): nothing, if its client has seen it.
 Number = Callable[[bytes], bytes]
 
 

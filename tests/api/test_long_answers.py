@@ -215,3 +215,13 @@ async def test_others_go_on_while_beams_become_text(client: httpx.AsyncClient, m
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     task.cancel()
     assert len(seen) == len(set(seen)) == 4
+
+
+async def test_prompts_do_not_wait_for_the_answers_of_others() -> None:
+    work, may_end = HeavyWork(), threading.Event()
+    answers = [asyncio.create_task(work.shape(heavy_work.LARGE_ANSWER, lambda: may_end.wait(60))) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(work.run("x" * heavy_work.LARGE, lambda: "tokens"), 20) == "tokens"
+    assert not any(answer.done() for answer in answers)
+    may_end.set()
+    assert await asyncio.gather(*answers) == [True] * 3

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from quire.cluster import grpc_listeners
+from quire.cluster import grpc_listeners, haproxy_exec
 from quire.cluster.haproxy_exec import bind_to
 from quire.cluster.haproxy_tier import haproxy_launcher
 from quire.cluster.ray_local import free_ports
@@ -46,6 +47,13 @@ def test_haproxy_is_started_with_its_configuration_put_right(tmp_path: Path) -> 
     assert config.read_text() == timeouts + "frontend f\n    bind 127.0.0.1:23001\n"
 
 
+@pytest.mark.parametrize(("parent", "printed"), [(os.getpid(), "-dS hello\n"), (os.getpid() + 1, "")])
+def test_haproxy_starts_only_for_a_parent_that_lives(parent: int, printed: str) -> None:
+    """It would be told of no death that was before it asked to be."""
+    command = [sys.executable, "-IS", haproxy_exec.__file__, str(parent), "/bin/echo", "127.0.0.1", "8000", "hello"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout == printed
+
+
 def test_where_nothing_may_be_run_there_is_no_haproxy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a /tmp that is mounted with noexec. Serve's own proxy serves there."""
     monkeypatch.setattr(Path, "chmod", lambda path, mode: None)
@@ -77,7 +85,7 @@ def test_grpc_servers_listen_where_they_are_wanted(
 ) -> None:
     monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # the node's address is the loopback
     if asked is not None:
-        monkeypatch.setenv(grpc_listeners.HOST, asked)
+        monkeypatch.setenv(grpc_listeners.GRPC_HOST, asked)
     (port,) = free_ports(1)
     code = ASKS.replace("{port}", str(port))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

@@ -20,6 +20,7 @@ from quire.engine.kv_cache_manager import PrefixHit
 from quire.engine.outputs import EngineRequest, RequestReport
 from quire.engine.request import Request
 from quire.engine.request_queue import _MAX_IDLE_TENANTS, TenantBook
+from quire.engine.shortage import Shortage
 from quire.engine.wait_ledger import WaitCause
 
 
@@ -258,6 +259,27 @@ def test_a_long_prompt_that_has_no_room_is_not_looked_up_in_each_step(monkeypatc
     assert num_looked_up == 3  # 19 blocks are missing, and four requests store one each in every fourth step
     finish(core, clock, collector)
     assert collector.tokens["long"] == expected_tokens(long, 2)
+
+
+def test_what_ends_a_shortage() -> None:
+    pool = make(Clock()).scheduler.kv_cache.pool
+    request, other = (Request(make_request(f"r{i}", [1]), i, 0, 200, 0.0) for i in range(2))
+
+    def lasts(asked: Request, reserve: int = 5, budget: int = 10) -> bool:
+        return Shortage(request, 2, pool, 5, 10).lasts(asked, pool, reserve, budget)
+
+    assert lasts(request)
+    assert not lasts(other)
+    assert not lasts(request, budget=9)  # it asks for less then
+    assert [lasts(request, reserve) for reserve in (6, 4, 3)] == [True, True, False]
+    shortage = Shortage(request, 2, pool, 5, 10)
+    (block,) = pool.allocate(1)
+    pool.cache(block, b"key")
+    assert shortage.lasts(request, pool, 5, 10)  # one has become findable
+    pool.release([block])
+    assert not shortage.lasts(request, pool, 5, 10)  # and one free
+    shortage = Shortage(request, 2, pool, 5, 10)
+    assert [shortage.lasts(request, pool, 5, 10) for _ in range(32)] == [True] * 31 + [False]
 
 
 def test_a_newcomer_leaves_a_block_for_each_running_request() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from quire.cluster import ray_local, service
-from quire.cluster.ray_local import free_ports, make_folder
+from quire.cluster.ray_local import free_ports, make_folder, remove_folder
 from quire.engine.errors import ConfigError, EngineError
 
 
@@ -67,6 +68,17 @@ def test_only_folders_of_the_dead_are_removed(tmp_path: Path, monkeypatch: pytes
     new = make_folder()
     assert set(tmp_path.iterdir()) == {mine, strange, elsewhere, link, new}
     assert (elsewhere / "lock").exists()
+
+
+def test_a_folder_that_is_removed_is_not_locked_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_local, "MAX_TEMP_DIR_LENGTH", 1000)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = len(os.listdir("/proc/self/fd"))
+    folder = make_folder()
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    remove_folder(folder)
+    assert not folder.exists()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_a_temporary_directory_with_a_space_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
