@@ -47,10 +47,11 @@ def test_haproxy_is_started_with_its_configuration_put_right(tmp_path: Path) -> 
     assert config.read_text() == timeouts + "frontend f\n    bind 127.0.0.1:23001\n"
 
 
-@pytest.mark.parametrize(("parent", "printed"), [(os.getpid(), "-dS hello\n"), (os.getpid() + 1, "")])
-def test_haproxy_starts_only_for_a_parent_that_lives(parent: int, printed: str) -> None:
+@pytest.mark.parametrize(("is_alive", "printed"), [(True, "-dS hello\n"), (False, "")])
+def test_haproxy_starts_only_for_a_parent_that_lives(is_alive: bool, printed: str) -> None:
     """It would be told of no death that was before it asked to be."""
-    command = [sys.executable, "-IS", haproxy_exec.__file__, str(parent), "/bin/echo", "127.0.0.1", "8000", "hello"]
+    parent = str(os.getpid() if is_alive else os.getpid() + 1)
+    command = [sys.executable, "-IS", haproxy_exec.__file__, parent, "/bin/echo", "127.0.0.1", "8000", "hello"]
     assert subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout == printed
 
 
