@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
 from .byte_products import ONE_DIGIT, Way
-from .code_words import WIDTH, WORDS, blocks_of, codes_of, fetch, scales_of
+from .code_words import WIDTH, WORDS, ahead_of, blocks_of, codes_of, fetch, scales_of
 from .digits import rounding, unsigned
 from .features import IS_WIDE
 from .tile_product import STEP_BYTES, TILE
@@ -151,6 +151,7 @@ def bound(
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, num_blocks, lengths, taken, x, x_row, num_rows, fetches, out = arguments
         panel_step = b.mul(num_blocks, INT64(TILE * kind.block_bytes))
+        ahead = ahead_of(b, kind, panel_step, num_blocks)
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)
@@ -160,7 +161,7 @@ def bound(
                 x_blocks = [b.add(start, b.mul(k, INT64(x_block_bytes(kind)))) for start in starts]
                 with b.if_then(b.icmp_signed("!=", fetches, INT64(0))):
                     for block in blocks:
-                        fetch(b, kind, block)
+                        fetch(b, kind, block, ahead)
                 sums = _sums(b, kind, in_pairs, blocks, x_blocks)
                 scales = [scales_of(b, kind, block)[0] for block in blocks]
                 found = []

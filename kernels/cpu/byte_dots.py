@@ -42,10 +42,10 @@ from .byte_products import ONE_DIGIT, THREE_DIGITS, TWO_DIGITS, Way
 from .byte_rows import ROWS, place_of_row, split_row, words_at, x_block_bytes
 from .byte_vectors import multiply_packed, multiply_unpacked, unpack, unpacked_bytes
 from .call import Arguments, RowFunction, enter_rows, take_rows
-from .claims import enter, even_chunks, take_item
+from .claims import enter, even_chunks, first_item, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
-from .code_words import TOTALS_BYTES, WIDTH, fits
-from .intrinsics import pointer
+from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fits
+from .intrinsics import fetch_to_write, pointer
 from .kv_prefetch import has_time, new_cursor, point_to_share
 from .many_rows import CHUNK_BYTES
 from .packed_call import (
@@ -204,6 +204,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
     way, is_gated, x_bytes = Way(PACKINGS[packing], num_digits), activation != "", 2 if has_short_x else 4
     panel_block, size, bias_bytes = TILE * way.kind.block_bytes, 2 if is_short else 4, TILE * x_bytes
     block_bytes, block_unpacked = x_block_bytes(way), unpacked_bytes(way)
+    column_bytes = TILE * size * (1 if is_gated else WIDTH)  # of a row of results that are computed together
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(packing, num_digits, has_short_x, is_short, activation)
@@ -228,6 +229,9 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
         totals = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         unpacked, digits = totals + TOTALS_BYTES, a[X]
         if are_few:  # each thread for itself: nobody waits
+            if a[CHOSEN] == 0:
+                pair = first_item(num_pairs, num_threads, thread)
+                fetch_pair(a[WEIGHT] + pair * next_pair, panel_bytes, panel_step)
             digits = unpacked + block_unpacked
             for i in range(num_rows):
                 row = a[X] + i * in_features * x_bytes
@@ -257,6 +261,8 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
                 unpack(packing, num_digits, panel, panel_step, num_blocks, unpacked)
             while row < end:
                 x, count = digits + place_of_row(row, num_blocks, block_bytes), min(ROWS, end - row)
+                out = a[OUT] + row * out_row + column
+                fetch_to_write(out, out_row, count, column_bytes)
                 if are_few:
                     multiply_packed(
                         packing, num_digits,
@@ -267,7 +273,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
                         packing, num_digits,
                         unpacked, num_blocks, x, count, totals, panel + next_pair, panel_step, cursor_at,
                     )  # fmt: skip
-                results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
+                results[COUNT], results[RESULTS] = count, out
                 finish(activation, is_short, has_short_x, results.ctypes.data)
                 row += count
         own[0] = results[0] = cursor[0] = 0  # they live until here: Numba does not see who has their addresses

@@ -26,7 +26,7 @@ from numba.extending import intrinsic
 from ..packed import PACKINGS
 from .byte_products import ONE_DIGIT, THREE_DIGITS, Way
 from .byte_rows import FACTOR, OFFSETS, ROWS, SUM, groups_of, part_bytes, parts_of, words_at, x_block_bytes
-from .code_words import WIDTH, blocks_of, codes_of, fetch, scale_and_middle, total_at
+from .code_words import WIDTH, ahead_of, blocks_of, codes_of, fetch, scale_and_middle, total_at
 from .kv_prefetch import fetch_pieces
 from .tile_product import STEP_BYTES
 from .vectors import (
@@ -96,11 +96,12 @@ def multiply_packed(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, panel_step, num_blocks, scratch, x, num_rows, totals, cursor = arguments
+        ahead = ahead_of(b, way.kind, panel_step, num_blocks)
 
         def block_of(k: Any, count: int) -> _Block:
             blocks = blocks_of(b, way.kind, panel, panel_step, k)
             for block in blocks:
-                fetch(b, way.kind, block)
+                fetch(b, way.kind, block, ahead)
             if _is_direct(way, count):
                 return _Packed(b, way, blocks)
             _unpack_block(b, way, blocks, scratch)

@@ -1,4 +1,4 @@
-# mypy: disable-error-code="misc"
+# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
 """What products of codes read of packed weights (see `codes`, `dots`, `byte_dots`), as LLVM vectors: panels, block by
 block. Everything works on addresses."""
 
@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
+from numba import njit
 
 from ..packed import BLOCK, Packing
+from .intrinsics import fetch_to_read
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
     FLOAT,
@@ -50,6 +52,7 @@ Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a pa
 
 _HALVES = ir.VectorType(INT16, LANES)
 _AHEAD = 16384  # bytes, of what is unpacked later
+_LEAST_AHEAD, _LONG_PANEL = 8192, 32768  # bytes
 
 
 class Place(NamedTuple):
@@ -142,10 +145,29 @@ def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     return call(b, "llvm.x86.avx512.permvar.hi.512", WORDS, [table, places])
 
 
-def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: int = _AHEAD) -> None:
+def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: Any = _AHEAD) -> None:
     """What comes some blocks later, so many bytes."""
+    place = b.add(block, INT64(ahead) if isinstance(ahead, int) else ahead)
     for line in range(0, TILE * packing.block_bytes, STEP_BYTES):
-        prefetch(b, b.add(block, INT64(ahead + line)), level=2)
+        prefetch(b, b.add(place, INT64(line)), level=2)
+
+
+def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any) -> Any:
+    """From a block of one of WIDTH panels, `panel_step` bytes from one to the next, to what is fetched with it: the
+    same block of the panels that are multiplied next, or of those behind them; of long panels, a later block of its
+    own. (So many bytes further on may be in the panel beside it, which is multiplied just now.)"""
+    panel = b.mul(num_blocks, INT64(TILE * packing.block_bytes))
+    pair = b.select(b.icmp_signed("==", panel_step, panel), b.mul(panel, INT64(WIDTH)), panel)
+    count = b.sdiv(b.add(pair, INT64(_LEAST_AHEAD - 1)), pair)
+    return b.select(b.icmp_signed(">", panel, INT64(_LONG_PANEL)), INT64(_AHEAD), b.mul(pair, count))
+
+
+@njit(error_model="numpy")
+def fetch_pair(panel: int, panel_bytes: int, panel_step: int) -> None:
+    """WIDTH panels, `panel_step` bytes from one to the next, that a thread begins with while it does something else
+    first; of long ones the beginning."""
+    for j in range(WIDTH):
+        fetch_to_read(panel + j * panel_step, min(panel_bytes, _LONG_PANEL))
 
 
 def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_numbers: bool) -> list[Step]:

@@ -23,6 +23,7 @@ from .code_words import (
     WIDTH,
     WORDS,
     add_middle,
+    ahead_of,
     blocks_of,
     fetch,
     loop_over_pairs,
@@ -108,6 +109,7 @@ def multiply_codes(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, panel, panel_step, num_blocks, x, x_row, num_rows, x_sums, x_sums_row, totals, cursor = arguments
+        ahead = ahead_of(b, kind, panel_step, num_blocks)
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)
@@ -117,7 +119,7 @@ def multiply_codes(
                 blocks = blocks_of(b, kind, panel, panel_step, k)
                 places = [b.add(start, b.mul(k, INT64(BLOCK_BYTES))) for start in starts]
                 for block in blocks:
-                    fetch(b, kind, block)
+                    fetch(b, kind, block, ahead)
                 fetch_pieces(b, cursor, 1)
 
                 def multiply(pair: Any, codes: list[Any], sums: list[Any]) -> list[Any]:

@@ -21,13 +21,13 @@ from numba import carray, cfunc, types
 from torch import Tensor
 
 from ..packed import BLOCK, PACKINGS, Packing
-from .claims import enter, even_chunks, take_item
+from .claims import enter, even_chunks, first_item, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_tiles import unpack
-from .code_words import TOTALS_BYTES, WIDTH, fits
+from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fits
 from .codes import lay_out
 from .dot_vectors import BLOCK_BYTES, BLOCKS, ROWS, multiply_codes, multiply_unpacked, sum_blocks
-from .intrinsics import pointer
+from .intrinsics import fetch_to_write, pointer
 from .kv_prefetch import has_time, new_cursor, point_to_share
 from .many_rows import CHUNK_BYTES
 from .packed_call import (
@@ -121,6 +121,7 @@ def _entry(packing: str, is_short: bool, activation: str) -> Any:
 def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
     panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
     has_least, is_gated, bias_bytes = PACKINGS[packing].has_least, activation != "", 2 * TILE
+    column_bytes = TILE * size * (1 if is_gated else WIDTH)  # of a row of results that are computed together
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(packing, is_short, activation)
@@ -145,6 +146,9 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
         unpacked = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         num_sums, sums_row = num_rows if are_few and has_least else 0, (num_blocks + BLOCKS - 1) // BLOCKS * BLOCKS
         x_sums, sums_step = np.empty((num_sums, sums_row), np.float32), 4 * sums_row
+        if num_sums > 0 and a[CHOSEN] == 0:
+            pair = first_item(num_pairs, num_threads, thread)
+            fetch_pair(a[WEIGHT] + pair * next_pair, panel_bytes, panel_step)
         for i in range(num_sums):
             sum_blocks(a[X] + i * x_row, num_blocks, x_sums.ctypes.data + i * sums_step)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
@@ -170,6 +174,8 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
                 unpack(packing, 1, panel, panel_step, num_blocks, unpacked)
             while row < end:
                 x, count = a[X] + row * x_row, min(ROWS, end - row)
+                out = a[OUT] + row * out_row + column
+                fetch_to_write(out, out_row, count, column_bytes)
                 if are_few:
                     sums = x_sums.ctypes.data + row * sums_step
                     multiply_codes(
@@ -179,7 +185,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
                     multiply_unpacked(
                         packing, unpacked, num_blocks, x, x_row, count, totals, panel + next_pair, panel_step, cursor_at
                     )
-                results[COUNT], results[RESULTS] = count, a[OUT] + row * out_row + column
+                results[COUNT], results[RESULTS] = count, out
                 finish(activation, is_short, True, results.ctypes.data)
                 row += count
         # They live until here: Numba does not see who has their addresses.
