@@ -1,0 +1,67 @@
+"""Which panels of a packed weight a product fetches while it multiplies others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from numba import njit, types
+from numba.extending import intrinsic
+
+from quire.kernels.cpu.code_words import WIDTH, ahead_of
+from quire.kernels.cpu.tile_product import TILE
+from quire.kernels.packed import BLOCK, PACKINGS
+
+
+@intrinsic(prefer_literal=True)
+def compiled_ahead_of(typing_context: Any, packing: Any, panel_step: Any, num_blocks: Any) -> Any:
+    kind = PACKINGS[packing.literal_value]
+    return types.int64(packing, panel_step, num_blocks), lambda _c, b, _s, given: ahead_of(b, kind, *given[1:])
+
+
+@njit
+def ahead_of_q4_1(panel_step: int, num_blocks: int) -> int:
+    return compiled_ahead_of("q4_1", panel_step, num_blocks)
+
+
+@njit
+def ahead_of_q8_0(panel_step: int, num_blocks: int) -> int:
+    return compiled_ahead_of("q8_0", panel_step, num_blocks)
+
+
+AHEAD = {"q4_1": ahead_of_q4_1, "q8_0": ahead_of_q8_0}
+
+
+@pytest.mark.parametrize("packing", AHEAD)
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("in_features", [32, 576, 960, 1536, 1600])
+def test_the_same_block_of_panels_that_come_later(packing: str, in_features: int, is_gated: bool) -> None:
+    """So that each is fetched once, and none of the panel beside it, which is multiplied just then. (With 1,536 numbers
+    a row that was half of what was fetched.)"""
+    num_blocks = in_features // BLOCK
+    block = TILE * PACKINGS[packing].block_bytes
+    panel, num_panels = num_blocks * block, 64
+    panel_step = num_panels * panel if is_gated else panel
+    pair_bytes = panel if is_gated else WIDTH * panel  # from a pair to the next
+    ahead = AHEAD[packing](panel_step, num_blocks)
+
+    assert ahead % pair_bytes == 0
+    num_pairs = ahead // pair_bytes
+    assert num_pairs >= 1
+    assert ahead >= 8192 > (num_pairs - 1) * pair_bytes  # no further than the memory's answer takes
+
+    count = num_panels if is_gated else num_panels // WIDTH
+    at = {
+        pair * pair_bytes + j * panel_step + k * block: (pair, j, k)
+        for pair in range(count)
+        for j in range(WIDTH)
+        for k in range(num_blocks)
+    }
+    for place, (pair, j, k) in at.items():
+        if pair + num_pairs < count:
+            assert at[place + ahead] == (pair + num_pairs, j, k)
+
+
+def test_of_long_panels_a_later_block_of_their_own() -> None:
+    """Nothing stays in a cache for so long as two of them take."""
+    assert ahead_of_q4_1(14336 // BLOCK * TILE * PACKINGS["q4_1"].block_bytes, 14336 // BLOCK) == 16384
