@@ -230,7 +230,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
         unpacked, digits = totals + TOTALS_BYTES, a[X]
         if are_few:  # each thread for itself: nobody waits
             if a[CHOSEN] == 0:
-                pair = first_item(num_pairs, num_threads, thread)
+                pair = first_item(num_threads, num_pairs, thread)
                 fetch_pair(a[WEIGHT] + pair * next_pair, panel_bytes, panel_step)
             digits = unpacked + block_unpacked
             for i in range(num_rows):

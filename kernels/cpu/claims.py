@@ -107,16 +107,16 @@ def _place(claims: int, thread: int) -> int:
 
 
 @njit(error_model="numpy")
-def first_item(num_items: int, num_threads: int, thread: int) -> int:
-    """Of a thread's own part."""
+def first_item(num_threads: int, num_items: int, thread: int) -> int:
+    """The first of a thread's own part; for the thread behind the last one, how many items there are."""
     return thread * num_items // num_threads
 
 
 @njit(error_model="numpy")
 def _go_to_part(claims: int, num_threads: int, num_items: int, own: int, owner: int) -> None:
     """Take from that of thread `owner` from now on."""
-    store_release(own + _FIRST, first_item(num_items, num_threads, owner))
-    store_release(own + _STOP, first_item(num_items, num_threads, owner + 1))
+    store_release(own + _FIRST, first_item(num_threads, num_items, owner))
+    store_release(own + _STOP, first_item(num_threads, num_items, owner + 1))
     store_release(own + _COUNTER, _place(claims, owner) + _TAKEN)
 
 

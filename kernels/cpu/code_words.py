@@ -51,8 +51,9 @@ Step = Callable[[], None]  # generates something
 Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a panel: [row][number of the pair]
 
 _HALVES = ir.VectorType(INT16, LANES)
-_AHEAD = 16384  # bytes, of what is unpacked later
-_LEAST_AHEAD, _LONG_PANEL = 8192, 32768  # bytes
+_AHEAD = 16384  # bytes, from a block of tiles or of a long panel to what is fetched with it
+_LEAST_AHEAD = 8192  # bytes, that are read until memory has answered
+_LONG_PANEL = 32768  # bytes. Of longer ones two are more than is worth keeping until they are read.
 
 
 class Place(NamedTuple):
@@ -153,10 +154,15 @@ def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: Any = _AHEAD) ->
 
 
 def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any) -> Any:
-    """From a block of one of WIDTH panels, `panel_step` bytes from one to the next, to what is fetched with it: the
-    same block of the panels that are multiplied next, or of those behind them; of long panels, a later block of its
-    own. (So many bytes further on may be in the panel beside it, which is multiplied just now.)"""
+    """How many bytes behind a block of WIDTH panels, which are `panel_step` bytes apart, lies what is fetched with it.
+
+    It is the same block of the panels that are multiplied next, or, where these are small, of those behind them. A
+    fixed distance would not do: where two panels lie side by side it may be in the second, which is read just then. Of
+    long panels it is a fixed distance all the same, and the beginning of each second one comes too late. What the last
+    panels of a thread fetch is read by nobody, or was read by another.
+    """
     panel = b.mul(num_blocks, INT64(TILE * packing.block_bytes))
+    # Side by side, the next ones are behind both; of gates and ups, behind the gate.
     pair = b.select(b.icmp_signed("==", panel_step, panel), b.mul(panel, INT64(WIDTH)), panel)
     count = b.sdiv(b.add(pair, INT64(_LEAST_AHEAD - 1)), pair)
     return b.select(b.icmp_signed(">", panel, INT64(_LONG_PANEL)), INT64(_AHEAD), b.mul(pair, count))
@@ -164,8 +170,8 @@ def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any
 
 @njit(error_model="numpy")
 def fetch_pair(panel: int, panel_bytes: int, panel_step: int) -> None:
-    """WIDTH panels, `panel_step` bytes from one to the next, that a thread begins with while it does something else
-    first; of long ones the beginning."""
+    """WIDTH panels, `panel_step` bytes from one to the next, that a thread begins with when it has done something else;
+    of long ones the beginning. (Where `ahead_of` goes further than to the next ones, these are left.)"""
     for j in range(WIDTH):
         fetch_to_read(panel + j * panel_step, min(panel_bytes, _LONG_PANEL))
 

@@ -147,7 +147,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
         num_sums, sums_row = num_rows if are_few and has_least else 0, (num_blocks + BLOCKS - 1) // BLOCKS * BLOCKS
         x_sums, sums_step = np.empty((num_sums, sums_row), np.float32), 4 * sums_row
         if num_sums > 0 and a[CHOSEN] == 0:
-            pair = first_item(num_pairs, num_threads, thread)
+            pair = first_item(num_threads, num_pairs * num_chunks, thread) % num_pairs
             fetch_pair(a[WEIGHT] + pair * next_pair, panel_bytes, panel_step)
         for i in range(num_sums):
             sum_blocks(a[X] + i * x_row, num_blocks, x_sums.ctypes.data + i * sums_step)

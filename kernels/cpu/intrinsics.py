@@ -155,14 +155,16 @@ def fetch_line(typing_context: Any, address: Any, to_write: Any) -> Any:
 
 @njit(error_model="numpy")
 def fetch_to_read(address: int, num_bytes: int) -> None:
+    """So many bytes, into the second-level cache."""
     for place in range(0, num_bytes, 64):
         fetch_line(address + place, 0)
 
 
-@njit(inline="always")
+@njit(inline="always")  # a call takes longer than what it does
 def fetch_to_write(address: int, row_bytes: int, num_rows: int, num_bytes: int) -> None:
     """So many bytes, a constant, of each of some rows, `row_bytes` from one to the next. Where another core has read or
-    written them, its copy has to go before this one may write; stores wait for each other, and these wait together."""
+    written them, its copy has to go before this one may write; stores wait for each other, and these wait together.
+    Rows that begin amid a line have one more, which is left."""
     for row in range(num_rows):
         for place in range(0, num_bytes, 64):
             fetch_line(address + row * row_bytes + place, 1)
