@@ -44,8 +44,8 @@ from .byte_vectors import multiply_packed, multiply_unpacked, unpack, unpacked_b
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, even_chunks, first_item, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
-from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fits
-from .intrinsics import fetch_to_write, pointer
+from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fetch_to_write, fits
+from .intrinsics import pointer
 from .kv_prefetch import has_time, new_cursor, point_to_share
 from .many_rows import CHUNK_BYTES
 from .packed_call import (

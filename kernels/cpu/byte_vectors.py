@@ -136,7 +136,7 @@ def multiply_unpacked(
 
         def block_of(k: Any, _count: int) -> _Block:
             for block in blocks_of(b, way.kind, following, panel_step, k):
-                fetch(b, way.kind, block, ahead=0)
+                fetch(b, way.kind, block, ahead=INT64(0))
             return _Unpacked(b, way, b.add(unpacked, b.mul(k, INT64(unpacked_bytes(way)))))
 
         _multiply(b, way, num_blocks, block_of, x, num_rows, totals, cursor)

@@ -1,4 +1,5 @@
-# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="call-arg, misc, no-untyped-call, untyped-decorator"
 """What products of codes read of packed weights (see `codes`, `dots`, `byte_dots`), as LLVM vectors: panels, block by
 block. Everything works on addresses."""
 
@@ -10,10 +11,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
 from ..packed import BLOCK, Packing
-from .intrinsics import fetch_to_read
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
     FLOAT,
@@ -51,7 +52,7 @@ Step = Callable[[], None]  # generates something
 Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a panel: [row][number of the pair]
 
 _HALVES = ir.VectorType(INT16, LANES)
-_AHEAD = 16384  # bytes, from a block of tiles or of a long panel to what is fetched with it
+_AHEAD = INT64(16384)  # bytes, from a block of tiles or of a long panel to what is fetched with it
 _LEAST_AHEAD = 8192  # bytes, that are read until memory has answered
 _LONG_PANEL = 32768  # bytes. Of longer ones two are more than is worth keeping until they are read.
 
@@ -148,7 +149,7 @@ def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
 
 def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: Any = _AHEAD) -> None:
     """What comes some blocks later, so many bytes."""
-    place = b.add(block, INT64(ahead) if isinstance(ahead, int) else ahead)
+    place = b.add(block, ahead)
     for line in range(0, TILE * packing.block_bytes, STEP_BYTES):
         prefetch(b, b.add(place, INT64(line)), level=2)
 
@@ -165,7 +166,30 @@ def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any
     # Side by side, the next ones are behind both; of gates and ups, behind the gate.
     pair = b.select(b.icmp_signed("==", panel_step, panel), b.mul(panel, INT64(WIDTH)), panel)
     count = b.sdiv(b.add(pair, INT64(_LEAST_AHEAD - 1)), pair)
-    return b.select(b.icmp_signed(">", panel, INT64(_LONG_PANEL)), INT64(_AHEAD), b.mul(pair, count))
+    return b.select(b.icmp_signed(">", panel, INT64(_LONG_PANEL)), _AHEAD, b.mul(pair, count))
+
+
+@intrinsic(prefer_literal=True)
+def fetch_line(typing_context: Any, address: Any, to_write: Any) -> Any:
+    """The line of the cache at an address: into the second-level cache, where it is read soon, or, by a constant 1,
+    into the first, where it is written."""
+    is_written = bool(to_write.literal_value)
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        prefetch(b, arguments[0], level=1 if is_written else 2, to_write=is_written)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, to_write), generate
+
+
+@njit(inline="always")  # a call takes longer than what it does
+def fetch_to_write(address: int, row_bytes: int, num_rows: int, num_bytes: int) -> None:
+    """So many bytes, a constant, of each of some rows, `row_bytes` from one to the next. Where another core has read or
+    written them, its copy has to go before this one may write; stores wait for each other, and these wait together.
+    Rows that begin amid a line have one more, which is left."""
+    for row in range(num_rows):
+        for place in range(0, num_bytes, STEP_BYTES):
+            fetch_line(address + row * row_bytes + place, 1)
 
 
 @njit(error_model="numpy")
@@ -173,7 +197,8 @@ def fetch_pair(panel: int, panel_bytes: int, panel_step: int) -> None:
     """WIDTH panels, `panel_step` bytes from one to the next, that a thread begins with when it has done something else;
     of long ones the beginning. (Where `ahead_of` goes further than to the next ones, these are left.)"""
     for j in range(WIDTH):
-        fetch_to_read(panel + j * panel_step, min(panel_bytes, _LONG_PANEL))
+        for place in range(0, min(panel_bytes, _LONG_PANEL), STEP_BYTES):
+            fetch_line(panel + j * panel_step + place, 0)
 
 
 def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_numbers: bool) -> list[Step]:

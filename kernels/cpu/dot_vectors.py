@@ -175,7 +175,7 @@ def multiply_unpacked(
                     places = [b.add(start, b.mul(k, INT64(BLOCK_BYTES))) for start in starts]
                     tiles = [tile_of(b, unpacked, k, j) for j in range(WIDTH)]
                     for block in blocks_of(b, kind, following, panel_step, k):
-                        fetch(b, kind, block, ahead=0)
+                        fetch(b, kind, block, ahead=INT64(0))
                     fetch_pieces(b, cursor, 1)
 
                     def multiply(pair: Any, sums: list[Any]) -> list[Any]:

@@ -24,10 +24,10 @@ from ..packed import BLOCK, PACKINGS, Packing
 from .claims import enter, even_chunks, first_item, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_tiles import unpack
-from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fits
+from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fetch_to_write, fits
 from .codes import lay_out
 from .dot_vectors import BLOCK_BYTES, BLOCKS, ROWS, multiply_codes, multiply_unpacked, sum_blocks
-from .intrinsics import fetch_to_write, pointer
+from .intrinsics import pointer
 from .kv_prefetch import has_time, new_cursor, point_to_share
 from .many_rows import CHUNK_BYTES
 from .packed_call import (

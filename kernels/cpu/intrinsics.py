@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
 
 _INT32, _INT64 = ir.IntType(32), ir.IntType(64)
@@ -135,39 +135,6 @@ def ticks(typing_context: Any) -> Any:
         return _INT64(0)
 
     return types.int64(), generate
-
-
-@intrinsic(prefer_literal=True)
-def fetch_line(typing_context: Any, address: Any, to_write: Any) -> Any:
-    """Have the line of the cache at an address brought into the second-level cache, where it is read soon, or, by a
-    constant 1, into the first, where it is written."""
-    is_written = to_write.literal_value
-
-    def generate(context: Any, builder: Any, _signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(8).as_pointer(), _INT32, _INT32, _INT32])
-        function = builder.module.declare_intrinsic("llvm.prefetch.p0", [], kind)
-        place = builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-        builder.call(function, [place, _INT32(is_written), _INT32(2 + is_written), _INT32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, to_write), generate
-
-
-@njit(error_model="numpy")
-def fetch_to_read(address: int, num_bytes: int) -> None:
-    """So many bytes, into the second-level cache."""
-    for place in range(0, num_bytes, 64):
-        fetch_line(address + place, 0)
-
-
-@njit(inline="always")  # a call takes longer than what it does
-def fetch_to_write(address: int, row_bytes: int, num_rows: int, num_bytes: int) -> None:
-    """So many bytes, a constant, of each of some rows, `row_bytes` from one to the next. Where another core has read or
-    written them, its copy has to go before this one may write; stores wait for each other, and these wait together.
-    Rows that begin amid a line have one more, which is left."""
-    for row in range(num_rows):
-        for place in range(0, num_bytes, 64):
-            fetch_line(address + row * row_bytes + place, 1)
 
 
 @intrinsic

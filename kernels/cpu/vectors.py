@@ -50,10 +50,10 @@ def store(b: ir.IRBuilder, value: Any, address: Any) -> None:
     b.store(value, b.inttoptr(address, value.type.as_pointer())).align = 1
 
 
-def prefetch(b: ir.IRBuilder, address: Any, level: int = 1) -> None:
-    """For reading, into the caches from this level on: LLVM counts from 3 downwards; 0 and 1 say to read, and data."""
+def prefetch(b: ir.IRBuilder, address: Any, level: int = 1, *, to_write: bool = False) -> None:
+    """Into the caches from this level on, which LLVM counts from 3 downwards, to read or to write; the 1 says: data."""
     place = b.inttoptr(address, INT8.as_pointer())
-    call(b, "llvm.prefetch.p0", ir.VoidType(), [place, INT32(0), INT32(4 - level), INT32(1)])
+    call(b, "llvm.prefetch.p0", ir.VoidType(), [place, INT32(int(to_write)), INT32(4 - level), INT32(1)])
 
 
 def take(b: ir.IRBuilder, vector: Any, places: Sequence[int], other: Any = None) -> Any:
