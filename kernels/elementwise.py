@@ -85,8 +85,8 @@ def add_rms_norm(
 
     Args:
         x: [num_rows, size], the last dimension contiguous.
-        residual: the shape and dtype of `x`, likewise; shares no memory with it. Nobody may need it any more: a backend
-            may store the total there, and changes nothing else.
+        residual: the shape and dtype of `x`, likewise; shares no memory with it. Nobody may need it any more: the
+            backend of a GPU stores the total there, and changes nothing else.
         weight, unit_offset: as of `rms_norm`.
     Returns the norm, a new tensor [num_rows, size], contiguous; and the total, in memory of its own or that of
     `residual`.

@@ -39,8 +39,8 @@ class CpuGraphBackend:
         return replay
 
     def capture_any_rows(
-        self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
-    ) -> tuple[any_rows.AnyRows, Tensor] | None:
+        self, run: Callable[[], tuple[Tensor, ...]], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+    ) -> tuple[any_rows.AnyRows, tuple[Tensor, ...]] | None:
         try:
             return any_rows.capture(run, self._pool, num_rows, most_rows, inputs)
         except NotCapturableError as reason:

@@ -45,7 +45,7 @@ Replay = Callable[[], Started]
 class End(Enum):
     """How far a graph goes."""
 
-    HIDDEN = auto()
+    HIDDEN = auto()  # the last hidden state, on ranks that sample
     LOGITS = auto()
     TOKENS = auto()  # the likeliest
     DRAWN = auto()  # tokens, as the parameters in the inputs say
@@ -57,15 +57,14 @@ class End(Enum):
 
 
 class Decoded(NamedTuple):
-    """What a forward gives for each token: its hidden state, and what is at the graph's end."""
+    """What is computed of each token, as far as it goes."""
 
-    hidden: Tensor  # [num_tokens, hidden_size]
+    hidden: Tensor | None = None  # [num_tokens, hidden_size], the last hidden state
     logits: Tensor | None = None  # [num_tokens, vocab] float32
     token_ids: Tensor | None = None  # [num_tokens] int64
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Decoded:
-        others = (None if each is None else function(each) for each in self[1:])
-        return Decoded(function(self.hidden), *others)
+        return Decoded(*(None if each is None else function(each) for each in self))
 
 
 class Begun(NamedTuple):

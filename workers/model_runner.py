@@ -51,9 +51,10 @@ from .input_batch import InputBatch, gather_inputs, write_idle
 from .input_buffers import BatchShape, DeviceInputs, HostInputs, InputBuffers
 from .launched_step import HostCopies, LaunchedStep, Read, StepWork
 from .layers.attention import LayerCache
-from .models.model import Model
+from .models.model import Model, TokenStates, select_tokens
 from .prompt_graph import AnyRowsBackend, PromptGraph
 from .request_table import RequestTable
+from .rest_graphs import RestGraphs
 from .sampler import SampledScores, SamplerOutput, sample
 
 _NOT_TOLD = nullcontext()  # nobody has to know
@@ -134,6 +135,7 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
         self._graph_ends: tuple[End, ...] = ()
         self._prompt_graph: PromptGraph | None = None
+        self._rest_graphs: RestGraphs | None = None
         self._unsettled: deque[_Unsettled] = deque()
         # On CPU, where several steps may be in flight, the last one goes on when the next one begins.
         self._is_computed_later = self._has_references and device.type == "cpu"
@@ -158,6 +160,8 @@ class ModelRunner:
         sizes = list(range(1, min(most, self._most_entries) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
+        if self._model.gives_logits and sizes:
+            self._rest_graphs = RestGraphs(backend, self._model, sizes[-1])
 
     @property
     def _most_decodes(self) -> int:
@@ -187,12 +191,13 @@ class ModelRunner:
             self._settle()
         table, entries = self._table, Entries.of(step)
         table.update(step)
-        size = self._graph_size(step, entries)
+        wants_more = table.is_asked_for_more(step)
+        size = None if wants_more else self._graph_size(entries)
         shape = BatchShape(len(entries.rows), entries.num_tokens) if size is None else BatchShape(size, size)
         target = self._buffers.begin(shape)
         batch = gather_inputs(step, entries, table, target, samples=self._model.gives_logits)
         changes, copies = BlockChanges(table, target), HostCopies(self._device)
-        asked = _Asked(step, batch, copies, wants_more=table.is_asked_for_more(step.rows))
+        asked = _Asked(step, batch, copies, wants_more=wants_more)
         end = None if size is None else self._graph_end(batch)
         self._end_last()  # on CPU one step is computed at a time
         work = StepWork(self._work(asked, changes, shape, end))
@@ -221,24 +226,23 @@ class ModelRunner:
     ) -> Generator[bool, None, Read]:
         """See `StepWork`. `end`: of a graph, if it is one."""
         step, batch = asked.step, asked.batch
-        keeps_hidden = self._keeps_hidden(step)
         host, inputs = self._buffers.upload(shape)
         changes.apply(self._rows, inputs)
         try:
             if self._graphs is not None and end is not None:
                 begun = self._graphs.begin(self._forward_in_place, shape.num_reqs, end)
                 yield begun.is_under_way and step.grammar is None  # whose next masks follow from what is sampled
-                decoded = begun.end()
+                computed: Decoded | TokenStates = begun.end()
             else:
                 yield False
                 given = self._model_inputs(host, inputs, batch.max_blocks, reads_references=batch.reads_references)
-                decoded = Decoded(self._compute_step(*given, keeps_hidden=keeps_hidden))
+                computed = self._compute_step(*given, keeps_states=self._table.pooling.concerns(step.rows))
         except BaseException:  # it is given up, garbage, or interrupted: helpers use the memory until this returns
             if self._device.type == "cpu":
                 _join_helpers()
             raise
         if self._model.gives_logits:
-            return self._finish(asked, inputs, decoded)
+            return self._finish(asked, inputs, computed)
         nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=batch.entries.accept(*_NO_TOKENS))
         return lambda: nothing
 
@@ -253,20 +257,14 @@ class ModelRunner:
         has_drafts = step.drafts is not None
         self._unsettled.append(_Unsettled(step.step_id, launched, indices, rows, generation, positions, has_drafts))
 
-    def _graph_size(self, step: SchedulerOutput, entries: Entries) -> int | None:
-        if self._graphs is None or self._keeps_hidden(step):
-            return None
-        return self._graphs.size_for(len(entries.rows), entries.num_tokens)
+    def _graph_size(self, entries: Entries) -> int | None:
+        return None if self._graphs is None else self._graphs.size_for(len(entries.rows), entries.num_tokens)
 
     def _graph_end(self, batch: InputBatch) -> End:
         """How far the graph of a step goes; the first of those that there are is for all steps."""
         if batch.is_plain and batch.all_sample and End.TOKENS in self._graph_ends:
             return End.TOKENS if batch.is_greedy else End.DRAWN
         return self._graph_ends[0]
-
-    def _keeps_hidden(self, step: SchedulerOutput) -> bool:
-        """An embedding keeps parts of the hidden states: they must not be those that the next graph overwrites."""
-        return self._table.pooling.concerns(step.rows)
 
     def _model_inputs(
         self, host: HostInputs, inputs: DeviceInputs, max_blocks: int, *, reads_references: bool
@@ -276,15 +274,15 @@ class ModelRunner:
         by_group = build_attention_metadata(host, inputs, self._rows.block_tables, max_blocks)
         return token_ids, inputs.positions, by_group
 
-    def _compute(self, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]) -> Tensor:
-        """The hidden states of all tokens, [num_tokens, hidden_size]."""
+    def _compute(self, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]) -> TokenStates:
         metadata = [by_group[group] for group in self._group_of_layer]
         return self._model(token_ids, positions, self._caches, metadata)
 
     def _compute_step(
-        self, token_ids: Tensor, positions: Tensor, by_group: list[AttentionMetadata], *, keeps_hidden: bool
-    ) -> Tensor:
-        if self._prompt_graph is None or keeps_hidden:
+        self, token_ids: Tensor, positions: Tensor, by_group: list[AttentionMetadata], *, keeps_states: bool
+    ) -> TokenStates:
+        """keeps_states: somebody does, so that they must not be those that the next graph overwrites."""
+        if self._prompt_graph is None or keeps_states:
             return self._compute(token_ids, positions, by_group)
         return self._prompt_graph.forward(self._compute, token_ids, positions, by_group)
 
@@ -298,9 +296,12 @@ class ModelRunner:
         """The forward of whatever inputs are there for a batch of `size` tokens: the one that is captured."""
         host, inputs = self._buffers.current(BatchShape(size, size))
         given = self._model_inputs(host, inputs, self._rows.max_blocks, reads_references=True)
-        hidden = self._compute(*given)
+        states = self._compute(*given)
+        if not self._model.gives_logits:
+            return Decoded()
+        hidden = self._model.last_hidden_state(states)
         if end is End.LOGITS:
-            return Decoded(hidden, logits=self._model.logits(hidden))
+            return Decoded(logits=self._model.logits(hidden))
         if end is End.HIDDEN:
             return Decoded(hidden)
         if end is End.TOKENS:
@@ -308,17 +309,21 @@ class ModelRunner:
         else:
             tokens = draw_tokens(self._model.logits(hidden), inputs.draws(size))
         self._rows.write_tokens(inputs.sampling_rows, tokens)  # last: what cannot be recorded is done once more
-        return Decoded(hidden, token_ids=tokens)
+        return Decoded(token_ids=tokens)
 
-    def _finish(self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded) -> Read:
-        """Sample, and start to copy what the step is asked for to the host."""
+    def _finish(self, asked: _Asked, inputs: DeviceInputs, computed: Decoded | TokenStates) -> Read:
+        """Sample, and start to copy what the step is asked for to the host.
+
+        computed: what a graph gave; or the states, of which the rest is computed here.
+        """
         table, step, copies = self._table, asked.step, asked.copies
-        sampled = self._sample(asked, inputs, decoded)
         prompt_logprobs: Callable[[], list[tuple[int, PromptLogprobs]]] = list
         embeddings: Callable[[], list[tuple[int, FloatArray]]] = list
-        if asked.wants_more:
-            prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, decoded.hidden, copies)
-            embeddings = table.pooling.compute(step, self._model, decoded.hidden, copies)
+        if asked.wants_more:  # of states, before what samples overwrites them
+            assert not isinstance(computed, Decoded)
+            prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, computed, copies)
+            embeddings = table.pooling.compute(step, self._model, computed, copies)
+        sampled = self._sample(asked, inputs, computed)
 
         def read() -> ModelRunnerOutput:
             token_ids, logprobs = sampled()
@@ -333,7 +338,7 @@ class ModelRunner:
         return read
 
     def _sample(
-        self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded
+        self, asked: _Asked, inputs: DeviceInputs, computed: Decoded | TokenStates
     ) -> Callable[[], tuple[IntArray, BatchLogprobs | None]]:
         """Sample for the rows that reach their last known token. The tokens stay on the device for the next step.
 
@@ -344,12 +349,10 @@ class ModelRunner:
         num_sampling, entries = len(batch.sampling), batch.entries
         if num_sampling == 0:
             return lambda: (entries.accept(*_NO_TOKENS), None)
-        if decoded.token_ids is not None:
-            token_ids = copies.start(decoded.token_ids, is_reused=True)
+        if isinstance(computed, Decoded) and computed.token_ids is not None:
+            token_ids = copies.start(computed.token_ids, is_reused=True)
             return lambda: (entries.accept(batch.sampling, token_ids.numpy()[:num_sampling]), None)
-        if num_sampling < decoded.hidden.shape[0]:
-            decoded = decoded.map(lambda each: each.index_select(0, inputs.logits_indices[:num_sampling]))
-        sampled = self._choose(asked, inputs, decoded)
+        sampled = self._choose(asked, inputs, self._of_sampling(batch, computed, inputs.logits_indices[:num_sampling]))
         self._rows.write_tokens(inputs.sampling_rows[:num_sampling], sampled.token_ids)
         token_ids = copies.start(sampled.token_ids)
         scores = None if sampled.logprobs is None else sampled.logprobs.map(copies.start)
@@ -360,16 +363,32 @@ class ModelRunner:
 
         return read
 
+    def _of_sampling(self, batch: InputBatch, computed: Decoded | TokenStates, indices: Tensor) -> Decoded:
+        """Of the tokens that sample, [num_sampling] in the batch: their last hidden state, or what follows from it."""
+        if isinstance(computed, Decoded):
+            is_all = all(each is None or len(each) == len(indices) for each in computed)
+            return computed if is_all else computed.map(lambda each: each.index_select(0, indices))
+        if self._rest_graphs is not None and self._prompt_graph is not None and self._prompt_graph.has_records:
+            decoded = self._rest_graphs.compute(computed, indices, End.TOKENS if batch.takes_likeliest else End.LOGITS)
+            if decoded is not None:
+                return decoded
+        is_all = len(computed[0]) == len(indices)
+        return Decoded(self._model.last_hidden_state(computed if is_all else select_tokens(computed, indices)))
+
     def _choose(self, asked: _Asked, inputs: DeviceInputs, decoded: Decoded) -> SamplerOutput:
         """Tokens for `batch.sampling_rows`, to which the rows of `decoded` belong."""
         batch, table = asked.batch, self._table
         rows = batch.sampling_rows
-        if batch.takes_likeliest:
-            likeliest = (
-                self._model.likeliest(decoded.hidden) if decoded.logits is None else likeliest_tokens(decoded.logits)
-            )
-            return SamplerOutput(likeliest, None)
-        logits = self._model.logits(decoded.hidden) if decoded.logits is None else decoded.logits
+        logits = decoded.logits
+        if decoded.token_ids is not None:
+            return SamplerOutput(decoded.token_ids.clone(), None)
+        if logits is None:
+            assert decoded.hidden is not None
+            if batch.takes_likeliest:
+                return SamplerOutput(self._model.likeliest(decoded.hidden), None)
+            logits = self._model.logits(decoded.hidden)
+        elif batch.takes_likeliest:
+            return SamplerOutput(likeliest_tokens(logits), None)
         if table.sampling.reads_tokens(rows):
             # Where a device computes, the forward is under way: it does not wait with us.
             while self._unsettled and self._unsettled[0].step_id != asked.step.step_id:

@@ -14,7 +14,7 @@ from quire.engine.outputs import FloatArray, IntArray, NewRow, SchedulerOutput
 from quire.engine.pooling import PoolingParams
 
 from .launched_step import HostCopies
-from .models.model import Model
+from .models.model import Model, TokenStates, slice_tokens
 
 
 @dataclass(slots=True)
@@ -50,12 +50,12 @@ class PoolingRows:
         return bool(self._rows) and bool(self._is_pooled[rows].any())
 
     def compute(
-        self, step: SchedulerOutput, model: Model, hidden: Tensor, copies: HostCopies
+        self, step: SchedulerOutput, model: Model, states: TokenStates, copies: HostCopies
     ) -> Callable[[], list[tuple[int, FloatArray]]]:
         """The embeddings of the prompts whose last token is in this step, by index in its batch; to be called when
         `copies` are there.
 
-        hidden: [num_tokens, hidden_size] of the step.
+        states: of all tokens of the step. Those of these prompts may be overwritten.
         """
         if not self._rows:
             return list
@@ -67,23 +67,24 @@ class PoolingRows:
             if pooled is None:
                 continue
             is_last = computed + end - start == pooled.num_prompt_tokens
-            _add(pooled, model, hidden[start:end], is_first=computed == 0, is_last=is_last)
+            chunk = slice_tokens(states, start, end)
+            _add(pooled, model, chunk, end - start, is_first=computed == 0, is_last=is_last)
             if is_last:
                 found.append((index, copies.start(_finished(pooled))))
                 del self._rows[row]
         return lambda: [(index, vector.numpy()) for index, vector in found]
 
 
-def _add(pooled: _Pooled, model: Model, hidden: Tensor, *, is_first: bool, is_last: bool) -> None:
-    """Take from a chunk of a prompt, [count, hidden_size], what its embedding needs."""
+def _add(pooled: _Pooled, model: Model, chunk: TokenStates, count: int, *, is_first: bool, is_last: bool) -> None:
+    """Take from a chunk of a prompt, `count` tokens, what its embedding needs."""
     match pooled.params.type:
         case "mean":
-            total = model.last_hidden_state(hidden).float().sum(dim=0)
+            total = model.last_hidden_state(chunk).float().sum(dim=0)
             pooled.vector = total if pooled.vector is None else pooled.vector + total
         case "cls" if is_first:
-            pooled.vector = model.last_hidden_state(hidden[:1])[0].float()
+            pooled.vector = model.last_hidden_state(slice_tokens(chunk, 0, 1))[0].float()
         case "last" if is_last:
-            pooled.vector = model.last_hidden_state(hidden[-1:])[0].float()
+            pooled.vector = model.last_hidden_state(slice_tokens(chunk, count - 1, count))[0].float()
 
 
 def _finished(pooled: _Pooled) -> Tensor:

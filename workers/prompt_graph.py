@@ -20,13 +20,15 @@ from torch import Tensor
 
 from quire.kernels.ops import AttentionMetadata
 
+from .models.model import TokenStates, slice_tokens
+
 # With more tokens, what lies between the calls hardly counts, and all memory has room for them.
 _MOST_RECORDED = 2048
 _LEAST_RECORDED = 7  # tokens, with padding: a prime number; most kernels for few rows take 8 or more (of the rest, 4)
 _MOST_FEW = 24  # with more, kernels for few rows say that they are, and not all of those for many do
 
-# token_ids, positions [num_tokens], metadata of each KV cache group -> hidden states [num_tokens, hidden_size]
-Compute = Callable[[Tensor, Tensor, Sequence[AttentionMetadata]], Tensor]
+# token_ids, positions [num_tokens], metadata of each KV cache group -> what there is of each token
+Compute = Callable[[Tensor, Tensor, Sequence[AttentionMetadata]], TokenStates]
 
 
 class Record(Protocol):
@@ -35,15 +37,15 @@ class Record(Protocol):
     least_rows: int
     most_rows: int
 
-    def replay(self, num_rows: int) -> Tensor: ...
+    def replay(self, num_rows: int) -> tuple[Tensor, ...]: ...
 
 
 class AnyRowsBackend(Protocol):
     """How such a graph is made."""
 
     def capture_any_rows(
-        self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
-    ) -> tuple[Record, Tensor] | None:
+        self, run: Callable[[], tuple[Tensor, ...]], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+    ) -> tuple[Record, tuple[Tensor, ...]] | None:
         """Run `run`, which reads the first `num_rows` rows of the inputs, and record it for up to `most_rows`.
 
         Returns the record and what `run` gave; None where what it does cannot be repeated.
@@ -76,9 +78,14 @@ class PromptGraph:
         self._few, self._many = range(1, _LEAST_RECORDED + 1), range(_MOST_FEW + 1, self._capacity + 1)
         self._recordable = [self._few, self._many]
 
+    @property
+    def has_records(self) -> bool:
+        """Whether steps can be recorded, and some were."""
+        return bool(self._recorded)
+
     def forward(
         self, compute: Compute, token_ids: Tensor, positions: Tensor, by_group: Sequence[AttentionMetadata]
-    ) -> Tensor:
+    ) -> TokenStates:
         """What `compute` gives for these, valid until the next call."""
         num_tokens = len(token_ids)
         if num_tokens > self._capacity:
@@ -90,8 +97,8 @@ class PromptGraph:
                 _place_all_but_slots(metadata, placed)
             return recorded.record.replay(num_tokens)
         sizes = next((each for each in self._recordable if num_tokens in each), None)
-        hidden = None if sizes is None else self._capture(compute, token_ids, positions, by_group, sizes)
-        return compute(token_ids, positions, by_group) if hidden is None else hidden
+        states = None if sizes is None else self._capture(compute, token_ids, positions, by_group, sizes)
+        return compute(token_ids, positions, by_group) if states is None else states
 
     def _record_for(self, num_tokens: int) -> _Recorded | None:
         return next((each for each in self._recorded if each.is_for(num_tokens)), None)
@@ -108,7 +115,7 @@ class PromptGraph:
         positions: Tensor,
         by_group: Sequence[AttentionMetadata],
         sizes: range,
-    ) -> Tensor | None:
+    ) -> TokenStates | None:
         """With padding up to a prime number, which is hardly a size of the model as well. None where that cannot be
         recorded, or so few would be computed otherwise. It is for more up to those that another record is for."""
         num_tokens, num_recorded = len(token_ids), _next_prime(max(len(token_ids), _LEAST_RECORDED))
@@ -129,9 +136,9 @@ class PromptGraph:
         if captured is None:
             self._recordable.remove(sizes)
             return None
-        record, hidden = captured
+        record, states = captured
         self._recorded.append(_Recorded(record, placed))
-        return hidden[:num_tokens] if self._recorded[-1].is_for(num_tokens) else None
+        return slice_tokens(states, 0, num_tokens) if self._recorded[-1].is_for(num_tokens) else None
 
 
 def _next_prime(number: int) -> int:

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from torch import Tensor
 
 from quire.engine.outputs import IntArray, NewRow, PromptLogprobs, SchedulerOutput
 
 from .launched_step import HostCopies
-from .models.model import Model
+from .models.model import Model, TokenStates, select_tokens
 from .sampler.logprobs import TokenScores, logprobs_of
 from .transfers import to_device
 
@@ -37,7 +36,7 @@ class _Span:
     row: int
     first: int
     count: int
-    token: int  # in the batch's hidden states
+    token: int  # in the batch
     num_top: int
 
 
@@ -54,16 +53,20 @@ class PromptLogprobRows:
             num_top = new.sampling_params.prompt_logprobs or 0
             self._wanted[new.row] = _Wanted(new.first_prompt_logprob, new.num_prompt_tokens, num_top)
 
-    def concerns(self, rows: IntArray) -> bool:
-        """Whether `compute` may have something to do with some of these rows."""
-        return bool(self._wanted) and any(row in self._wanted for row in rows.tolist())
+    def concerns(self, step: SchedulerOutput) -> bool:
+        """Whether `compute` may have something to do."""
+        if not self._wanted:
+            return False
+        computed = zip(step.rows.tolist(), step.num_computed_tokens.tolist(), strict=True)
+        wanted = ((self._wanted.get(row), start) for row, start in computed)
+        return any(each is not None and start < each.num_prompt_tokens - 1 for each, start in wanted)
 
     def compute(
-        self, step: SchedulerOutput, token_ids: IntArray, model: Model, hidden: Tensor, copies: HostCopies
+        self, step: SchedulerOutput, token_ids: IntArray, model: Model, states: TokenStates, copies: HostCopies
     ) -> Callable[[], list[tuple[int, PromptLogprobs]]]:
         """What a step brings, by index in its batch; to be called when `copies` are there.
 
-        token_ids: [max_num_seqs, max_len] the tokens of every row; hidden: [num_tokens, hidden_size] of the step.
+        token_ids: [max_num_seqs, max_len] the tokens of every row; states: of all tokens of the step.
         """
         spans = self._spans(step) if self._wanted else []
         if not spans:
@@ -71,7 +74,7 @@ class PromptLogprobRows:
         tokens = np.concatenate([np.arange(span.token, span.token + span.count) for span in spans])
         own = np.concatenate([token_ids[span.row, span.first : span.first + span.count] for span in spans])
         num_top = min(max(span.num_top for span in spans), model.vocab_size)
-        parts = [part.map(copies.start) for part in _in_slices(model, hidden, tokens, own.astype(np.int64), num_top)]
+        parts = [part.map(copies.start) for part in _in_slices(model, states, tokens, own.astype(np.int64), num_top)]
         return lambda: _by_span(spans, parts)
 
     def _spans(self, step: SchedulerOutput) -> list[_Span]:
@@ -93,14 +96,14 @@ class PromptLogprobRows:
 
 
 def _in_slices(
-    model: Model, hidden: Tensor, tokens: np.ndarray, own: np.ndarray, num_top: int
+    model: Model, states: TokenStates, tokens: np.ndarray, own: np.ndarray, num_top: int
 ) -> Iterator[TokenScores]:
     """`logprobs_of` over all positions, with the logits of some of them at a time."""
     size = max(_SLICE_ELEMENTS // model.vocab_size, 1)
     for start in range(0, len(tokens), size):
-        at = to_device(tokens[start : start + size], hidden.device)
-        chosen = to_device(own[start : start + size], hidden.device)
-        yield logprobs_of(model.logits(hidden.index_select(0, at)), chosen, num_top)
+        at, chosen = (to_device(each[start : start + size], states[0].device) for each in (tokens, own))
+        hidden = model.last_hidden_state(select_tokens(states, at))
+        yield logprobs_of(model.logits(hidden), chosen, num_top)
 
 
 def _by_span(spans: list[_Span], parts: list[TokenScores]) -> list[tuple[int, PromptLogprobs]]:

@@ -55,9 +55,9 @@ class RequestTable:
         if step.last_token_ids is not None:
             self._tell(step, step.last_token_ids)
 
-    def is_asked_for_more(self, rows: IntArray) -> bool:
-        """Whether some of these rows want more of a step than the tokens that they sample."""
-        return self.pooling.concerns(rows) or self.prompt_logprobs.concerns(rows)
+    def is_asked_for_more(self, step: SchedulerOutput) -> bool:
+        """Whether somebody wants more of a step than the tokens that are sampled."""
+        return self.pooling.concerns(step.rows) or self.prompt_logprobs.concerns(step)
 
     def take_block_changes(self) -> np.ndarray:
         """[m] int64, the entries of the flat block tables that were written since the last call."""

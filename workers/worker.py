@@ -36,7 +36,7 @@ from .loader.load import load_dummy
 from .malloc import keep_freed_memory
 from .memory_profile import check_weights_fit, free_bytes, kv_cache_bytes
 from .model_runner import ModelRunner, StepLimits
-from .models.model import Blueprint, Model
+from .models.model import Blueprint, Model, slice_tokens
 from .page_filler import PageFiller
 from .parallel import ParallelContext
 from .quantization import blueprint_for
@@ -201,9 +201,10 @@ class Worker:
                 query_start_loc_np=nobody,
                 seq_lens_np=nobody[1:],
             )
-            hidden = self.model(tokens, tokens, caches, [metadata] * len(self.model.own_layers))
-            self.model.logits(hidden[:_WARM_UP_ROWS])
-            self.model.likeliest(hidden[:_WARM_UP_ROWS])
+            states = self.model(tokens, tokens, caches, [metadata] * len(self.model.own_layers))
+            hidden = self.model.last_hidden_state(slice_tokens(states, 0, _WARM_UP_ROWS))
+            self.model.logits(hidden)
+            self.model.likeliest(hidden)
 
     def _allocate(self, config: KVCacheConfig) -> list[LayerCache]:
         return allocate_kv_cache(

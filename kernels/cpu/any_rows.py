@@ -32,25 +32,30 @@ class AnyRows:
     """What was recorded. Nobody else may use its memory while it runs."""
 
     def __init__(
-        self, actions: Sequence[Callable[[int], object]], result: Tensor, pool: Pool, least_rows: int, most_rows: int
+        self,
+        actions: Sequence[Callable[[int], object]],
+        results: tuple[Tensor, ...],
+        pool: Pool,
+        least_rows: int,
+        most_rows: int,
     ) -> None:
-        """`result` is what the first run gave, in memory for `most_rows`."""
+        """`results` are what the first run gave, in memory for `most_rows`."""
         self.least_rows, self.most_rows = least_rows, most_rows
         self._actions = actions
-        self._kept = result, pool
-        self._result = borrowed(result, most_rows)
+        self._kept = results, pool
+        self._results = [borrowed(result, most_rows) for result in results]
 
-    def replay(self, num_rows: int) -> Tensor:
-        """With the first `num_rows` rows, `least_rows` to `most_rows`, of the inputs. The result is overwritten by the
-        next replay."""
+    def replay(self, num_rows: int) -> tuple[Tensor, ...]:
+        """With the first `num_rows` rows, `least_rows` to `most_rows`, of the inputs. The results are overwritten by
+        the next replay."""
         for action in self._actions:
             action(num_rows)
-        return self._result[:num_rows]
+        return tuple(result[:num_rows] for result in self._results)
 
 
 def capture(
-    run: Callable[[], Tensor], pool: Pool, num_rows: int, most_rows: int, inputs: Sequence[Tensor]
-) -> tuple[AnyRows, Tensor]:
+    run: Callable[[], tuple[Tensor, ...]], pool: Pool, num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+) -> tuple[AnyRows, tuple[Tensor, ...]]:
     """Call `run`, which computes `num_rows` rows and is done when this returns, and record it.
 
     inputs: memory that it reads by rows, with room for `most_rows`.
@@ -58,9 +63,9 @@ def capture(
     """
     listener = _Recorder(pool, num_rows, most_rows, inputs)
     with listener, recorded_by(listener):
-        result = run()
-    actions = listener.finish_with(result)
-    return AnyRows(actions, result, pool, listener.least_rows, listener.fitting_rows), result
+        results = run()
+    actions = listener.finish_with(results)
+    return AnyRows(actions, results, pool, listener.least_rows, listener.fitting_rows), results
 
 
 class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it untyped
@@ -90,9 +95,10 @@ class _Recorder(Recorder):  # type: ignore[no-untyped-call]  # torch leaves it u
         self._check([*action.args, *action.keywords.values()])
         super().add_action(partial(self._act, action))
 
-    def finish_with(self, result: Tensor) -> list[Callable[..., object]]:
-        if result.untyped_storage().data_ptr() not in self._memory_by_rows or len(result) != self._num_rows:
-            raise NotCapturableError(f"the result, {tuple(result.shape)}, is not by rows")
+    def finish_with(self, results: Sequence[Tensor]) -> list[Callable[..., object]]:
+        for result in results:
+            if result.untyped_storage().data_ptr() not in self._memory_by_rows or len(result) != self._num_rows:
+                raise NotCapturableError(f"a result, {tuple(result.shape)}, is not by rows")
         preparations, actions = self.finish()
         return preparations + actions
 

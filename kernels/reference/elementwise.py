@@ -25,8 +25,8 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, multiplier: float
 ) -> tuple[Tensor, Tensor]:
     """See `elementwise.add_rms_norm`."""
-    residual.copy_(residual.float() + multiplier * x.float())
-    return rms_norm(residual, weight, eps, offset), residual
+    total = (residual.float() + multiplier * x.float()).to(residual.dtype)
+    return rms_norm(total, weight, eps, offset), total
 
 
 def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:

@@ -42,15 +42,15 @@ def test_any_number_of_rows(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     try:
         with torch.inference_mode():
-            record, first = capture(
-                lambda: forward(x[:NUM_ROWS], ids[:NUM_ROWS]), Pool(), NUM_ROWS, MOST_ROWS, [x, ids]
+            record, (first,) = capture(
+                lambda: (forward(x[:NUM_ROWS], ids[:NUM_ROWS]),), Pool(), NUM_ROWS, MOST_ROWS, [x, ids]
             )
             assert torch.equal(first, forward(x[:NUM_ROWS], ids[:NUM_ROWS]))
             assert record.least_rows == 25
             for num_rows in (MOST_ROWS, 25, 26, 32, 33, 48, 100, NUM_ROWS, 162):
                 x.copy_(torch.randn(MOST_ROWS, SIZE))
                 ids.copy_(torch.randint(SIZE, (MOST_ROWS,)))
-                found = record.replay(num_rows).clone()
+                found = record.replay(num_rows)[0].clone()
                 assert torch.equal(found, forward(x[:num_rows], ids[:num_rows]))
     finally:
         torch.set_num_threads(before)
@@ -70,30 +70,32 @@ def test_few_rows(in_int8: bool, dtype: torch.dtype) -> None:
         return ops.linear_int8(x, weight, scales) if in_int8 else ops.linear(x, weight)
 
     with torch.inference_mode():
-        (few, first), (many, _) = (capture(lambda n=n: run(x[:n]), Pool(), n, MOST_ROWS, [x]) for n in (3, 53))
+        (few, (first,)), (many, _) = (capture(lambda n=n: (run(x[:n]),), Pool(), n, MOST_ROWS, [x]) for n in (3, 53))
         assert torch.equal(first, run(x[:3]))
         assert (few.least_rows, few.most_rows + 1, many.most_rows) == (1, many.least_rows, MOST_ROWS)
         for num_rows in range(few.least_rows, few.most_rows + 1):
             x.copy_(torch.randn(MOST_ROWS, SIZE))
-            assert torch.equal(few.replay(num_rows), run(x[:num_rows]))
+            assert torch.equal(few.replay(num_rows)[0], run(x[:num_rows]))
 
 
 def test_records_share_memory() -> None:
-    """Each has the result of its own, and intermediate memory of all."""
+    """Each has results of its own, and intermediate memory of all."""
     x, pool = torch.randn(MOST_ROWS, SIZE), Pool()
 
-    def run() -> Tensor:
-        return rms_norm(rms_norm(x[:NUM_ROWS], ONES, 1e-5) + 1, ONES, 1e-5)
+    def run() -> tuple[Tensor, Tensor]:
+        added = rms_norm(x[:NUM_ROWS], ONES, 1e-5) + 1
+        return added, rms_norm(added, ONES, 1e-5)
 
     with torch.inference_mode():
         one, _ = capture(run, pool, NUM_ROWS, MOST_ROWS, [x])
         other, _ = capture(run, pool, NUM_ROWS, MOST_ROWS, [x])
         first = one.replay(50)
-        kept = first.clone()
+        kept = [each.clone() for each in first]
         x.mul_(torch.randn(MOST_ROWS, 1))
         second = other.replay(60)
-    assert torch.equal(first, kept)
-    assert not torch.equal(second[:50], kept)
+    for result, of_one, of_other in zip(first, kept, second, strict=True):
+        assert torch.equal(result, of_one)
+        assert not torch.equal(of_other[:50], of_one)
 
 
 def few(x: Tensor) -> Tensor:
@@ -127,7 +129,7 @@ def widened(x: Tensor) -> Tensor:
 def test_what_it_cannot_tell_is_refused(run: Callable[[Tensor], Tensor], reason: str) -> None:
     x = torch.randn(MOST_ROWS, SIZE)
     with torch.inference_mode(), pytest.raises(NotCapturableError, match=reason):
-        capture(lambda: run(x[:NUM_ROWS]), Pool(), NUM_ROWS, MOST_ROWS, [x])
+        capture(lambda: (x[:NUM_ROWS], run(x[:NUM_ROWS])), Pool(), NUM_ROWS, MOST_ROWS, [x])
     assert recorder() is None
 
 
@@ -137,6 +139,6 @@ def test_weights_of_odd_sizes(shape: tuple[int, int]) -> None:
     weight = torch.randn(shape[0], -(-shape[1] // 4) * 4)[:, : shape[1]]
     x = torch.randn(40, shape[1])
     with torch.inference_mode():
-        record, _ = capture(lambda: ops.linear(x[:7] * 2, weight), Pool(), 7, 40, [x])
+        record, _ = capture(lambda: (ops.linear(x[:7] * 2, weight),), Pool(), 7, 40, [x])
         for num_rows in (1, 7, 33, 40):
-            assert torch.equal(record.replay(num_rows), ops.linear(x[:num_rows] * 2, weight))
+            assert torch.equal(record.replay(num_rows)[0], ops.linear(x[:num_rows] * 2, weight))

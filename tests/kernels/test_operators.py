@@ -117,13 +117,13 @@ def test_a_forward_with_them_repeats_what_it_does(dtype: torch.dtype) -> None:
     out = torch.empty(33, 64)
     with torch.inference_mode():
         replay = capture(lambda: out.copy_(forward(x[:33], each)), Pool())
-        record, _ = capture_any_rows(lambda: forward(x[:33], same), Pool(), 33, 99, [x])
+        record, _ = capture_any_rows(lambda: (forward(x[:33], same),), Pool(), 33, 99, [x])
         for _ in range(3):
             x.copy_(torch.randn(99, 64))
             replay()
             assert torch.equal(out, forward(x[:33], each))
             for num_rows in (1, 33, 99, 64):
-                assert torch.equal(record.replay(num_rows), forward(x[:num_rows], same))
+                assert torch.equal(record.replay(num_rows)[0], forward(x[:num_rows], same))
 
 
 @pytest.mark.parametrize("num_rows", ROWS.values(), ids=ROWS)

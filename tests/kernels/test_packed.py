@@ -521,11 +521,11 @@ def test_any_number_of_rows_of_gates(recorded: int, kernel: Any, dtype: torch.dt
         lambda x: kernel.linear(x, weight, bias, packing, torch.float32),
     ):
         with torch.inference_mode():
-            record, _ = capture(lambda run=run: run(x[:recorded]), Pool(), recorded, 163, [x])
+            record, _ = capture(lambda run=run: (run(x[:recorded]),), Pool(), recorded, 163, [x])
             assert (record.least_rows, record.most_rows) == (least, most)
             for num_rows in {most, least, 2, 7, 16, 17, 32, 33, 41, 100} & set(range(least, most + 1)):
                 x.copy_(torch.randn(163, 96))
-                found = record.replay(num_rows).clone()
+                found = record.replay(num_rows)[0].clone()
                 assert torch.equal(found, run(x[:num_rows]))
 
 
@@ -642,12 +642,12 @@ def test_any_number_of_rows_of_a_record(recorded: int, packing: Packing, kernel:
     x = torch.randn(163, 96).to(dtype)
     with torch.inference_mode():
         record, _ = capture(
-            lambda: kernel.linear(x[:recorded], weight, bias, packing, dtype), Pool(), recorded, 163, [x]
+            lambda: (kernel.linear(x[:recorded], weight, bias, packing, dtype),), Pool(), recorded, 163, [x]
         )
         assert (record.least_rows, record.most_rows) == (least, most)
         for num_rows in {most, least, 2, 7, 16, 17, 32, 33, 41, 100} & set(range(least, most + 1)):
             x.copy_(torch.randn(163, 96))
-            found = record.replay(num_rows).clone()
+            found = record.replay(num_rows)[0].clone()
             assert torch.equal(found, kernel.linear(x[:num_rows], weight, bias, packing, dtype))
 
 

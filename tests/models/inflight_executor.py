@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -11,10 +12,11 @@ from quire.engine.kv_cache_spec import KVCacheConfig, KVCacheSpec
 from quire.engine.model_source import ModelInfo
 from quire.engine.outputs import SchedulerOutput
 from quire.workers.cpu_graphs import CpuGraphBackend
-from quire.workers.decode_graphs import Replay, Started
+from quire.workers.decode_graphs import End, Replay, Started
 from quire.workers.launched_step import LaunchedStep
 from quire.workers.parallel import ParallelContext
 from quire.workers.prompt_graph import Record
+from quire.workers.rest_graphs import RestGraphs
 from quire.workers.worker import Worker
 
 
@@ -41,23 +43,25 @@ class CountedRecord:
         self.least_rows, self.most_rows = record.least_rows, record.most_rows
         self._record, self._replayed = record, replayed
 
-    def replay(self, num_rows: int) -> Tensor:
+    def replay(self, num_rows: int) -> tuple[Tensor, ...]:
         self._replayed.append(num_rows)
         return self._record.replay(num_rows)
 
 
 class CountedBackend(CpuGraphBackend):
-    """Counts how often its graphs are used."""
+    """Counts how often its graphs are used: those of decode steps, and what follows the attention of others."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_captured = self.num_replays = 0
+        self.rests_captured: list[tuple[int, End]] = []  # of so many tokens
+        self.num_rests_replayed = 0
         self.prompts_recorded_with: list[int] = []  # tokens
         self.prompts_replayed: list[int] = []
 
     def capture_any_rows(
-        self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
-    ) -> tuple[Record, Tensor] | None:
+        self, run: Callable[[], tuple[Tensor, ...]], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+    ) -> tuple[Record, tuple[Tensor, ...]] | None:
         captured = super().capture_any_rows(run, num_rows, most_rows, inputs)
         if captured is None:
             return None
@@ -66,13 +70,22 @@ class CountedBackend(CpuGraphBackend):
         return CountedRecord(record, self.prompts_replayed), result
 
     def capture(self, run: Callable[[], None]) -> Replay | None:
+        assert isinstance(run, partial)
         replay = super().capture(run)
         if replay is None:
             return None
-        self.num_captured += 1
+        forward, size, end = run.args
+        is_rest = isinstance(forward.__self__, RestGraphs)
+        if is_rest:
+            self.rests_captured.append((size, end))
+        else:
+            self.num_captured += 1
 
         def counted() -> Started:
-            self.num_replays += 1
+            if is_rest:
+                self.num_rests_replayed += 1
+            else:
+                self.num_replays += 1
             return replay()
 
         return counted

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.workers.decode_graphs import DecodeGraphs, End
+from quire.workers.decode_graphs import End
+from quire.workers.model_runner import ModelRunner
 
 PROMPTS = [{"prompt_token_ids": list(range(start, start + 20))} for start in (5, 900, 7000)]
 NUM_TOKENS = 24
@@ -22,10 +23,10 @@ class Engine:
     """One that answers `PROMPTS`, and the ends of the graphs that it has recorded."""
 
     def __init__(self, **options: Any) -> None:
-        others = {id(each) for each in gc.get_objects() if type(each) is DecodeGraphs}
+        others = {id(each) for each in gc.get_objects() if type(each) is ModelRunner}
         fixed = {"num_threads": 2, "num_kv_blocks": 64, "num_speculative_tokens": 0, "enable_prefix_caching": False}
         self._llm = LLM(**fixed, **options)
-        (self._graphs,) = (each for each in gc.get_objects() if type(each) is DecodeGraphs and id(each) not in others)
+        (self._runner,) = (each for each in gc.get_objects() if type(each) is ModelRunner and id(each) not in others)
 
     def tokens(self, *params: SamplingParams) -> list[list[int]]:
         answers = self._llm.generate(PROMPTS, list(params), use_tqdm=False)
@@ -33,7 +34,7 @@ class Engine:
 
     @property
     def ends(self) -> set[End]:
-        return {end for _, end in self._graphs._replays}
+        return {end for _, end in self._runner._graphs._replays}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -77,6 +77,7 @@ def test_families(tmp_path: Path, backend: CountedBackend, family: str) -> None:
     assert backend.prompts_recorded_with == ([41, 7] if is_recorded else [])
     assert backend.prompts_replayed == ([131, 33, 33, 137, 126, 9, 25, 6, 122, 24] if is_recorded else [])
     assert (backend.num_replays > 0) == (family not in ONE_BY_ONE)  # of decode steps
+    assert (backend.num_rests_replayed > 0) == is_recorded
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -152,24 +153,24 @@ class _FewOrMany:
     is_capable: bool = True
 
     def capture_any_rows(
-        self, run: Callable[[], Tensor], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
-    ) -> tuple[_FewOrMany, Tensor] | None:
+        self, run: Callable[[], tuple[Tensor, ...]], num_rows: int, most_rows: int, inputs: Sequence[Tensor]
+    ) -> tuple[_FewOrMany, tuple[Tensor, ...]] | None:
         self.recorded.append((num_rows, most_rows))
         if not self.is_capable:
             return None
         least, most = (1, min(48, most_rows)) if num_rows <= 48 else (49, most_rows)
         return _FewOrMany(least, most, replayed=self.replayed, inputs=inputs), run()
 
-    def replay(self, num_rows: int) -> Tensor:
+    def replay(self, num_rows: int) -> tuple[Tensor, ...]:
         self.replayed.append(num_rows)
-        return self.inputs[0][0, :num_rows, None]
+        return (self.inputs[0][0, :num_rows, None],)
 
     def compute(self, lengths: Sequence[int]) -> None:
         """Steps of so many tokens, up to 256."""
         graph = PromptGraph(self, 256, num_groups=0)
         for num_tokens in lengths:
             token_ids = torch.arange(num_tokens)
-            found = graph.forward(lambda tokens, _positions, _groups: tokens[:, None], token_ids, token_ids, [])
+            (found,) = graph.forward(lambda tokens, _positions, _groups: (tokens[:, None],), token_ids, token_ids, [])
             assert torch.equal(found[:, 0], token_ids)
 
 

@@ -16,6 +16,7 @@ from quire.kernels.ops import AttentionMetadata
 from quire.kernels.sampling import likeliest_tokens
 
 from ..layers.attention import LayerCache
+from ..models.model import TokenStates
 from .interface import answering
 from .probe import AttentionCall, body_of
 
@@ -59,13 +60,13 @@ class FallbackModel(nn.Module):
         positions: Tensor,
         caches: Sequence[LayerCache],
         metadata: Sequence[AttentionMetadata],
-    ) -> Tensor:
+    ) -> TokenStates:
         """As `Model` says."""
         step = _Step(self._calls, caches, metadata)
         with answering(step.attend):
             hidden = self.body(token_ids, positions)
         step.check_complete()
-        return hidden
+        return (hidden,)
 
     def body(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """[num_tokens] -> [num_tokens, hidden_size], the attention calls answered by whoever is around."""
@@ -80,7 +81,8 @@ class FallbackModel(nn.Module):
     def likeliest(self, hidden: Tensor) -> Tensor:
         return likeliest_tokens(self.logits(hidden))
 
-    def last_hidden_state(self, hidden: Tensor) -> Tensor:
+    def last_hidden_state(self, states: TokenStates) -> Tensor:
+        (hidden,) = states
         return hidden  # the body ends with its norm
 
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:

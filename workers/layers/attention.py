@@ -82,7 +82,7 @@ class LayerCache:
 
 
 class Attention(nn.Module):
-    """Projections, norm, rotation, cache write, attention, output projection."""
+    """Projections, norm, rotation, cache write, attention; and the output projection, for whoever needs it."""
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, parallel: ParallelContext) -> None:
         super().__init__()
@@ -99,7 +99,10 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, rotation: Rotation | None, cache: LayerCache, metadata: AttentionMetadata) -> Tensor:
-        """x: [num_tokens, hidden_size] -> the same shape. Writes the tokens' keys and values to `cache`."""
+        """x: [num_tokens, hidden_size] -> what `output` takes, [num_tokens, num_heads * head_dim].
+
+        Writes the tokens' keys and values to `cache`.
+        """
         spec = self._spec
         num_tokens = x.shape[0]
         heads = self.qkv(x).view(num_tokens, -1, spec.head_dim)
@@ -121,8 +124,7 @@ class Attention(nn.Module):
             rotation=rotation,
             norms=norms,
         )
-        out: Tensor = self.output(attended.view(num_tokens, self._num_heads * spec.head_dim))
-        return out
+        return attended.view(num_tokens, self._num_heads * spec.head_dim)
 
     def _norms_to_fuse(self) -> HeadNorms | None:
         """Those that can be part of the rotation, if nothing is between them."""

@@ -33,7 +33,7 @@ class Norm(nn.Module):
         """The norm of stream + multiplier * x, and that itself, maybe where the stream was: each [num_tokens, size]."""
         spec = self._spec
         if spec.kind == "layer":
-            stream = stream.add_(x, alpha=multiplier)
+            stream = stream.add(x, alpha=multiplier)
             return F.layer_norm(stream, self._shape, self.weight, self.bias, spec.eps), stream
         return add_rms_norm(x, stream, self.weight, spec.eps, unit_offset=spec.unit_offset, multiplier=multiplier)
 
@@ -46,8 +46,8 @@ class NoNorm(nn.Module):
         return x
 
     def after_adding(self, x: Tensor, stream: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
-        """stream + multiplier * x, where the stream was, as both."""
-        stream = stream.add_(x, alpha=multiplier)
+        """stream + multiplier * x, as both."""
+        stream = stream.add(x, alpha=multiplier)
         return stream, stream
 
 

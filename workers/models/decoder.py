@@ -21,6 +21,7 @@ from ..layers.moe import MixtureOfExperts
 from ..layers.norm import Norm, optional_norm
 from ..layers.rotary import RotaryEmbedding
 from ..parallel import ParallelContext
+from .model import TokenStates
 from .sizes import check_sizes
 from .spec import AttentionSpec, DecoderSpec, LayerSpec, MLPSpec, MoESpec
 
@@ -59,22 +60,54 @@ class DecoderLayer(nn.Module):
         Returns the stream with `update` and the attention added, and what is still to be added: the next norm does that
         in the same pass.
         """
-        spec = self._spec
+        x, heads, slots, *read = self.attend(x, update, rotation, cache, metadata)
+        attended = self._project(heads)
+        del heads  # the MLP needs memory, too
+        return self._add(x, attended, slots, *read)
+
+    def attend(
+        self,
+        x: Tensor,
+        update: Update | None,
+        rotation: Rotation | None,
+        cache: LayerCache,
+        metadata: AttentionMetadata,
+    ) -> TokenStates:
+        """All of `forward` that lets tokens know of each other.
+
+        Returns of each token the stream, which attention is to be added to, [num_tokens, hidden_size]; its heads,
+        [num_tokens, num_heads * head_dim]; its slot, [num_tokens] int64, -1 of padding; and what attention has read,
+        [num_tokens, hidden_size], if the MLP reads the same.
+        """
         if update is None:
             normed = self.attention_norm(x)
         else:
             normed, x = self.attention_norm.after_adding(update.value, x, update.multiplier)
-        attended = self.attention_out_norm(self.attention(normed, rotation, cache, metadata))
+        states = x, self.attention(normed, rotation, cache, metadata), metadata.slot_mapping
+        return (*states, normed) if self._spec.parallel and self._spec.mlp_norm is None else states
+
+    def rest(self, states: TokenStates) -> tuple[Tensor, Update]:
+        """What `forward` returns, of some tokens or all, from what `attend` did. Nobody needs their stream any more."""
+        x, heads, slots, *read = states
+        return self._add(x, self._project(heads), slots, *read)
+
+    def _project(self, heads: Tensor) -> Tensor:
+        """[num_tokens, num_heads * head_dim] -> [num_tokens, hidden_size], what attention adds to the stream."""
+        attended: Tensor = self.attention_out_norm(self.attention.output(heads))
+        return attended
+
+    def _add(self, x: Tensor, attended: Tensor, slots: Tensor, read: Tensor | None = None) -> tuple[Tensor, Update]:
+        """Both blocks to the stream. `read`: by attention, if the MLP reads the same."""
+        spec = self._spec
         if spec.parallel:
-            mlp_input = normed if spec.mlp_norm is None else self.mlp_norm(x)
-            attended += self.mlp_out_norm(self._feed(mlp_input, metadata))
+            attended += self.mlp_out_norm(self._feed(self.mlp_norm(x) if read is None else read, slots))
             return x, Update(attended, spec.residual_multiplier)
         normed, x = self.mlp_norm.after_adding(attended, x, spec.residual_multiplier)
-        return x, Update(self.mlp_out_norm(self._feed(normed, metadata)), spec.residual_multiplier)
+        return x, Update(self.mlp_out_norm(self._feed(normed, slots)), spec.residual_multiplier)
 
-    def _feed(self, x: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def _feed(self, x: Tensor, slots: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape."""
-        out: Tensor = self.mlp(x, metadata.slot_mapping) if self._has_experts else self.mlp(x)
+        out: Tensor = self.mlp(x, slots) if self._has_experts else self.mlp(x)
         return out
 
 
@@ -106,7 +139,8 @@ class Decoder(nn.Module):
         rotary_specs = list(dict.fromkeys(rotary for rotary in wanted if rotary is not None))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rotary) for rotary in rotary_specs)
         self._rotary_of_layer = [None if rotary is None else rotary_specs.index(rotary) for rotary in wanted]
-        self.layers = nn.ModuleDict({str(i): DecoderLayer(own[i], spec.hidden_size, parallel) for i in own})
+        self._own_layers = [DecoderLayer(layer, spec.hidden_size, parallel) for layer in own.values()]
+        self.layers = nn.ModuleDict({str(i): layer for i, layer in zip(own, self._own_layers, strict=True)})
         if last:
             self.norm = Norm(spec.norm, spec.hidden_size)
             self.head = (
@@ -133,24 +167,27 @@ class Decoder(nn.Module):
         positions: Tensor,
         caches: Sequence[LayerCache],
         metadata: Sequence[AttentionMetadata],
-    ) -> Tensor:
-        """token_ids, positions: [num_tokens] int64; caches, metadata: one per own layer -> [num_tokens, hidden_size].
+    ) -> TokenStates:
+        """token_ids, positions: [num_tokens] int64; caches, metadata: one per own layer.
 
-        A later stage starts from what the one before it sends, and every stage but the last sends what it has. The
-        final norm is left to `logits`, which only the rows that sample go through.
+        A later stage starts from what the one before it sends, and every stage but the last sends what it has, and
+        returns nothing. Of the last layer all that follows attention is left to `last_hidden_state`, which only the
+        tokens go through whose logits are wanted: of a prompt, one.
         """
         x = self._embed(token_ids, positions) if self._parallel.is_first_stage else self._receive(len(token_ids))
         rotations = [rotary(positions) for rotary in self.rotaries]
+        own = [None if rotary is None else rotations[rotary] for rotary in self._rotary_of_layer]
+        *given, given_last = zip(own, caches, metadata, strict=True)
+        *layers, last = self._own_layers
         update: Update | None = None
-        for layer, rotary, cache, layer_metadata in zip(
-            self.layers.values(), self._rotary_of_layer, caches, metadata, strict=True
-        ):
-            x, update = layer(x, update, None if rotary is None else rotations[rotary], cache, layer_metadata)
-        if update is not None:
-            x.add_(update.value, alpha=update.multiplier)
-        if not self._parallel.is_last_stage:
-            self._parallel.send(x)
-        return x
+        for layer, of_layer in zip(layers, given, strict=True):
+            x, update = layer(x, update, *of_layer)
+        attended = last.attend(x, update, *given_last)
+        if self._parallel.is_last_stage:
+            return attended
+        x, update = last.rest(attended)
+        self._parallel.send(x.add_(update.value, alpha=update.multiplier))
+        return ()
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(token_ids)
@@ -165,14 +202,15 @@ class Decoder(nn.Module):
         like = self.embedding_multiplier
         return self._parallel.receive((num_tokens, self.spec.hidden_size), like.dtype, like.device)
 
-    def last_hidden_state(self, hidden: Tensor) -> Tensor:
-        """[num_rows, hidden_size], after the last norm."""
-        normed: Tensor = self.norm(hidden)
+    def last_hidden_state(self, states: TokenStates) -> Tensor:
+        """As `Model` says."""
+        x, update = self._own_layers[-1].rest(states)
+        normed: Tensor = self.norm.after_adding(update.value, x, update.multiplier)[0]
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
-        logits = self.head.logits(self.last_hidden_state(hidden))
+        logits = self.head.logits(hidden)
         if self.spec.logits_multiplier != 1.0:
             logits = logits * self.spec.logits_multiplier
         softcap = self.spec.logits_softcap
@@ -182,7 +220,7 @@ class Decoder(nn.Module):
         """[num_rows, hidden_size] -> [num_rows] int64."""
         if self.spec.logits_multiplier != 1.0 or self.spec.logits_softcap is not None:  # which round
             return likeliest_tokens(self.logits(hidden))
-        return self.head.likeliest(self.last_hidden_state(hidden))
+        return self.head.likeliest(hidden)
 
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
         """What each layer of the whole model caches on a rank with this tensor rank, in layer order."""

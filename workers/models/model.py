@@ -15,6 +15,18 @@ from quire.kernels.ops import AttentionMetadata
 from ..layers.attention import LayerCache
 from ..parallel import ParallelContext
 
+TokenStates = tuple[Tensor, ...]
+
+
+def select_tokens(states: TokenStates, indices: Tensor) -> TokenStates:
+    """Copies of some, [n] int64."""
+    return tuple(each.index_select(0, indices) for each in states)
+
+
+def slice_tokens(states: TokenStates, start: int, stop: int) -> TokenStates:
+    """Those from `start` to before `stop`, in the memory that they have."""
+    return tuple(each[start:stop] for each in states)
+
 
 class Model(Protocol):
     """One rank of a decoder-only model: a module (`torch.nn.Module`) over the paged KV cache."""
@@ -45,20 +57,26 @@ class Model(Protocol):
         positions: Tensor,  # [num_tokens] int64
         caches: Sequence[LayerCache],  # one per own layer
         metadata: Sequence[AttentionMetadata],  # one per own layer
-    ) -> Tensor:
-        """The hidden state of every token, [num_tokens, hidden_size]. Writes keys and values to `caches`."""
+    ) -> TokenStates:
+        """What there is of every token when the last token has written its keys and values to `caches`, and attention
+        has read them: tensors whose first dimension is num_tokens. The rest of the model computes each token by itself,
+        and only those that somebody wants.
+        """
+        ...
+
+    def last_hidden_state(self, states: TokenStates) -> Tensor:
+        """[num_rows, hidden_size], after the last norm: what `transformers` calls by this name.
+
+        states: of some tokens, or all. Nobody needs them any more: they may be overwritten.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Rows of what the forward returned, [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
+        """Rows of the last hidden state, [num_rows, hidden_size] -> [num_rows, vocab_size] float32."""
         ...
 
     def likeliest(self, hidden: Tensor) -> Tensor:
         """`likeliest_tokens` of `logits`, [num_rows] int64, for which not all of these need be computed."""
-        ...
-
-    def last_hidden_state(self, hidden: Tensor) -> Tensor:
-        """Rows of what the forward returned, after the last norm: what `transformers` calls by this name."""
         ...
 
     def kv_cache_specs(self, block_size: int, dtype: torch.dtype) -> list[KVCacheSpec]:
