@@ -28,7 +28,7 @@ class CpuGraphBackend:
         try:
             graph = capture(run, self._pool)
         except NotCapturableError as reason:
-            logger.info("decode steps are not recorded: %s", reason)
+            logger.info("decode steps, or what follows prompts, are not recorded: %s", reason)
             run()  # what was stored before is stored again; it has written no token that it reads
             return None
 

@@ -93,7 +93,9 @@ class _Asked(NamedTuple):
     step: SchedulerOutput
     batch: InputBatch
     copies: HostCopies
-    wants_more: bool  # than the tokens that are sampled: of its rows as they are now, for others may have them next
+    # Of its rows as they are now, for others may have them next:
+    wants_more: bool  # than the tokens that are sampled
+    keeps_states: bool  # until a later step, which must not write to the same memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,7 @@ class ModelRunner:
         sizes = list(range(1, min(most, self._most_entries) + 1))
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
-        if self._model.gives_logits and sizes:
+        if self._model.gives_logits:
             self._rest_graphs = RestGraphs(backend, self._model, sizes[-1])
 
     @property
@@ -197,7 +199,8 @@ class ModelRunner:
         target = self._buffers.begin(shape)
         batch = gather_inputs(step, entries, table, target, samples=self._model.gives_logits)
         changes, copies = BlockChanges(table, target), HostCopies(self._device)
-        asked = _Asked(step, batch, copies, wants_more=wants_more)
+        keeps_states = table.pooling.concerns(step.rows)
+        asked = _Asked(step, batch, copies, wants_more=wants_more, keeps_states=keeps_states)
         end = None if size is None else self._graph_end(batch)
         self._end_last()  # on CPU one step is computed at a time
         work = StepWork(self._work(asked, changes, shape, end))
@@ -236,13 +239,13 @@ class ModelRunner:
             else:
                 yield False
                 given = self._model_inputs(host, inputs, batch.max_blocks, reads_references=batch.reads_references)
-                computed = self._compute_step(*given, keeps_states=self._table.pooling.concerns(step.rows))
+                computed = self._compute_step(*given, keeps_states=asked.keeps_states)
+            if self._model.gives_logits:
+                return self._finish(asked, inputs, computed)
         except BaseException:  # it is given up, garbage, or interrupted: helpers use the memory until this returns
             if self._device.type == "cpu":
                 _join_helpers()
             raise
-        if self._model.gives_logits:
-            return self._finish(asked, inputs, computed)
         nothing = ModelRunnerOutput(step_id=step.step_id, sampled_token_ids=batch.entries.accept(*_NO_TOKENS))
         return lambda: nothing
 
@@ -281,7 +284,7 @@ class ModelRunner:
     def _compute_step(
         self, token_ids: Tensor, positions: Tensor, by_group: list[AttentionMetadata], *, keeps_states: bool
     ) -> TokenStates:
-        """keeps_states: somebody does, so that they must not be those that the next graph overwrites."""
+        """keeps_states: see `_Asked`."""
         if self._prompt_graph is None or keeps_states:
             return self._compute(token_ids, positions, by_group)
         return self._prompt_graph.forward(self._compute, token_ids, positions, by_group)
@@ -319,7 +322,7 @@ class ModelRunner:
         table, step, copies = self._table, asked.step, asked.copies
         prompt_logprobs: Callable[[], list[tuple[int, PromptLogprobs]]] = list
         embeddings: Callable[[], list[tuple[int, FloatArray]]] = list
-        if asked.wants_more:  # of states, before what samples overwrites them
+        if asked.wants_more:  # of states, which what samples may overwrite
             assert not isinstance(computed, Decoded)
             prompt_logprobs = table.prompt_logprobs.compute(step, table.token_ids, self._model, computed, copies)
             embeddings = table.pooling.compute(step, self._model, computed, copies)

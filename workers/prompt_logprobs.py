@@ -100,10 +100,10 @@ def _in_slices(
 ) -> Iterator[TokenScores]:
     """`logprobs_of` over all positions, with the logits of some of them at a time."""
     size = max(_SLICE_ELEMENTS // model.vocab_size, 1)
+    hidden = model.last_hidden_state(select_tokens(states, to_device(tokens, states[0].device)))
     for start in range(0, len(tokens), size):
-        at, chosen = (to_device(each[start : start + size], states[0].device) for each in (tokens, own))
-        hidden = model.last_hidden_state(select_tokens(states, at))
-        yield logprobs_of(model.logits(hidden), chosen, num_top)
+        chosen = to_device(own[start : start + size], hidden.device)
+        yield logprobs_of(model.logits(hidden[start : start + size]), chosen, num_top)
 
 
 def _by_span(spans: list[_Span], parts: list[TokenScores]) -> list[tuple[int, PromptLogprobs]]:

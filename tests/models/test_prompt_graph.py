@@ -19,6 +19,9 @@ from quire.engine.outputs import EngineRequest
 from quire.engine.pooling import PoolingParams
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels.cpu.intrinsics import IS_X86
+from quire.kernels.cpu.program import Program
+from quire.kernels.cpu.team import team_of
+from quire.workers.decode_graphs import End
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.prompt_graph import PromptGraph
 
@@ -204,6 +207,43 @@ def test_what_is_not_recorded(tmp_path: Path, backend: CountedBackend, model: di
     expected, found = (answers_of(driver(tmp_path, eager, model)) for eager in (True, False))
     assert found == expected
     assert backend.prompts_recorded_with == []
+
+
+def test_what_follows_prompts_has_graphs_of_its_own(tmp_path: Path, backend: CountedBackend) -> None:
+    """Of each number of tokens that sample: up to the likeliest, or to logits where something is asked of these."""
+    WIDE.make(tmp_path)
+    eager, recorded = (driver(tmp_path, eager) for eager in (True, False))
+    for lengths, logprobs in (((40, 33), None), ((41,), None), ((42, 34), 2), ((43, 35), None), ((44, 36), 2)):
+        prompts = prompts_of(lengths)
+        assert recorded.greedy(prompts, 3, logprobs) == eager.greedy(prompts, 3, logprobs)
+    if IS_X86:
+        assert backend.rests_captured == [(2, End.TOKENS), (1, End.TOKENS), (2, End.LOGITS)]
+        assert backend.num_rests_replayed == 2
+
+
+def test_an_interrupt_amid_what_follows_a_prompt(
+    tmp_path: Path, backend: CountedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody computes any more when it is raised: the memory may be freed."""
+    WIDE.make(tmp_path)
+    recorded = driver(tmp_path, eager=False)
+    for seed in (40, 41):
+        recorded.greedy(prompts_of((seed,)), 2)
+    join, interrupted = Program.join, []
+
+    def interrupt(self: Program) -> None:
+        """That of what follows is the only one whose helpers are not joined, once."""
+        if len(self._calls) < 20 and not interrupted:
+            interrupted.append(self)
+            raise KeyboardInterrupt
+        join(self)
+
+    monkeypatch.setattr(Program, "join", interrupt)
+    if IS_X86:
+        with pytest.raises(KeyboardInterrupt):
+            recorded.greedy(prompts_of((42,)), 2)
+        assert interrupted
+        assert not team_of(2)._owners  # whoever is asked for something has one
 
 
 def test_what_else_reads_hidden_states(tmp_path: Path, backend: CountedBackend) -> None:
