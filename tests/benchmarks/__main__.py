@@ -65,6 +65,7 @@ def cpu_parts(programs: Mapping[str, Path], rounds: int) -> list[Part]:
         Part("kernels-bfloat16", "Operations of a layer, bfloat16", "quire bench kernels --dtype bfloat16", False),
         Part("operations-float32", "Operations of a step, float32", f"{own}.operations --precision float32"),
         Part("operations-bfloat16", "Operations of a step, bfloat16", f"{own}.operations --precision bfloat16"),
+        Part("operations-int8", "Operations of a step, int8", f"{own}.operations --precision int8"),
         Part("hot-loop", "The hot loop", f"{own}.hot_loop"),
         Part("serving-path", "What the serving path costs", f"{own}.serving_path --precision bfloat16 {decodes}"),
         Part("speculation", "Speculative decoding", f"{own}.speculation"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from quire.cluster.bench.latency import RequestTiming, summarize
 from tests.benchmarks import hot_loop, operations, serving_path
 
@@ -38,12 +40,13 @@ def test_costs_are_shown_with_what_is_there_without_load() -> None:
 
 
 def test_operations_are_shown_by_what_they_take() -> None:
-    slow = operations.Step(8, 8, 0.5)
-    step = operations.Step(8, 8, 0.2, {"paged_attention": 0.05, "linear 960 x 576": 0.1}, {"paged_attention": 3})
-    assert operations.fastest([slow, step, operations.Step(1, 1, 0.01)], 8) is step
-    step.calls["linear 960 x 576"] = 30
-    assert operations.markdown(step).splitlines()[2:] == [
-        "| linear 960 x 576 | 30 | 100.0 | 50% |",
-        "| paged_attention | 3 | 50.0 | 25% |",
-        "| the rest | | 50.0 | 25% |",
+    """Medians of each call over the runs of the number of rows that is asked for, of the program that has most."""
+    clocks, other = operations.Clocks(["norm", "linear 960 x 576", "norm"]), operations.Clocks(["norm"])
+    clocks.runs[8] = [np.array(run) for run in ([100, 900, 200], [300, 800, 200], [100, 1000, 9000])]
+    clocks.runs[1] = other.runs[8] = [np.array([5, 5, 5])]
+    assert operations.most_run([other, clocks], 8) is clocks
+    assert operations.markdown(clocks, 8, 1000.0).splitlines()[2:] == [
+        "| linear 960 x 576 | 1 | 0.90 | 900.0 | 75% |",
+        "| norm | 2 | 0.30 | 150.0 | 25% |",
+        "| all | 3 | 1.20 | | |",
     ]
