@@ -18,7 +18,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from enum import Enum, auto
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -97,7 +97,7 @@ class CudaGraphBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = _capture_stream(device)
 
     def capture(self, run: Callable[[], None]) -> Replay:
         current = torch.cuda.current_stream(self._stream.device)
@@ -116,6 +116,12 @@ class CudaGraphBackend:
             return Started(True, _nothing)
 
         return replay
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs of a device: for each stream that is used, libraries keep memory to the end of the process."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class DecodeGraphs:
