@@ -4,6 +4,12 @@
 
 - HOST is where the PORTS listen, those of the front door; all others are for this machine alone. (Serve gives the pages
   with statistics to every interface.)
+- Who opens connections and sends half a request would have them for an hour, until nobody else gets one: headers must
+  come within HEADERS_S, and the next request within IDLE_S.
+- Where no gateway answers, or one dies, a client gets 503 with OpenAI's error body. Serve would have 500 and text; and
+  where a connection to the gateway had been used before, HAProxy would just close the client's.
+- Serve reads some headers as UTF-8 before the API sees them: an id that is not printable is dropped, as is the name of
+  what Serve would load for a request, which nothing here uses.
 - Serve's configuration splices bodies inside the kernel. When a body arrives in a later packet than its headers,
   HAProxy (2.8) then never sees that the client leaves, and the engine works on for nobody: `-dS` turns splicing off.
 - When the actor that runs HAProxy, of the process PARENT, dies without a chance to stop it, HAProxy gives its ports
@@ -13,6 +19,7 @@ It stays the same process, as Serve looks for the one that it has started. Only 
 """
 
 import ctypes
+import json
 import os
 import re
 import signal
@@ -20,7 +27,18 @@ import sys
 from pathlib import Path
 
 SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG, see prctl(2): of the thread, here that of an actor's event loop
+HEADERS_S = 10
+IDLE_S = 120
+RETRY_AFTER_S = 5  # a gateway that has died is there again about then
+
+_FRONT_DOOR_RULES = (
+    "http-request del-header x-request-id if { req.hdr(x-request-id) -m reg '[^ -~]' }",
+    "http-request del-header serve_multiplexed_model_id",
+)
 _BIND = re.compile(r"^(\s*bind\s+)\S*:(\d+)(?=\s|$)", re.MULTILINE)
+_OURS = re.compile(r"^\s*(errorfile|timeout http-request|timeout http-keep-alive)\b.*\n", re.MULTILINE)
+_DEFAULTS = re.compile(r"^defaults\b.*$", re.MULTILINE)
+_FRONT_DOOR = re.compile(r"^frontend http_frontend\b.*\n.*$", re.MULTILINE)
 
 
 def bind_to(text: str, host: str, ports: set[str]) -> str:
@@ -28,11 +46,34 @@ def bind_to(text: str, host: str, ports: set[str]) -> str:
     return _BIND.sub(lambda bind: f"{bind[1]}{host if bind[2] in ports else '127.0.0.1'}:{bind[2]}", text)
 
 
+def no_gateway() -> str:
+    """A whole answer, as HAProxy has them in files."""
+    message = "No gateway can answer this request now. Try again."
+    body = json.dumps({"error": {"message": message, "type": "server_error", "param": None, "code": None}})
+    return (
+        f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"Retry-After: {RETRY_AFTER_S}\r\nCache-Control: no-cache\r\nConnection: close\r\n\r\n{body}"
+    )
+
+
+def put_right(text: str, folder: Path) -> str:
+    """HAProxy's configuration with bounds on who waits, an answer of ours, which is written to `folder`, and without
+    headers that Serve fails on."""
+    answer = folder / "no_gateway.http"
+    answer.write_text(no_gateway())
+    ours = [f"timeout http-request {HEADERS_S}s", f"timeout http-keep-alive {IDLE_S}s"]
+    ours += [f"errorfile {status} {answer}" for status in (502, 503, 504)]
+    text = _OURS.sub("", text)
+    text = _DEFAULTS.sub(lambda found: "\n    ".join([found[0], *ours]), text)
+    text = text.replace("http-reuse always", "http-reuse safe")
+    return _FRONT_DOOR.sub(lambda found: "\n    ".join([found[0], *_FRONT_DOOR_RULES]), text)
+
+
 def main(parent: str, binary: str, host: str, ports: str, *arguments: str) -> None:
     for argument in arguments:
         if argument.endswith(".cfg"):
             config = Path(argument)
-            config.write_text(bind_to(config.read_text(), host, set(ports.split(","))))
+            config.write_text(put_right(bind_to(config.read_text(), host, set(ports.split(","))), config.parent))
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(SIGNAL_AT_PARENTS_DEATH, signal.SIGUSR1, 0, 0, 0)
         if os.getppid() != int(parent):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from quire.cluster import grpc_listeners, haproxy_exec
-from quire.cluster.haproxy_exec import bind_to
+from quire.cluster.haproxy_exec import bind_to, put_right
 from quire.cluster.haproxy_tier import haproxy_launcher
 from quire.cluster.ray_local import free_ports
 
@@ -44,7 +45,51 @@ def test_haproxy_is_started_with_its_configuration_put_right(tmp_path: Path) -> 
     config.write_text(timeouts + "frontend f\n    bind :23001\n")
     done = subprocess.run([launcher, "-c", "-f", config], capture_output=True, text=True, timeout=10)
     assert done.returncode == 0, done.stderr
-    assert config.read_text() == timeouts + "frontend f\n    bind 127.0.0.1:23001\n"
+    assert "frontend f\n    bind 127.0.0.1:23001\n" in config.read_text()
+    assert "timeout http-request 10s" in config.read_text()
+
+
+def test_what_serve_has_no_setting_for(tmp_path: Path) -> None:
+    """Bounds on who waits, an answer of ours where no gateway is, and no headers that Serve fails on. It reads the
+    configuration again at each change: what was put right stays so."""
+    config = """defaults
+    mode http
+    timeout client 3600s
+    timeout http-request 7s
+    errorfile 502 500.http
+    errorfile 503 500.http
+frontend prometheus
+    bind 127.0.0.1:23001
+frontend http_frontend
+    bind 127.0.0.1:8000
+    acl routes path -i /-/routes
+backend quire
+    http-reuse always
+"""
+    answer = tmp_path / "no_gateway.http"
+    expected = f"""defaults
+    timeout http-request 10s
+    timeout http-keep-alive 120s
+    errorfile 502 {answer}
+    errorfile 503 {answer}
+    errorfile 504 {answer}
+    mode http
+    timeout client 3600s
+frontend prometheus
+    bind 127.0.0.1:23001
+frontend http_frontend
+    bind 127.0.0.1:8000
+    http-request del-header x-request-id if {{ req.hdr(x-request-id) -m reg '[^ -~]' }}
+    http-request del-header serve_multiplexed_model_id
+    acl routes path -i /-/routes
+backend quire
+    http-reuse safe
+"""
+    assert put_right(config, tmp_path) == expected
+    head, _, body = answer.read_bytes().decode().partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n")
+    assert f"\r\nContent-Length: {len(body)}\r\nRetry-After: 5\r\n" in head
+    assert json.loads(body)["error"]["type"] == "server_error"
 
 
 @pytest.mark.parametrize(("is_alive", "printed"), [(True, "-dS hello\n"), (False, "")])

@@ -63,6 +63,15 @@ async def test_grpc_answers_as_http_does(grpc_target: str, service_url: str, sdk
         assert (await asyncio.to_thread(wait_until_idle, service_url))["num_used_kv_blocks"] == 0
 
 
+def test_headers_that_serve_fails_on_are_dropped(service_url: str) -> None:
+    """An id of bytes that are no UTF-8 is replaced; others come back as they are."""
+    for name in (b"x-request-id", b"serve_multiplexed_model_id"):
+        answer = httpx.get(f"{service_url}/v1/models", headers=[(name, b"\xff\xfe")])
+        assert answer.status_code == 200
+        assert answer.headers["x-request-id"].isprintable()
+    assert httpx.get(f"{service_url}/v1/models", headers={"x-request-id": "my id"}).headers["x-request-id"] == "my id"
+
+
 def test_ready_tokenize_and_openapi(service_url: str) -> None:
     assert httpx.get(f"{service_url}/ready").json() == {"models": [MODEL], "asleep": [], "status": "ready"}
     tokens = httpx.post(f"{service_url}/tokenize", json={"messages": MESSAGES}).json()["tokens"]
