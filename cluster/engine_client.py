@@ -146,13 +146,24 @@ class EngineClient:
                 self._abort(stream)
 
     async def recall(self, key: bytes) -> list[ResumePoint]:
-        """What the engines remember of a request, and end by that (`Backend.recall`)."""
+        """What the engines remember of a request, and end by that (`Backend.recall`); of what waits here for an engine
+        none does."""
+        own = [self._take_back(stream) for stream in list(self._streams.values()) if _waits_with(stream, key)]
         links = self.links()
         for link in links:
             link.send(Recall(key))
-        points = await self._recalls.answers(key, [link.record.engine_id for link in links])
+        points = own + await self._recalls.answers(key, [link.record.engine_id for link in links])
         self._book.resumed_by_client(remembered=bool(points))
         return points
+
+    def _take_back(self, stream: Stream) -> ResumePoint:
+        """End a stream that waits for an engine, as an engine does: its client has gone."""
+        tag = stream.request.resume_tag
+        assert tag is not None
+        self._forget(stream)
+        stream.call.arrived.append(EngineOutput(stream.request.request_id, len(stream.token_ids), [], "abort"))
+        stream.call.notify()
+        return ResumePoint(tag, stream.request.seed, stream.token_ids)
 
     # Placing streams
 
@@ -356,6 +367,12 @@ class EngineClient:
         self._abort(stream)
         stream.call.error = error
         stream.call.notify()
+
+
+def _waits_with(stream: Stream, key: bytes) -> bool:
+    """Whether a stream of this request (`ResumeTag.key`) has no engine."""
+    tag = stream.request.resume_tag
+    return stream.engine is None and tag is not None and tag.key == key
 
 
 def _without_known(output: EngineOutput, request_id: str, num_known: int) -> EngineOutput:

@@ -63,7 +63,7 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     requests = served.input_processor.process(engine_id, token_ids, params, param="messages", options=options)
     begun = Begun([requests], answer_id, int(time.time()))
     if request.stream:
-        begun = await deadline.hold(may_resume(begun, http, body, context.backend))
+        begun = await deadline.hold(may_resume(begun, http, body, context.backend, served.name))
     generation = generation_of(context, served, begun, metrics, request, tenant, deadline, marks=reading.mark_ids)
     answer = _ChatAnswer(begun, served, generation, request, token_ids, reading)
     if request.stream:

@@ -46,8 +46,8 @@ async def completions(http: Request, context: ApiContext) -> Response:
     request = await off_the_loop(body, lambda: parse_request(CompletionRequest, body, context.limits))
     deadline = Deadline(request.deadline_ms)
     served = await deadline.hold(find_model(context.backend, request.model))
+    check_choices(request.num_prompts, request.num_choices, context.limits, "best_of" if request.best_of else "n")
     prompts = await off_the_loop(body, request.prompts)
-    check_choices(len(prompts), request.num_choices, context.limits, "best_of" if request.best_of else "n")
     metrics = context.metrics.start(served.name, len(prompts) * request.num_choices)
     token_ids, room = await deadline.hold(context.heavy_work.run(body, lambda: _tokenize_all(served, request, prompts)))
     params = request.sampling_params(served.info.generation_defaults, room)
@@ -60,7 +60,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
         engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params, options=options))
     begun = Begun(engine_requests, answer_id, int(time.time()))
     if request.stream:
-        begun = await deadline.hold(may_resume(begun, http, body, context.backend))
+        begun = await deadline.hold(may_resume(begun, http, body, context.backend, served.name))
     generation = generation_of(context, served, begun, metrics, request, tenant, deadline)
     shown = prompts if request.truncate_prompt_tokens is None else token_ids
     echoed = await off_the_loop(body, lambda: _echoed_texts(served, shown, params)) if request.echo else []
@@ -114,7 +114,7 @@ class _CompletionAnswer:
         self._created = begun.created
         self._model = served.name
         self._decoder = served.token_decoder
-        self._names = TokenNames(served.token_decoder, as_ids=request.return_tokens_as_token_ids)
+        self._names = TokenNames(served.token_decoder, as_ids=request.return_tokens_as_token_ids, spells_bytes=True)
         self._generation = generation
         self._request = request
         self._prompts = prompts

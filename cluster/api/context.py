@@ -16,7 +16,7 @@ from quire.engine.errors import InvalidRequestError
 
 from ..metrics import GatewayMetrics
 from .backend import Backend
-from .errors import BodyTooLargeError
+from .errors import BodyTimeoutError, BodyTooLargeError
 from .heavy_work import LARGE, HeavyWork
 from .limits import ApiLimits
 from .resume import EventIds
@@ -24,6 +24,7 @@ from .sse import EventStream, first_event, unless_client_leaves
 from .template_sandbox import TemplateSandbox
 
 T = TypeVar("T")
+_BODY_IDLE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +37,25 @@ class ApiContext:
 
 
 async def read_body(http: Request, limits: ApiLimits) -> bytes:
-    """The body as it came. Raises `BodyTooLargeError`; reads no further than the limit."""
+    """The body as it came. Raises `BodyTooLargeError`; reads no further than the limit. Raises `BodyTimeoutError` when
+    nothing comes for a while, and so of who has a connection for half a request."""
     limit = limits.max_body_bytes
     declared = http.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLargeError(limit)
     body = bytearray()
-    async for chunk in http.stream():
-        body += chunk
-        if len(body) > limit:
-            raise BodyTooLargeError(limit)
-    return bytes(body)
+    chunks = http.stream()
+    try:
+        while True:
+            async with asyncio.timeout(_BODY_IDLE_S):
+                chunk = await anext(chunks, None)
+            if chunk is None:
+                return bytes(body)
+            body += chunk
+            if len(body) > limit:
+                raise BodyTooLargeError(limit)
+    except TimeoutError:
+        raise BodyTimeoutError(_BODY_IDLE_S) from None
 
 
 async def off_the_loop(body: bytes, work: Callable[[], T]) -> T:

@@ -1,8 +1,8 @@
 """The one place where errors become HTTP statuses and OpenAI error bodies.
 
 400 a request that cannot work (never 422), 401 no key or an unknown one, 403 a key that is not for this, 404 an unknown
-model or path, 405, 408 a deadline that passed, 413 a body that is too large, 429 a tenant over its limits and 503 no
-room or no engine (both with Retry-After), 500 anything that is the service's own fault.
+model or path, 405, 408 a deadline that passed or a body that does not come, 413 a body that is too large, 429 a tenant
+over its limits and 503 no room or no engine (both with Retry-After), 500 anything that is the service's own fault.
 """
 
 from __future__ import annotations
@@ -29,6 +29,13 @@ class BodyTooLargeError(InvalidRequestError):
 
     def __init__(self, limit_bytes: int) -> None:
         super().__init__(f"The body is too large: at most {limit_bytes} bytes are allowed.", code="body_too_large")
+
+
+class BodyTimeoutError(QuireError):
+    """The rest of a body does not come."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The body of the request is not complete, and nothing more of it came for {seconds:g} s.")
 
 
 class DeadlineError(QuireError):
@@ -80,7 +87,7 @@ def status_of(error: BaseException) -> int:
             return 401
         case PermissionDeniedError():
             return 403
-        case DeadlineError():
+        case DeadlineError() | BodyTimeoutError():
             return 408
         case RateLimitError() | TenantShareError():
             return 429
@@ -99,6 +106,8 @@ def body_of(error: BaseException) -> ErrorBody:
             detail = ErrorDetail(error.message, "invalid_request_error", error.param, error.code)
         case DeadlineError():
             detail = ErrorDetail(error.message, "timeout_error", "deadline_ms", "deadline_exceeded")
+        case BodyTimeoutError():
+            detail = ErrorDetail(error.message, "timeout_error", None, "body_incomplete")
         case AuthenticationError() | PermissionDeniedError():
             detail = ErrorDetail(error.message, "invalid_request_error", None, error.code)
         case RateLimitError():

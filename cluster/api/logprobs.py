@@ -23,20 +23,31 @@ _LOWEST = -9999.0  # OpenAI's value for what is all but impossible; JSON has no 
 class TokenNames(dict[int, tuple[str, list[int]]]):
     """How lists of logprobs name the tokens of one answer, and their bytes; filled as tokens are met.
 
-    A name is the token's text, in which bytes that are no whole character show as replacement characters, or
-    (`return_tokens_as_token_ids`) its id, which is unique.
+    A name is the token's text, or (`return_tokens_as_token_ids`) its id, which is unique. Of a token that is no whole
+    character it has replacement characters; or, where names tell tokens apart (`spells_bytes`), `bytes:` and its bytes,
+    as OpenAI has it there: bytes:\\xf0\\x9f.
     """
 
-    def __init__(self, decoder: TokenDecoder, *, as_ids: bool = False) -> None:
+    def __init__(self, decoder: TokenDecoder, *, as_ids: bool = False, spells_bytes: bool = False) -> None:
         super().__init__()
         self._decoder = decoder
         self._as_ids = as_ids
+        self._spells_bytes = spells_bytes
 
     def __missing__(self, token_id: int) -> tuple[str, list[int]]:
         data = self._decoder.token_bytes(token_id)
-        name = f"token_id:{token_id}" if self._as_ids else data.decode("utf-8", "replace")
-        value = self[token_id] = name, list(data)
+        value = self[token_id] = self._name(token_id, data), list(data)
         return value
+
+    def _name(self, token_id: int, data: bytes) -> str:
+        if self._as_ids:
+            return f"token_id:{token_id}"
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            if not self._spells_bytes:
+                return data.decode(errors="replace")
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def chat_logprobs(entries: Sequence[TokenLogprobs], names: TokenNames) -> ChatLogprobs:

@@ -31,7 +31,7 @@ from secrets import token_hex
 import msgspec
 from starlette.requests import Request
 
-from quire.engine.errors import InvalidRequestError
+from quire.engine.errors import InvalidRequestError, OverloadedError
 from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest, ResumeTag
 
 from ..messages import ResumePoint
@@ -41,6 +41,7 @@ from .tenants import tenant_of
 
 _EVENT_ID = re.compile(r"(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:-([0-9a-f]{6}))?")
 _MAX_ID_CHARS = 256
+_NO_ENGINE_RETRY_S = 5.0  # about what an engine takes to start
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -118,8 +119,9 @@ class Begun:
     event_ids: EventIds | None = None  # of a stream that can go on elsewhere
 
 
-async def may_resume(begun: Begun, http: Request, body: bytes, backend: Backend) -> Begun:
-    """A stream as it can be resumed later, or resumed now, by what the headers say. Raises `InvalidRequestError`."""
+async def may_resume(begun: Begun, http: Request, body: bytes, backend: Backend, model: str) -> Begun:
+    """A stream as it can be resumed later, or resumed now, by what the headers say. Raises `InvalidRequestError`, and
+    `OverloadedError` while no engine of the model is there that could remember it."""
     name, last = http.headers.get("x-request-id"), http.headers.get("last-event-id")
     if not name or len(name) > _MAX_ID_CHARS:
         if last:
@@ -131,11 +133,11 @@ async def may_resume(begun: Begun, http: Request, body: bytes, backend: Backend)
         return begun
     key = _key(name, tenant_of(http.scope).name, http.url.path, body)
     if last:
-        return await _resume(begun, key, last, backend)
+        return await _resume(begun, key, last, backend, model)
     return _tagged(begun, key, [request for choices in begun.prompts for request in choices], None)
 
 
-async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend) -> Begun:
+async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend, model: str) -> Begun:
     requests = [request for choices in begun.prompts for request in choices]
     seen, attempt = _read(last_event_id, len(requests))
     points = _of_one_attempt(await backend.recall(key), attempt)
@@ -145,6 +147,9 @@ async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend
         index // num_choices in seeds or seen[index] == Position() or _is_repeatable(request)
         for index, request in enumerate(requests)
     ):
+        if not any(each.engines for each in backend.health().models if each.id == model):
+            message = f"No engine of {model} is there that could remember this request. Send it again, as it is."
+            raise OverloadedError(message, _NO_ENGINE_RETRY_S)
         raise InvalidRequestError(
             "Last-Event-ID: no engine remembers this request: they do so for a minute, and only for the same "
             "x-request-id and the same body. Send it without Last-Event-ID to begin anew.",

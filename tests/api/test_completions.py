@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import Any
 
 import httpx
@@ -11,7 +12,7 @@ import pytest
 from fake_backend import DEFAULT_ANSWER, FakeBackend
 
 from quire.cluster.api.backend import ServedModel
-from quire.engine.outputs import RequestReport
+from quire.engine.outputs import RequestReport, TokenLogprobs
 
 MODEL = "smollm2-135m-instruct"
 COMPLETION = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 100}
@@ -236,7 +237,8 @@ async def test_logprobs_of_a_completion(client: httpx.AsyncClient, backend: Fake
 async def test_offsets_are_where_the_text_has_the_tokens(
     client: httpx.AsyncClient, backend: FakeBackend, tokens_per_step: int, skip_special_tokens: bool
 ) -> None:
-    """Also after characters of several tokens, which all begin with theirs, and after special tokens."""
+    """Also after characters of several tokens, which all begin with theirs, and after special tokens. Tokens that are
+    parts of one are spelled by bytes: by text, several would have the same name."""
     backend.tokens_per_step = tokens_per_step
     backend.answer_ids = [1, *backend.answer_ids]
     fields = {"logprobs": 0, "skip_special_tokens": skip_special_tokens}
@@ -245,12 +247,32 @@ async def test_offsets_are_where_the_text_has_the_tokens(
     offsets, tokens = logprobs["text_offset"], logprobs["tokens"]
     start = 0 if skip_special_tokens else len("<|im_start|>")
     assert text == "<|im_start|>"[:start] + DEFAULT_ANSWER
-    spelled = [(token, offset) for token, offset in zip(tokens, offsets, strict=True) if token.isascii()][1:-1]
+    parts = [token.startswith("bytes:") for token in tokens]
+    spelled = [each for *each, part in zip(tokens, offsets, parts, strict=True) if each[0].isascii() and not part][1:-1]
     assert all(text.startswith(token, offset) for token, offset in spelled)
     assert dict(spelled)[" and"] == start + DEFAULT_ANSWER.index(" and")
-    assert {text[o : o + 1] for t, o in zip(tokens, offsets, strict=True) if "\ufffd" in t} <= {*" 你好🎉"}
+    assert {text[o : o + 1] for o, part in zip(offsets, parts, strict=True) if part} <= {*" 你好🎉"}
+    data = b"".join(
+        re.sub(rb"\\x(..)", lambda found: bytes.fromhex(found[1].decode()), token.removeprefix("bytes:").encode())
+        for token in tokens
+    )
+    assert data.decode() == "<|im_start|>" + DEFAULT_ANSWER + "<|im_end|>"
     chunks = await stream(client, "completions", COMPLETION, **fields)
     assert [o for chunk in chunks for o in chunk["choices"][0]["logprobs"]["text_offset"]] == offsets
+
+
+async def test_tokens_that_are_no_characters_are_told_apart(
+    client: httpx.AsyncClient, backend: FakeBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = backend.served.tokenizer.encode("🎉", add_special_tokens=False)
+    others = backend.served.tokenizer.encode("🦄", add_special_tokens=False)
+    told = TokenLogprobs(parts[0], -3.0, 4, [(others[-1], -0.5), (parts[-1], -1.0), (parts[1], -2.0)])
+    monkeypatch.setattr(FakeBackend, "logprobs_of", staticmethod(lambda token_id, num_top: told))
+    [choice] = (await post(client, "completions", COMPLETION, logprobs=3, max_tokens=1))["choices"]
+    (top,) = choice["logprobs"]["top_logprobs"]
+    assert sorted(top.values()) == [-3.0, -2.0, -1.0, -0.5]
+    assert top[choice["logprobs"]["tokens"][0]] == choice["logprobs"]["token_logprobs"][0] == -3.0
+    assert choice["logprobs"]["tokens"] == ["bytes:\\xf0\\x9f"]
 
 
 async def test_logprobs_of_a_chat_completion(client: httpx.AsyncClient, backend: FakeBackend) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import threading
 import tracemalloc
@@ -183,6 +184,8 @@ async def test_a_request_that_cannot_work(
             "The body holds a number that is too large: Number out of range - at `$[...]`.",
         ),
         (b'{"a":"\\\\ud83d"', "The body is not valid JSON: Input data was truncated."),
+        (b'{"a":"\\ud83d\\ude00"', "The body is not valid JSON: Input data was truncated."),
+        (b'{"\\ud800":1}', "The body holds half of a UTF-16 surrogate pair, which is not a character."),
         (b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}", "The body holds lists and objects too deep in each other."),
         (b"hello", "The body is not valid JSON: JSON is malformed: invalid character (byte 0)."),
         (
@@ -264,9 +267,11 @@ async def test_sampling_parameters_are_built_once_per_request(client: httpx.Asyn
     assert all(request.sampling_params is first.sampling_params for request in others)
 
 
+@pytest.mark.parametrize("given", [{}, {"model": None, "messages": None}], ids=["missing", "null"])
 @pytest.mark.parametrize("field", ["model", "messages"])
-async def test_a_missing_field(client: httpx.AsyncClient, field: str) -> None:
-    response = await client.post("/v1/chat/completions", json={key: CHAT[key] for key in CHAT if key != field})
+async def test_a_missing_field(client: httpx.AsyncClient, field: str, given: dict[str, None]) -> None:
+    rest = {key: CHAT[key] for key in CHAT if key != field}
+    response = await client.post("/v1/chat/completions", json={**given, **rest})
     assert (response.status_code, response.json()) == (400, error(f"{field}: is required.", field, "missing_field"))
 
 
@@ -290,6 +295,46 @@ async def test_a_body_that_is_too_large(client: httpx.AsyncClient, declared: boo
     assert response.status_code == 413
     assert response.json() == error("The body is too large: at most 200000 bytes are allowed.", None, "body_too_large")
     await still_answers(client)
+
+
+async def test_a_body_that_does_not_come(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has sent half of it must not have a connection for as long as it likes."""
+    monkeypatch.setattr("quire.cluster.api.context._BODY_IDLE_S", 0.05)
+    left = asyncio.Event()
+
+    async def half() -> Any:
+        yield b'{"model":'
+        await left.wait()
+
+    response = await client.post("/v1/completions", content=half())
+    assert response.status_code == 408
+    message = "The body of the request is not complete, and nothing more of it came for 0.05 s."
+    assert response.json() == {
+        "error": {"message": message, "type": "timeout_error", "param": None, "code": "body_incomplete"}
+    }
+    await still_answers(client)
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+async def test_more_prompts_than_allowed_are_not_looked_at(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, path: str, field: str
+) -> None:
+    """A body has room for millions."""
+
+    def look(*_: object) -> None:
+        raise AssertionError("they were")
+
+    monkeypatch.setattr("quire.cluster.api.protocol.prompts._is_token_ids", look)
+    response = await client.post(path, json={"model": MODEL, field: [[1]] * 40_000})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(f"{field}: ")
+    assert "40000" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("end", [b"]}", b""])
+async def test_the_collector_goes_on_after_a_large_body(client: httpx.AsyncClient, end: bytes) -> None:
+    assert (await client.post("/v1/completions", content=b'{"prompt":[' + b"[1]," * 20_000 + b"[1]" + end)).is_error
+    assert gc.isenabled()
 
 
 async def test_unknown_paths_and_methods(client: httpx.AsyncClient) -> None:

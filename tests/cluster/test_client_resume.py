@@ -14,6 +14,7 @@ import pytest
 from fakes import MODEL, DictStore, expected_tokens, fake_core, start_engine, until
 
 from quire.cluster.api.app import create_app
+from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
 from quire.cluster.api.resume import Begun, may_resume
 from quire.cluster.directory import Directory
 from quire.cluster.engine_client import EngineClient
@@ -24,7 +25,7 @@ from quire.cluster.resume_journal import ResumeJournal
 from quire.cluster.router import EngineSnapshot
 from quire.cluster.served_models import ServedModels
 from quire.engine.config import ModelConfig
-from quire.engine.errors import InvalidRequestError
+from quire.engine.errors import InvalidRequestError, OverloadedError
 from quire.engine.outputs import CompletionOutput, EngineOutput, EngineRequest
 from quire.engine.sampling_params import SamplingParams
 
@@ -57,7 +58,7 @@ async def ask(begun: Begun, backend: Any, last: str | None = None) -> Begun:
     """What becomes of it with these headers."""
     headers = NAME if last is None else {**NAME, "last-event-id": last}
     http: Any = SimpleNamespace(headers=headers, scope={"state": {}}, url=SimpleNamespace(path="/v1/completions"))
-    return await may_resume(begun, http, b"the same body", backend)
+    return await may_resume(begun, http, b"the same body", backend, MODEL)
 
 
 def shown(begun: Begun, *num_tokens: int) -> str:
@@ -77,6 +78,12 @@ class Journals:
 
     def __init__(self) -> None:
         self.journals = [ResumeJournal(), ResumeJournal()]
+        self.engines = [EngineHealth("e", None, 0, 0)]
+
+    def health(self) -> ServiceHealth:
+        return ServiceHealth(
+            [ModelHealth(MODEL, self.engines), ModelHealth("another", [EngineHealth("f", None, 0, 0)])]
+        )
 
     def ran(self, engine: int, request: EngineRequest, token_ids: Sequence[int]) -> None:
         """The engine has computed this much of a request when its connection ends."""
@@ -136,6 +143,19 @@ async def test_an_attempt_that_nobody_remembers_is_not_made_of_another() -> None
     with pytest.raises(InvalidRequestError, match="no engine remembers this request") as refused:
         await ask(begin("three", [333]), backend, shown(first, 3))
     assert refused.value.code == "not_resumable"
+
+
+async def test_while_there_is_no_engine_a_client_is_asked_to_come_again() -> None:
+    """Its answer is not lost: perhaps a gateway has it, and the next engine will. Other models do not count."""
+    backend = Journals()
+    first = await ask(begin("one", [111]), backend)
+    backend.engines, last = [], shown(first, 3)
+    with pytest.raises(OverloadedError, match="Send it again") as refused:
+        await ask(begin("two", [222]), backend, last)
+    assert refused.value.retry_after_s > 1
+    backend.ran(0, requests_of(first)[0], range(200, 205))
+    (request,) = requests_of(await ask(begin("three", [333]), backend, last))
+    assert (request.seed, request.resume_token_ids) == (111, [200, 201, 202])
 
 
 async def test_each_prompt_goes_on_with_its_own_seed() -> None:

@@ -890,6 +890,26 @@ async def test_a_stream_that_still_runs_is_taken_from_its_gateway(directory: Dir
     await engine.close()
 
 
+async def test_a_stream_that_waits_for_an_engine_is_taken_back(directory: Directory, client: EngineClient) -> None:
+    """Nobody else remembers it: its engine was lost, and another is not there yet."""
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.005))
+    await until(lambda: client.links() != [])
+    stream = client.generate(MODEL, [tagged("r", 500)])
+    seen = [token for output in await anext(stream) for token in output.new_token_ids]
+    directory.remove("e1")
+    await engine.close()
+    await until(lambda: client.waits_for(MODEL))
+    assert await client.recall(b"another") == []
+    (point,) = await client.recall(b"k")
+    assert (point.tag.answer_id, point.seed) == ("r", 3)
+    assert point.token_ids == expected(500)[: len(point.token_ids)]
+    assert len(point.token_ids) >= len(seen)
+    outputs = [output async for outputs in stream for output in outputs]
+    assert [output.finish_reason for output in outputs if output.finish_reason] == ["abort"]
+    assert not client.waits_for(MODEL)
+    assert client._streams == {}
+
+
 async def test_an_engine_that_does_not_answer_is_not_waited_for(
     directory: Directory, client: EngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ from quire.engine.errors import InvalidRequestError
 from quire.engine.sampling_params import SamplingParams
 
 from .generation import GenerationRequest
-from .prompts import prompts_of
+from .prompts import num_prompts, prompts_of
 
 DEFAULT_COMPLETION_TOKENS = 16
 MAX_BEST_OF = 128
@@ -63,6 +63,11 @@ class CompletionRequest(GenerationRequest):
                 "best_of: the best answers are known only when all are complete, so it does not work with stream.",
                 "best_of",
             )
+
+    @property
+    def num_prompts(self) -> int:
+        """How many `prompts` has, before they are looked at."""
+        return num_prompts(self.prompt)
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt. Raises `InvalidRequestError`."""

@@ -9,7 +9,7 @@ import msgspec
 from quire.engine.errors import InvalidRequestError
 from quire.engine.pooling import PoolingParams
 
-from .prompts import prompts_of
+from .prompts import num_prompts, prompts_of
 from .scheduling import ScheduledRequest
 
 TO_THE_CONTEXT = -1  # as `truncate_prompt_tokens`: as many as the context holds
@@ -31,10 +31,10 @@ class EmbeddingRequest(ScheduledRequest):
 
     def inputs(self, most: int) -> list[str | list[int]]:
         """One entry per vector. Raises `InvalidRequestError`."""
-        inputs = prompts_of(self.input, "input")
-        if len(inputs) > most:
-            raise InvalidRequestError(f"input: must hold at most {most} entries, got {len(inputs)}.", "input")
-        return inputs
+        count = num_prompts(self.input)
+        if count > most:
+            raise InvalidRequestError(f"input: must hold at most {most} entries, got {count}.", "input")
+        return prompts_of(self.input, "input")
 
     def pooling(self, default: PoolingParams) -> PoolingParams:
         """How the model pools, with what the request says otherwise. Raises `InvalidRequestError`."""

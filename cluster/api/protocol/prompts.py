@@ -5,6 +5,11 @@ from __future__ import annotations
 from quire.engine.errors import InvalidRequestError
 
 
+def num_prompts(value: object) -> int:
+    """How many `prompts_of` gives, if it takes the value: a list of numbers is one, and may be long."""
+    return len(value) if isinstance(value, list) and value and type(value[0]) is not int else 1
+
+
 def prompts_of(value: object, param: str) -> list[str | list[int]]:
     """One entry per prompt. `param` is the field that holds them. Raises `InvalidRequestError`."""
     prompts = [value] if isinstance(value, str) or _is_token_ids(value) else value
