@@ -35,6 +35,7 @@ from .messages import (
 )
 from .prefix_keys import PromptKeys
 from .recalls import Recalls
+from .resume_journal import ResumeJournal
 from .router import RoutingPolicy
 from .stream_metrics import StreamBook
 from .streams import Call, Stream, Trials
@@ -81,6 +82,7 @@ class EngineClient:
         self._homeless: dict[str, Stream] = {}  # streams without an engine, by wire id, oldest first
         self._trials = Trials(self._place)
         self._recalls = Recalls()
+        self._journal = ResumeJournal()  # of streams that had no engine when their client left
 
     async def start(self) -> None:
         """Begin to follow the directory."""
@@ -148,22 +150,16 @@ class EngineClient:
     async def recall(self, key: bytes) -> list[ResumePoint]:
         """What the engines remember of a request, and end by that (`Backend.recall`); of what waits here for an engine
         none does."""
-        own = [self._take_back(stream) for stream in list(self._streams.values()) if _waits_with(stream, key)]
+        for stream in [each for each in self._streams.values() if _waits_with(each, key)]:
+            self._abort(stream)
+            stream.call.arrived.append(EngineOutput(stream.request.request_id, len(stream.token_ids), [], "abort"))
+        own = list(self._journal.recall(key).values())
         links = self.links()
         for link in links:
             link.send(Recall(key))
         points = own + await self._recalls.answers(key, [link.record.engine_id for link in links])
         self._book.resumed_by_client(remembered=bool(points))
         return points
-
-    def _take_back(self, stream: Stream) -> ResumePoint:
-        """End a stream that waits for an engine, as an engine does: its client has gone."""
-        tag = stream.request.resume_tag
-        assert tag is not None
-        self._forget(stream)
-        stream.call.arrived.append(EngineOutput(stream.request.request_id, len(stream.token_ids), [], "abort"))
-        stream.call.notify()
-        return ResumePoint(tag, stream.request.seed, stream.token_ids)
 
     # Placing streams
 
@@ -361,6 +357,9 @@ class EngineClient:
         self._forget(stream)
         if stream.engine is not None:
             stream.engine.send(Abort([stream.wire_id]))
+        else:  # which would remember it: see `recall`
+            self._journal.begin(msgspec.structs.replace(stream.request, resume_token_ids=stream.token_ids))
+            self._journal.end([stream.request.request_id])
         stream.call.notify()
 
     def _fail(self, stream: Stream, error: QuireError) -> None:

@@ -5,6 +5,7 @@ aborted and hold nothing, but the tokens that they had stay here for `KEEP_S`, a
 or were aborted by a gateway whose client had gone. A client that asks again, with the same request, the same
 `x-request-id` and the last event that it has seen, reaches some gateway, which asks all engines for the tokens. They
 stay here then, for another `KEEP_S`: that gateway may die, or find all engines full, before another engine has them.
+(A gateway has a journal of this kind, too, for streams that had no engine when their client left.)
 
 Streams that came with an `x-request-id` are kept: over HTTP all, as Serve names those that have none. Memory is bounded
 by `MAX_TOKENS` for what has ended, oldest first out; what runs is bounded by the engine's own limits.

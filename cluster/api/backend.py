@@ -103,9 +103,9 @@ class Backend(Protocol):
         ...
 
     async def recall(self, key: bytes) -> Sequence[ResumePoint]:
-        """What engines remember of the answers to a request (`ResumeTag.key`), perhaps several times of one, and what
-        waits here for an engine. They stop working on what they still do, and go on remembering. Takes as long as the
-        slowest of them, within seconds."""
+        """What engines remember of the answers to a request (`ResumeTag.key`), perhaps several times of one, and this
+        gateway of those that had no engine. They stop working on what they still do, and go on remembering. Takes as
+        long as the slowest of them, within seconds."""
         ...
 
     def health(self) -> ServiceHealth:

@@ -25,6 +25,7 @@ from .template_sandbox import TemplateSandbox
 
 T = TypeVar("T")
 _BODY_IDLE_S = 30.0
+_BODY_S = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +39,17 @@ class ApiContext:
 
 async def read_body(http: Request, limits: ApiLimits) -> bytes:
     """The body as it came. Raises `BodyTooLargeError`; reads no further than the limit. Raises `BodyTimeoutError` when
-    nothing comes for a while, and so of who has a connection for half a request."""
+    nothing comes for a while, or it takes too long in all."""
     limit = limits.max_body_bytes
     declared = http.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit:
         raise BodyTooLargeError(limit)
     body = bytearray()
-    chunks = http.stream()
+    chunks, now = http.stream(), asyncio.get_running_loop().time
+    end = now() + _BODY_S
     try:
         while True:
-            async with asyncio.timeout(_BODY_IDLE_S):
+            async with asyncio.timeout_at(min(now() + _BODY_IDLE_S, end)):
                 chunk = await anext(chunks, None)
             if chunk is None:
                 return bytes(body)
@@ -55,7 +57,7 @@ async def read_body(http: Request, limits: ApiLimits) -> bytes:
             if len(body) > limit:
                 raise BodyTooLargeError(limit)
     except TimeoutError:
-        raise BodyTimeoutError(_BODY_IDLE_S) from None
+        raise BodyTimeoutError(_BODY_IDLE_S, _BODY_S) from None
 
 
 async def off_the_loop(body: bytes, work: Callable[[], T]) -> T:

@@ -34,8 +34,11 @@ class BodyTooLargeError(InvalidRequestError):
 class BodyTimeoutError(QuireError):
     """The rest of a body does not come."""
 
-    def __init__(self, seconds: float) -> None:
-        super().__init__(f"The body of the request is not complete, and nothing more of it came for {seconds:g} s.")
+    def __init__(self, idle_s: float, whole_s: float) -> None:
+        super().__init__(
+            f"The body of the request is not complete: nothing more of it came for {idle_s:g} s, or it took more than "
+            f"{whole_s:g} s."
+        )
 
 
 class DeadlineError(QuireError):

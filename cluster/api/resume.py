@@ -147,7 +147,7 @@ async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend
         index // num_choices in seeds or seen[index] == Position() or _is_repeatable(request)
         for index, request in enumerate(requests)
     ):
-        if not any(each.engines for each in backend.health().models if each.id == model):
+        if any(each.status != "asleep" and not each.engines for each in backend.health().models if each.id == model):
             message = f"No engine of {model} is there that could remember this request. Send it again, as it is."
             raise OverloadedError(message, _NO_ENGINE_RETRY_S)
         raise InvalidRequestError(

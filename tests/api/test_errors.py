@@ -10,6 +10,7 @@ import tracemalloc
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from fake_backend import DEFAULT_ANSWER, FakeBackend
 
@@ -297,18 +298,29 @@ async def test_a_body_that_is_too_large(client: httpx.AsyncClient, declared: boo
     await still_answers(client)
 
 
-async def test_a_body_that_does_not_come(client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has sent half of it must not have a connection for as long as it likes."""
-    monkeypatch.setattr("quire.cluster.api.context._BODY_IDLE_S", 0.05)
+@pytest.mark.parametrize("bound", ["_BODY_IDLE_S", "_BODY_S"])
+async def test_a_body_that_does_not_come(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    """Whoever has sent half of it must not have a connection for as long as it likes, nor who sends byte by byte."""
+    monkeypatch.setattr(f"quire.cluster.api.context.{bound}", 0.05)
     left = asyncio.Event()
 
     async def half() -> Any:
         yield b'{"model":'
-        await left.wait()
+        if bound == "_BODY_IDLE_S":
+            await left.wait()
+        while True:
+            yield b" "
+            await asyncio.sleep(0.001)
 
     response = await client.post("/v1/completions", content=half())
     assert response.status_code == 408
-    message = "The body of the request is not complete, and nothing more of it came for 0.05 s."
+    idle_s, whole_s = (0.05, 300) if bound == "_BODY_IDLE_S" else (30, 0.05)
+    message = (
+        f"The body of the request is not complete: nothing more of it came for {idle_s} s, or it took more than "
+        f"{whole_s} s."
+    )
     assert response.json() == {
         "error": {"message": message, "type": "timeout_error", "param": None, "code": "body_incomplete"}
     }
@@ -332,9 +344,15 @@ async def test_more_prompts_than_allowed_are_not_looked_at(
 
 
 @pytest.mark.parametrize("end", [b"]}", b""])
-async def test_the_collector_goes_on_after_a_large_body(client: httpx.AsyncClient, end: bytes) -> None:
+async def test_the_collector_waits_for_a_large_body(
+    client: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, end: bytes
+) -> None:
+    decode, collects = msgspec.json.decode, []
+    monkeypatch.setattr("msgspec.json.decode", lambda body: collects.append(gc.isenabled()) or decode(body))
     assert (await client.post("/v1/completions", content=b'{"prompt":[' + b"[1]," * 20_000 + b"[1]" + end)).is_error
     assert gc.isenabled()
+    await client.post("/v1/completions", json=COMPLETION)
+    assert collects == [False, True]
 
 
 async def test_unknown_paths_and_methods(client: httpx.AsyncClient) -> None:

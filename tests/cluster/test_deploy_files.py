@@ -139,7 +139,7 @@ def test_the_environment_names_what_ray_reads() -> None:
         assert known, name
 
 
-def test_the_launcher_of_haproxy_starts_it_without_splicing() -> None:
+def test_the_launcher_of_haproxy_puts_its_configuration_right(tmp_path: Path) -> None:
     assert ray_env("/h")["RAY_SERVE_HAPROXY_BINARY_PATH"] == "/h/quire/haproxy"
     bin_folder = str(Path(sys.executable).parent)
     run = [str(DEPLOY / "node/haproxy"), "-vv"]
@@ -148,7 +148,14 @@ def test_the_launcher_of_haproxy_starts_it_without_splicing() -> None:
     done = subprocess.run(run, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("HAProxy version ")
-    assert ' -dS "$@"' in (DEPLOY / "node/haproxy").read_text()
+    config = tmp_path / "haproxy.cfg"
+    config.write_text(
+        "defaults\n    mode http\n    timeout connect 1s\n    timeout server 1s\nfrontend f\n    bind :23001\n"
+    )
+    checked = subprocess.run([run[0], "-c", "-f", config], env=env, capture_output=True, text=True, timeout=30)
+    assert checked.returncode == 0, checked.stderr
+    assert "timeout http-request 10s" in config.read_text()
+    assert "bind :23001" in config.read_text()  # the pages of a cluster are for its network
 
 
 def test_a_node_is_installed(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from quire.cluster import grpc_listeners, haproxy_exec
 from quire.cluster.haproxy_exec import bind_to, put_right
@@ -68,24 +69,30 @@ backend quire
 """
     answer = tmp_path / "no_gateway.http"
     expected = f"""defaults
+    timeout client 120s
     timeout http-request 10s
     timeout http-keep-alive 120s
+    option http-ignore-probes
+    option http-server-close
     errorfile 502 {answer}
     errorfile 503 {answer}
     errorfile 504 {answer}
     mode http
-    timeout client 3600s
 frontend prometheus
     bind 127.0.0.1:23001
 frontend http_frontend
     bind 127.0.0.1:8000
     http-request del-header x-request-id if {{ req.hdr(x-request-id) -m reg '[^ -~]' }}
+    http-request del-header x-session-id if {{ req.hdr(x-session-id) -m reg '[^ -~]' }}
+    http-request del-header x-request-timeout-seconds if {{ req.hdr(x-request-timeout-seconds) -m reg '[^ -~]' }}
     http-request del-header serve_multiplexed_model_id
+    http-request del-header serve-multiplexed-model-id
+    http-request del-header x-request-disconnect-disabled
     acl routes path -i /-/routes
 backend quire
-    http-reuse safe
 """
     assert put_right(config, tmp_path) == expected
+    assert {"defaults", "frontend http_frontend"} <= set(HAPROXY_CONFIG_TEMPLATE.splitlines())  # what it looks for
     head, _, body = answer.read_bytes().decode().partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n")
     assert f"\r\nContent-Length: {len(body)}\r\nRetry-After: 5\r\n" in head

@@ -188,7 +188,7 @@ def test_refused_by_name(make: Any, fields: dict[str, Any], param: str, message:
     [
         ({"messages": []}, "messages", "messages: must hold at least one message."),
         ({"messages": "hi"}, "messages", "messages: must be a list, got 'hi'."),
-        ({"messages": None}, "messages", "messages: must be a list, got None."),
+        ({"messages": None}, "messages", "messages: is required."),
         ({"messages": ["hi"]}, "messages[0]", "messages[0]: must be an object, got 'hi'."),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "messages[0].role: is required."),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "messages[0].content: is required."),

@@ -7,7 +7,7 @@ from quire.engine.errors import InvalidRequestError
 
 def num_prompts(value: object) -> int:
     """How many `prompts_of` gives, if it takes the value: a list of numbers is one, and may be long."""
-    return len(value) if isinstance(value, list) and value and type(value[0]) is not int else 1
+    return len(value) if isinstance(value, list) and value and isinstance(value[0], str | list) else 1
 
 
 def prompts_of(value: object, param: str) -> list[str | list[int]]:
