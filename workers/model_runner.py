@@ -163,7 +163,7 @@ class ModelRunner:
         self._graphs = DecodeGraphs(backend, sizes)
         self._prompt_graph = PromptGraph(backend, self._limits.max_num_batched_tokens, self._num_groups)
         if self._model.gives_logits:
-            self._rest_graphs = RestGraphs(backend, self._model, sizes[-1])
+            self._rest_graphs = RestGraphs(backend, self._model, self._prompt_graph, sizes[-1])
 
     @property
     def _most_decodes(self) -> int:
@@ -371,7 +371,7 @@ class ModelRunner:
         if isinstance(computed, Decoded):
             is_all = all(each is None or len(each) == len(indices) for each in computed)
             return computed if is_all else computed.map(lambda each: each.index_select(0, indices))
-        if self._rest_graphs is not None and self._prompt_graph is not None and self._prompt_graph.has_records:
+        if self._rest_graphs is not None:
             decoded = self._rest_graphs.compute(computed, indices, End.TOKENS if batch.takes_likeliest else End.LOGITS)
             if decoded is not None:
                 return decoded

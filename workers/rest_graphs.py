@@ -11,24 +11,27 @@ from torch import Tensor
 
 from .decode_graphs import Decoded, DecodeGraphs, End, GraphBackend
 from .models.model import Model, TokenStates
+from .prompt_graph import PromptGraph
 
 
 class RestGraphs:
     """Of one model that gives logits. Owned by the model runner."""
 
-    def __init__(self, backend: GraphBackend, model: Model, most: int) -> None:
-        """most: tokens of the largest."""
+    def __init__(self, backend: GraphBackend, model: Model, prompts: PromptGraph, most: int) -> None:
+        """prompts: where that has no record, as of experts, nothing here is recorded either. most: tokens of the
+        largest."""
         self._graphs = DecodeGraphs(backend, list(range(1, most + 1)))
         self._model = model
+        self._prompts = prompts
         self._most = most
         self._inputs: TokenStates = ()  # for `most` tokens
 
     def compute(self, states: TokenStates, indices: Tensor, end: End) -> Decoded | None:
         """Of the tokens at `indices`, [n]: their logits, or by `End.TOKENS` the likeliest tokens; valid until the next
-        call. None if they are too many.
+        call. None if they are too many, or nothing is recorded.
         """
         count = len(indices)
-        if self._graphs.size_for(count, count) is None:
+        if not self._prompts.has_records or self._graphs.size_for(count, count) is None:
             return None
         if not self._inputs:
             self._inputs = tuple(each.new_empty(self._most, *each.shape[1:]) for each in states)

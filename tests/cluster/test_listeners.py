@@ -51,8 +51,7 @@ def test_haproxy_is_started_with_its_configuration_put_right(tmp_path: Path) -> 
 
 
 def test_what_serve_has_no_setting_for(tmp_path: Path) -> None:
-    """Bounds on who waits, an answer of ours where no gateway is, and no headers that Serve fails on. It reads the
-    configuration again at each change: what was put right stays so."""
+    """Bounds on who waits, an answer of ours where no gateway is, and no headers that Serve fails on."""
     config = """defaults
     mode http
     timeout client 3600s

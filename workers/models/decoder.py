@@ -33,6 +33,14 @@ class Update(NamedTuple):
     multiplier: float
 
 
+class LayerInputs(NamedTuple):
+    """What a layer reads in a step, beside the residual stream."""
+
+    rotation: Rotation | None
+    cache: LayerCache
+    metadata: AttentionMetadata
+
+
 class DecoderLayer(nn.Module):
     """Attention and an MLP, each added to the residual stream, one after the other or side by side."""
 
@@ -47,32 +55,18 @@ class DecoderLayer(nn.Module):
         self._has_experts = isinstance(spec.mlp, MoESpec)
         self.mlp_out_norm = optional_norm(spec.mlp_out_norm, hidden_size)
 
-    def forward(
-        self,
-        x: Tensor,
-        update: Update | None,
-        rotation: Rotation | None,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> tuple[Tensor, Update]:
+    def forward(self, x: Tensor, update: Update | None, given: LayerInputs) -> tuple[Tensor, Update]:
         """x: [num_tokens, hidden_size], the residual stream, which nobody else needs any more.
 
         Returns the stream with `update` and the attention added, and what is still to be added: the next norm does that
         in the same pass.
         """
-        x, heads, slots, *read = self.attend(x, update, rotation, cache, metadata)
+        x, heads, slots, *read = self.attend(x, update, given)
         attended = self._project(heads)
         del heads  # the MLP needs memory, too
         return self._add(x, attended, slots, *read)
 
-    def attend(
-        self,
-        x: Tensor,
-        update: Update | None,
-        rotation: Rotation | None,
-        cache: LayerCache,
-        metadata: AttentionMetadata,
-    ) -> TokenStates:
+    def attend(self, x: Tensor, update: Update | None, given: LayerInputs) -> TokenStates:
         """All of `forward` that lets tokens know of each other.
 
         Returns of each token the stream, which attention is to be added to, [num_tokens, hidden_size]; its heads,
@@ -83,7 +77,7 @@ class DecoderLayer(nn.Module):
             normed = self.attention_norm(x)
         else:
             normed, x = self.attention_norm.after_adding(update.value, x, update.multiplier)
-        states = x, self.attention(normed, rotation, cache, metadata), metadata.slot_mapping
+        states = x, self.attention(normed, *given), given.metadata.slot_mapping
         return (*states, normed) if self._spec.parallel and self._spec.mlp_norm is None else states
 
     def rest(self, states: TokenStates) -> tuple[Tensor, Update]:
@@ -177,12 +171,12 @@ class Decoder(nn.Module):
         x = self._embed(token_ids, positions) if self._parallel.is_first_stage else self._receive(len(token_ids))
         rotations = [rotary(positions) for rotary in self.rotaries]
         own = [None if rotary is None else rotations[rotary] for rotary in self._rotary_of_layer]
-        *given, given_last = zip(own, caches, metadata, strict=True)
+        inputs = [LayerInputs(*each) for each in zip(own, caches, metadata, strict=True)]
         *layers, last = self._own_layers
         update: Update | None = None
-        for layer, of_layer in zip(layers, given, strict=True):
-            x, update = layer(x, update, *of_layer)
-        attended = last.attend(x, update, *given_last)
+        for layer, given in zip(layers, inputs[:-1], strict=True):
+            x, update = layer(x, update, given)
+        attended = last.attend(x, update, inputs[-1])
         if self._parallel.is_last_stage:
             return attended
         x, update = last.rest(attended)
