@@ -22,19 +22,21 @@ from torch import Tensor
 
 from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, quantize_row
+from .features import HAS_LARGE_CACHE
 from .recording import CompiledCall, Rows
 from .sources import digest_of, filed_as
 from .threads import run_call
-from .tiles import FAR, FORMATS, TILE_ROWS, Format, Places, tile, widen_row
+from .tiles import FAR, FORMATS, IN_ORDER, TILE_ROWS, Format, Places, tile, widen_row
 
 BLOCK = 16  # weight rows that a thread takes at a time: whole tiles
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
+AHEAD_IN_ORDER = 5 << 10  # likewise, of rows that are read one after the other
 FIRST_CACHE = 32 << 10  # bytes, of most CPUs
 # Rows of x that are very few, and bytes of a tile's rows of the weight, up to which these are read as their format says
 # for few: what is fetched into the first cache stays there until then, or x stays there beside them.
-VERY_FEW, NEAR_BYTES = 2, FIRST_CACHE // 2
+VERY_FEW, NEAR_BYTES = 2, 24 << 10 if HAS_LARGE_CACHE else FIRST_CACHE // 2
 
 _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
@@ -180,7 +182,7 @@ def _compiled(name: str, sources: str) -> Any:
     form = FORMATS[name]
     most, eight = form.largest[0], form.of_eight[0]  # rows of x in the largest tile, and in those of eight
     beside_most, beside_eight, beside_four, beside_few = (form.beside(num_x) for num_x in (most, eight, 4, 1))
-    parts, in_digits, of_few = form.parts, form.digits > 1, form.of_few
+    parts, in_digits, of_few, in_order = form.parts, form.digits > 1, form.of_few, form.of_few == IN_ORDER
     is_narrow = form.of_eight[1] < form.largest[1]  # eight rows of x are read anew for fewer rows of the weight
     x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if in_digits else 0
 
@@ -230,7 +232,7 @@ def _compiled(name: str, sources: str) -> Any:
                     j = min(j, out_features - n)
                     w = a[_WEIGHT] + j * weight_row
                     if num_groups == 1:
-                        fetch = w + max(AHEAD, n * weight_row)
+                        fetch = w + (AHEAD_IN_ORDER if are_few and in_order else max(AHEAD, n * weight_row))
                     scales = a[_SCALES] + 4 * j if a[_SCALES] != 0 else 0
                     bias = a[_BIAS] + size * j if a[_BIAS] != 0 else 0
                     out = a[_OUT] + (row * out_features + j) * size

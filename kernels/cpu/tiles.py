@@ -1,5 +1,5 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
-# mypy: disable-error-code="attr-defined, misc, untyped-decorator"
+# mypy: disable-error-code="attr-defined, misc, no-untyped-call, untyped-decorator"
 """Tiles of a matrix product as LLVM vectors: some rows of x times some rows of a weight, walked along `in_features`.
 
     weight rows n .. n + N-1   times   x rows m .. m + M-1   ->   M * N sums
@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
+from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
 from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
-from .features import IS_WIDE, cpu_features
+from .features import FETCHES_IN_ORDER, IS_WIDE, cpu_features
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES
 from .vectors import (
     FLOAT,
@@ -56,7 +57,7 @@ from .vectors import (
 TILE_ROWS = 4  # of a weight: must divide `out_features`
 
 # How a tile reads its rows of the weight: side by side, while what comes next is fetched into the second-level cache or
-# into the first; or one after the other, as they lie in memory, where the CPU sees for itself what comes next.
+# into the first; or one after the other, as they lie in memory, where most CPUs see for themselves what comes next.
 FAR, NEAR, IN_ORDER = range(3)
 
 
@@ -169,7 +170,7 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
     """Compute `num_x` x `num_weights` results and store them. See `Places`; `reading`: FAR, NEAR or IN_ORDER. All but
     places are constants."""
     form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
-    level, at_once = {FAR: (2, n), NEAR: (1, n), IN_ORDER: (None, 1)}[reading.literal_value]
+    in_order, level = reading.literal_value == IN_ORDER, 1 if reading.literal_value == NEAR else 2
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         values = [b.extract_value(arguments[4], i) for i in range(len(Places._fields))]
@@ -180,12 +181,12 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
         weight_row = b.mul(in_features, INT64(form.weight_bytes))
         weight_rows = [b.add(weight, b.mul(weight_row, INT64(j))) for j in range(n)]
-        multiply = _in_quarters if form.rows > 1 else partial(_in_vectors, at_once=at_once)
+        multiply = _in_quarters if form.rows > 1 else _in_vectors
+        if in_order:
+            multiply = partial(_in_order, ahead=b.sub(fetch, weight) if FETCHES_IN_ORDER else None)
 
         def fetch_lines(k: Any, step: int) -> None:
             """What belongs to elements k to k + step - 1."""
-            if level is None:
-                return
             distance = b.lshr(INT64(STEP_BYTES), fetch_shift)
             line = b.add(fetch, b.lshr(b.mul(k, INT64(n * form.weight_bytes)), fetch_shift))
             for _ in range(max(n * step * form.weight_bytes // STEP_BYTES, 1)):
@@ -211,36 +212,70 @@ def _in_vectors(
     weight_rows: list[Any],
     in_features: Any,
     fetch: Any,
-    *,
-    at_once: int,
 ) -> Iterator[tuple[int, int, Any]]:
-    """Rows and first columns of results, and a vector of them. The lanes of a sum are added in a tree. `at_once` rows
-    of the weight are walked side by side."""
+    """Rows and first columns of results, and a vector of them. The lanes of a sum are added in a tree."""
+    sums = _walk(b, form, x_rows, weight_rows, in_features, fetch)
+    return _add_lanes(b, form, len(x_rows), len(weight_rows), sums)
+
+
+def _in_order(
+    b: ir.IRBuilder,
+    form: Format,
+    x_rows: list[Any],
+    weight_rows: list[Any],
+    in_features: Any,
+    _fetch: Any,
+    *,
+    ahead: Any,
+) -> Iterator[tuple[int, int, Any]]:
+    """Likewise, of two rows of the weight at least, which are walked one after the other; what is `ahead` bytes behind
+    is fetched, if that is given.
+
+    One instruction reads all of them, and one fetches: a CPU foresees by the instruction what it asks for next, and
+    where each row has its own, it begins anew with each.
+    """
     n = len(weight_rows)
-    by_rows = []
-    for first in range(0, n, at_once):
-        some = weight_rows[first : first + at_once]
-        starts = [
-            _sums_start(b, form, row, in_features, digit)
-            for row in x_rows
-            for _ in some
-            for digit in range(form.digits)
-        ]
+    memory = b.ptrtoint(alloca_once(b, ir.ArrayType(FLOATS, len(x_rows) * n)), INT64)
+    places = [b.add(memory, INT64(STEP_BYTES * i)) for i in range(len(x_rows) * n)]
 
-        def step(k: Any, sums: list[Any], some: list[Any] = some) -> list[Any]:
-            offset = b.mul(k, INT64(form.weight_bytes))
-            fetch(k, form.step)
-            weights = [form.prepare(b, load(b, b.add(row, offset), form.weight_vector)) for row in some]
-            totals, added = iter(sums), []
-            for row in x_rows:
-                parts = [load(b, place, form.x_vector) for place in _parts(b, form, row, k, in_features)]
-                added += [form.multiply(b, x, prepared, next(totals)) for prepared in weights for x in parts]
-            return added
+    def walk_row(i: Any, _state: list[Any]) -> list[Any]:
+        row = b.add(weight_rows[0], b.mul(i, b.sub(weight_rows[1], weight_rows[0])))
 
-        by_rows.append(loop_over(b, in_features, form.step, starts, step))
-    each = at_once * form.digits  # sums of a row of x
-    sums = [one for i in range(len(x_rows)) for found in by_rows for one in found[i * each : (i + 1) * each]]
-    for i in range(0, len(x_rows) * n, 4):
+        def fetch(k: Any, _step: int) -> None:
+            if ahead is not None:
+                prefetch(b, b.add(b.add(row, ahead), b.mul(k, INT64(form.weight_bytes))), level=2)
+
+        for place, total in zip(places[::n], _walk(b, form, x_rows, [row], in_features, fetch), strict=True):
+            store(b, total, b.add(place, b.mul(i, INT64(STEP_BYTES))))
+        return []
+
+    loop_over(b, INT64(n), 1, [], walk_row, may_unroll=False)
+    return _add_lanes(b, form, len(x_rows), n, [load(b, place, FLOATS) for place in places])
+
+
+def _walk(
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetch: Any
+) -> list[Any]:
+    """The sums of rows of x, of the weight side by side, and of digits: the last of these goes fastest."""
+
+    def step(k: Any, sums: list[Any]) -> list[Any]:
+        offset = b.mul(k, INT64(form.weight_bytes))
+        fetch(k, form.step)
+        weights = [form.prepare(b, load(b, b.add(row, offset), form.weight_vector)) for row in weight_rows]
+        totals, added = iter(sums), []
+        for row in x_rows:
+            parts = [load(b, place, form.x_vector) for place in _parts(b, form, row, k, in_features)]
+            added += [form.multiply(b, x, prepared, next(totals)) for prepared in weights for x in parts]
+        return added
+
+    digits = range(form.digits)
+    starts = [_sums_start(b, form, row, in_features, digit) for row in x_rows for _ in weight_rows for digit in digits]
+    return loop_over(b, in_features, form.step, starts, step)
+
+
+def _add_lanes(b: ir.IRBuilder, form: Format, m: int, n: int, sums: list[Any]) -> Iterator[tuple[int, int, Any]]:
+    """Rows, first columns and results from the sums of `_walk`, of `m` rows of x and `n` of the weight."""
+    for i in range(0, m * n, 4):
         digits = [sum_lanes(b, sums[d :: form.digits][i : i + 4]) for d in range(form.digits)]
         totals = digits[0] if form.digits == 1 else join_digits(b, *digits)
         for row in range(i // n, (i + 3) // n + 1):

@@ -3,7 +3,7 @@
     norm | linear | rotate | attend | linear | ...       the program of a step, which threads walk through together
          ^        ^        ^        ^                    clocks: who comes first writes down when
 
-Runs the default model in this process, whose steps are recorded (docs/kernels.md). Behind each call of a program stands
+Runs a model in this process, whose steps are recorded (docs/kernels.md). Behind each call of a program stands
 one more, which reads the clock of the CPU. Shown are medians over the steps that compute all prompts, up to where one
 token of each goes on, and over those that decode; and how far the cores are from each other, on which much depends.
 What a profiler of Python cannot see, for all of a program is one call.
@@ -215,6 +215,9 @@ def main() -> None:
     parser.add_argument(
         "--precision", default="float32", choices=("float32", "bfloat16", "int8"), help="int8: with bfloat16 beside it"
     )
+    parser.add_argument(
+        "--model", default="smollm2-135m-instruct", help="a name or folder, of weights not packed for instance"
+    )
     parser.add_argument("--num-prompts", type=int, default=8, help="at a time")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of each prompt")
     parser.add_argument("--output-len", type=int, default=64, help="tokens of each answer")
@@ -228,6 +231,7 @@ def main() -> None:
     exchanges = []
     with watched(programs):
         llm = LLM(
+            args.model,
             dtype="float32" if args.precision == "float32" else "bfloat16",
             quantization="int8" if args.precision == "int8" else None,
             block_size=_BLOCK,
