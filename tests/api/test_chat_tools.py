@@ -362,6 +362,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "is allowed only with role 'assistant', got 'user'",
     ),
     (
+        {"messages": [{"role": "user", "content": "x", "reasoning": "y"}]},
+        "messages[0].reasoning",
+        "is allowed only with role 'assistant', got 'user'",
+    ),
+    (
         {"messages": [{"role": "user", "content": "x", "tool_call_id": "c1"}]},
         "messages[0].tool_call_id",
         "is allowed only with role 'tool', got 'user'",

@@ -114,8 +114,10 @@ async def test_a_thought_that_never_ends(client: httpx.AsyncClient, backend: Fak
     assert (message["content"], finish_reason) == (None, "length")
     assert "Two and two.".startswith(message["reasoning_content"])
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 5}
-    # The conversation goes on with the message as it came, or without what is null in it.
-    for again in (message, {name: value for name, value in message.items() if value is not None}):
+    # The conversation goes on with the message as it came, without what is null in it, or as other servers name it.
+    told = {name: value for name, value in message.items() if value is not None}
+    renamed = {"role": "assistant", "reasoning": message["reasoning_content"]}
+    for again in (message, told, renamed):
         messages = [{"role": "user", "content": "2+2?"}, again, {"role": "user", "content": "Go on"}]
         await both(client, messages=messages)
         prompt = backend.served.token_decoder.decode(backend.requests[-1].prompt_token_ids, skip_special_tokens=False)

@@ -89,12 +89,14 @@ class ToolCall(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One message. What clients echo of an answer without values is accepted, and `parsed`, which is the SDK's own."""
+    """One message. What clients echo of an answer without values is accepted, and `parsed`, which is the SDK's own;
+    `reasoning` is what other servers call `reasoning_content`."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | list[str] | None, BeforeValidator(_texts), WithJsonSchema(_CONTENT)] = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, at_most(MAX_TOOL_CALLS)] = None
     tool_call_id: str | None = None
     parsed: Any = None
@@ -102,6 +104,19 @@ class ChatMessage(StrictModel):
     audio: NotYet = None
     annotations: NotYet = None
     function_call: NotYet = None
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning_content or self.reasoning
+
+
+# Whose messages alone have these.
+_ROLES = {
+    "tool_calls": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "tool_call_id": "tool",
+}
 
 
 def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
@@ -113,7 +128,7 @@ def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 
 
 def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -> dict[str, Any]:
-    for field, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+    for field, role in _ROLES.items():
         if getattr(message, field) and message.role != role:
             raise _refused(f"{where}.{field}", f"is allowed only with role {role!r}, got {message.role!r}")
     if message.content is None and not message.tool_calls and not _says_nothing(message):
@@ -127,8 +142,8 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
         if not 1 <= len(message.name) <= MAX_NAME_CHARS:
             raise _refused(f"{where}.name", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(message.name)}")
         rendered["name"] = message.name
-    if message.reasoning_content:
-        rendered["reasoning_content"] = message.reasoning_content
+    if message.thought:
+        rendered["reasoning_content"] = message.thought
     if message.role == "tool":
         rendered |= _result_of(where, message, calls)
     if message.tool_calls:
@@ -141,7 +156,7 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
 def _says_nothing(message: ChatMessage) -> bool:
     """Whether this is an answer without content or calls, as the service gives one: the model ended at once, or within
     its thought. It may be told so in so many words, or by the thought alone."""
-    told = "content" in message.model_fields_set or bool(message.reasoning_content)
+    told = "content" in message.model_fields_set or bool(message.thought)
     return message.role == "assistant" and told
 
 
