@@ -143,8 +143,8 @@ class Worker:
     def available_kv_cache_bytes(self) -> int:
         """Bytes that this rank can give to its KV cache. All ranks are asked at once.
 
-        On GPU this runs the largest step once, to measure it; on CPU two small ones, so that no request waits until
-        what it needs is compiled.
+        On GPU this runs the largest step, to measure it, and smaller ones; on CPU two small ones, so that no request
+        waits until what it needs is compiled.
 
         Raises `ConfigError` when a size that the user asked for is not there.
         """
@@ -295,22 +295,25 @@ class Worker:
         self.runner.capture_graphs(CudaGraphBackend(self.device), progress=self._parallel.rank == 0)
 
     def _measure_activations(self) -> int:
-        """Peak bytes of the largest steps beside weights and cache, on a GPU, and those of the graphs."""
+        """Peak bytes of the largest step beside weights and cache, on a GPU, those of the graphs, and the most that
+        sums of attention take: how many there are depends on how many requests of a step have how long contexts."""
+        from quire.kernels.triton.attention import MOST_SUMS
+
         step, config = self._largest_step()
-        long_decodes, enough_for_them = self._long_decodes()
-        self._make_runner(max(config, enough_for_them, key=lambda each: each.num_blocks))
+        long_decode, enough_for_it = self._long_decode()
+        self._make_runner(max(config, enough_for_it, key=lambda each: each.num_blocks))
         before = torch.cuda.memory_allocated(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         self.execute_model(step)
-        self._run_prompts_of_all_sizes()
-        self.execute_model(long_decodes)
-        peak = torch.cuda.max_memory_allocated(self.device) - before
+        peak = torch.cuda.max_memory_allocated(self.device) - before + MOST_SUMS
         sent_bytes = self._parallel.most_sent_bytes
+        self._run_prompts_of_all_sizes()
+        self.execute_model(long_decode)
         graph_bytes = self._measure_graphs() if self._uses_graphs else 0
         self._runner = None
         torch.cuda.empty_cache()
         logger.info(
-            "largest steps: %d bytes of activations, %d on their way to the next stage, %d of graphs, %d bytes free",
+            "largest step: %d bytes of activations, %d on their way to the next stage, %d of graphs, %d bytes free",
             peak,
             sent_bytes,
             graph_bytes,
@@ -326,14 +329,13 @@ class Worker:
             step, _ = self._step_of(np.array([num_tokens], np.int32))
             self.execute_model(step)
 
-    def _long_decodes(self) -> tuple[SchedulerOutput, KVCacheConfig]:
-        """As many decodes with a long context as there may be, and the cache they need if all read the same: attention
-        adds up parts there, for which it has memory, by a kernel of its own, which is first compiled while serving
-        where no graph is captured."""
+    def _long_decode(self) -> tuple[SchedulerOutput, KVCacheConfig]:
+        """A decode with a long context, and the cache it needs: attention adds up parts there, by a kernel of its own,
+        which is first compiled while serving where no graph is captured."""
         length = min(_LONG_CONTEXT, self._info.max_model_len)
-        ones = np.ones(self._most_rows, np.int32)
-        step, config = self._step_of(ones * length, share_blocks=True)
-        return msgspec.structs.replace(step, num_scheduled_tokens=ones, num_computed_tokens=ones * (length - 1)), config
+        step, config = self._step_of(np.array([length], np.int32))
+        one = np.ones(1, np.int32)
+        return msgspec.structs.replace(step, num_scheduled_tokens=one, num_computed_tokens=length - one), config
 
     def _draft_bytes(self) -> int:
         """What drafts add to the largest step, which has none: logits, and three copies where they are drawn."""
@@ -349,38 +351,37 @@ class Worker:
         return max(0, before - free_bytes(self.device))
 
     def _largest_step(self) -> tuple[SchedulerOutput, KVCacheConfig]:
-        """A step of as many tokens and rows as the scheduler may give, which want logprobs, and the cache it needs."""
-        most = self._config.scheduler.max_num_batched_tokens
-        lengths = np.full(self._most_rows, most // self._most_rows, np.int32)
-        lengths[: most % self._most_rows] += 1
-        return self._step_of(np.minimum(lengths, self._info.max_model_len), logprobs=MAX_LOGPROBS)
-
-    @property
-    def _most_rows(self) -> int:
-        """Of a step."""
+        """A step with as many tokens and rows as the scheduler may give, and the cache it needs. All but one want
+        logprobs: what some want is copied before it is sorted."""
         limits = self._config.scheduler
-        return min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        lengths = np.full(num_rows, limits.max_num_batched_tokens // num_rows, np.int32)
+        lengths[: limits.max_num_batched_tokens % num_rows] += 1
+        return self._step_of(np.minimum(lengths, self._info.max_model_len), num_with_logprobs=max(1, num_rows - 1))
 
     def _step_of(
-        self, lengths: IntArray, *, is_greedy: bool = False, logprobs: int | None = None, share_blocks: bool = False
+        self, lengths: IntArray, *, is_greedy: bool = False, num_with_logprobs: int = 0
     ) -> tuple[SchedulerOutput, KVCacheConfig]:
         """A step with prompts of some lengths, and the cache it needs. They take the likeliest tokens, or they have a
-        grammar and draw theirs. `share_blocks`: all have the first one's."""
+        grammar and draw theirs; the first ones want logprobs."""
         num_rows, block_size = len(lengths), self._config.cache.block_size
         groups = group_layers(self.kv_cache_specs(), self._parallel.grid.num_stages)
         new_rows, next_block = [], 1
         for row, length in enumerate(lengths.tolist()):
             num_blocks = -(-length // block_size)
-            first = 1 if share_blocks else next_block
-            block_ids = list(range(first, first + num_blocks))
-            next_block = first + num_blocks
+            block_ids = list(range(next_block, next_block + num_blocks))
+            next_block += num_blocks
             new_rows.append(
                 NewRow(
                     row=row,
                     request_id=str(row),
                     token_ids=[0] * length,
                     num_prompt_tokens=length,
-                    sampling_params=SamplingParams(temperature=0.0 if is_greedy else 1.0, top_p=0.9, logprobs=logprobs),
+                    sampling_params=SamplingParams(
+                        temperature=0.0 if is_greedy else 1.0,
+                        top_p=0.9,
+                        logprobs=MAX_LOGPROBS if row < num_with_logprobs else None,
+                    ),
                     seed=0,
                     choice_index=0,
                     eos_token_ids=(),

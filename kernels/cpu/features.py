@@ -29,8 +29,9 @@ def cpu_name() -> str:
 IS_WIDE = "avx512f" in cpu_features()  # 32 registers of 16 lanes; AVX2 has 16 of 8, and others were not measured
 
 
-# Whether what is read in the order of memory comes sooner where it is asked for some KiB ahead. Not measured on a Zen 4
-# since one instruction asks for all of it: four, which took turns, made it slower (tests/benchmarks/HISTORY.md).
+# Whether what is read in the order of memory comes sooner where it is asked for some KiB ahead: on a Zen 5. On a Zen 4
+# it was slower, in loops that took turns; by one instruction for all of it, as now, it was not measured there, nor on
+# what comes after them (tests/benchmarks/HISTORY.md).
 FETCHES_IN_ORDER = cpu_name() != "znver4"
 # Whether the first-level cache, of 48 KiB, holds what is fetched for rows of up to 6 KiB. Measured on Zen 5 alone.
 HAS_LARGE_CACHE = cpu_name() == "znver5"

@@ -32,7 +32,7 @@ BLOCK = 16  # weight rows that a thread takes at a time: whole tiles
 CHUNK_BYTES = 1_000_000  # of x: what stays in a core's second-level cache while the weight goes by
 MAX_PREPARED = 48  # rows of x, of which each thread makes a copy in parts
 AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory that answers after some hundred
-AHEAD_IN_ORDER = 5 << 10  # likewise, of rows that are read one after the other
+AHEAD_IN_ORDER = 5 << 10  # bytes, of rows that are read one after the other
 FIRST_CACHE = 32 << 10  # bytes, of most CPUs
 # Rows of x that are very few, and bytes of a tile's rows of the weight, up to which these are read as their format says
 # for few: what is fetched into the first cache stays there until then, or x stays there beside them.
@@ -183,6 +183,7 @@ def _compiled(name: str, sources: str) -> Any:
     most, eight = form.largest[0], form.of_eight[0]  # rows of x in the largest tile, and in those of eight
     beside_most, beside_eight, beside_four, beside_few = (form.beside(num_x) for num_x in (most, eight, 4, 1))
     parts, in_digits, of_few, in_order = form.parts, form.digits > 1, form.of_few, form.of_few == IN_ORDER
+    near_bytes = FIRST_CACHE // 2 if in_order else NEAR_BYTES
     is_narrow = form.of_eight[1] < form.largest[1]  # eight rows of x are read anew for fewer rows of the weight
     x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if in_digits else 0
 
@@ -211,7 +212,7 @@ def _compiled(name: str, sources: str) -> Any:
         # How often a block is multiplied with rows of x.
         num_groups = _num_tiles(min(chunk_rows, num_rows), most, of_eight)
         fetch_shift = 0 if num_groups == 1 else 1 if num_groups < 4 else 2  # a tile fetches a half, or a quarter
-        are_few = of_few != FAR and num_rows <= VERY_FEW and TILE_ROWS * weight_row <= NEAR_BYTES
+        are_few = of_few != FAR and num_rows <= VERY_FEW and TILE_ROWS * weight_row <= near_bytes
         item, lap = -1, 0
         while True:
             item, lap = take_item(claims, num_threads, num_blocks * num_chunks, thread, item, lap)

@@ -57,7 +57,8 @@ from .vectors import (
 TILE_ROWS = 4  # of a weight: must divide `out_features`
 
 # How a tile reads its rows of the weight: side by side, while what comes next is fetched into the second-level cache or
-# into the first; or one after the other, as they lie in memory, where most CPUs see for themselves what comes next.
+# into the first; or one after the other, as they lie in memory, where the CPU sees for itself what comes next, and may
+# be asked for it.
 FAR, NEAR, IN_ORDER = range(3)
 
 
@@ -79,7 +80,7 @@ class Format:
     parts: int = 1  # that a row of x has become, one behind the other
     digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
     rows: int = 1  # of the weight that a vector holds: 1, or 4, for the order of `tile_product`
-    of_few: int = FAR  # how the weight is read for very few rows of x; IN_ORDER only where `rows` is 1
+    of_few: int = FAR  # how the weight is read for very few rows of x; IN_ORDER only where `rows` and `digits` are 1
 
     def beside(self, num_x: int) -> int:
         """The rows of the weight in a tile of so many rows of x."""
@@ -156,7 +157,7 @@ class Places(NamedTuple):
     x: int  # the first of its elements, likewise below
     weight: int
     in_features: int
-    fetch: int  # what is fetched into the caches on the way,
+    fetch: int  # what is fetched into the caches on the way (IN_ORDER: for what lies at `weight`),
     fetch_shift: int  # as long as the tile's rows of the weight, or a half (1) or a quarter (2) of that
     scales: int  # of float32, multiply the columns; 0: none
     bias: int  # is added to the columns; 0: none
@@ -228,8 +229,8 @@ def _in_order(
     *,
     ahead: Any,
 ) -> Iterator[tuple[int, int, Any]]:
-    """Likewise, of two rows of the weight at least, which are walked one after the other; what is `ahead` bytes behind
-    is fetched, if that is given.
+    """Likewise, of two rows of the weight at least, which are walked one after the other; what lies `ahead` bytes
+    further on is fetched, if that is given.
 
     One instruction reads all of them, and one fetches: a CPU foresees by the instruction what it asks for next, and
     where each row has its own, it begins anew with each.
@@ -256,7 +257,7 @@ def _in_order(
 def _walk(
     b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetch: Any
 ) -> list[Any]:
-    """The sums of rows of x, of the weight side by side, and of digits: the last of these goes fastest."""
+    """The sums, in the order [row of x][row of the weight][digit]. All rows are walked side by side."""
 
     def step(k: Any, sums: list[Any]) -> list[Any]:
         offset = b.mul(k, INT64(form.weight_bytes))

@@ -216,7 +216,7 @@ def main() -> None:
         "--precision", default="float32", choices=("float32", "bfloat16", "int8"), help="int8: with bfloat16 beside it"
     )
     parser.add_argument(
-        "--model", default="smollm2-135m-instruct", help="a name or folder, of weights not packed for instance"
+        "--model", default="smollm2-135m-instruct", help="its name or folder, for instance of one that is not packed"
     )
     parser.add_argument("--num-prompts", type=int, default=8, help="at a time")
     parser.add_argument("--input-len", type=int, default=128, help="tokens of each prompt")
@@ -248,7 +248,7 @@ def main() -> None:
             llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
             exchanges.append(exchange_ns())
     facts = " · ".join(f"{name} {value}" for name, value in describe_machine().items())
-    print(f"{facts}; {args.precision}")
+    print(f"{facts}; {args.model} in {args.precision}")
     print(f"A number to another core and back: {statistics.median(exchanges):.0f} ns")
     for title, rows in ((f"{args.num_prompts} prompts, {num_tokens} tokens", num_tokens), ("decodes", 0)):
         print(f"\n{title}\n\n{markdown(most_run(programs, rows), rows, scale)}")

@@ -562,7 +562,7 @@ def test_what_was_shut_down_is_freed_though_it_is_still_held(tmp_path: Path) -> 
         gc.enable()
 
 
-def test_prompts_of_each_power_of_two_and_long_decodes_before_a_gpu_serves(
+def test_one_prompt_of_each_power_of_two_and_a_long_decode_before_a_gpu_serves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tiles, and so what is compiled, depend on the rows of a step by powers of two, and on whether the keys of one are
@@ -576,7 +576,7 @@ def test_prompts_of_each_power_of_two_and_long_decodes_before_a_gpu_serves(
 
     def execute_model(step: SchedulerOutput) -> ModelRunnerOutput:
         sizes.append(step.num_scheduled_tokens.tolist())
-        wanted.append({new.sampling_params.logprobs for new in step.new_rows})
+        wanted.append([new.sampling_params.logprobs for new in step.new_rows])
         contexts.append(step.num_computed_tokens.tolist())
         assert max(block for new in step.new_rows for group in new.block_ids for block in group) < num_blocks[-1]
         return run(step)
@@ -590,10 +590,9 @@ def test_prompts_of_each_power_of_two_and_long_decodes_before_a_gpu_serves(
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda _device: 0)
     worker._measure_activations()
-    assert sizes == [[11] * 4, [1], [2], [4], [8], [16], [32], [44], [1] * 4]
-    assert contexts == [[0] * 4, *[[0]] * 7, [255] * 4]  # as long as this model takes
-    assert wanted == [{20}, *[{None}] * 8]  # the largest step has all that may be asked of it
-    assert num_blocks == [1 + 256 // 16]  # of one such context: the others read the same
+    assert sizes == [[11] * 4, [1], [2], [4], [8], [16], [32], [44], [1]]
+    assert contexts == [[0] * 4, *[[0]] * 7, [255]]  # as long as this model takes, and longer than the largest step
+    assert wanted == [[20, 20, 20, None], *[[None]] * 8]  # those of some rows are copied before they are sorted
 
 
 @pytest.mark.parametrize(
