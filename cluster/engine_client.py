@@ -43,6 +43,8 @@ from .streams import Call, Stream, Trials
 logger = logging.getLogger(__name__)
 
 RETRY_S = 0.25  # before a stream that found all engines full asks again; their load reports come as often
+# Streams of one call beyond what a queue holds ask when there may be room, so many of them at a time.
+MOST_RETRY_S, ASK_TOGETHER = 10.0, 16
 NO_ENGINE_RETRY_S = 10.0  # after which a client may try again that found no engine at all
 MAX_LOSSES = 3  # engines lost in a row under one request, without a token in between, before it is given up
 
@@ -114,6 +116,7 @@ class EngineClient:
         try:
             for request, prompt in zip(requests, await self._prompts(model, requests), strict=True):
                 stream = Stream(call, model, request, prompt)
+                call.first = call.first or stream
                 call.streams[request.request_id] = self._streams[request.request_id] = stream
                 self._place(stream)
                 if stream.engine is not None:
@@ -235,16 +238,25 @@ class EngineClient:
             self._place(stream)
 
     def _refused(self, stream: Stream, error: QuireError) -> None:
-        """An engine does not take a stream. One that was open already has nobody who could try again: it stays."""
+        """An engine does not take a stream. One that was open already has nobody who could try again: it stays. And
+        the first stream of a call tells whether there is room for it: the others may be more than any queue holds."""
         stream.engine = None
-        if not isinstance(error, OverloadedError) or stream.attempt == 0:
+        is_first = stream is stream.call.first
+        if not isinstance(error, OverloadedError) or (stream.attempt == 0 and is_first):
             self._fail(stream, error)
             return
         stream.attempt += 1
         stream.refusal = error
-        self._wait(stream)
+        if is_first:
+            delay_s = RETRY_S
+            self._wait(stream)
+        else:  # for those that were taken, however long they are
+            num_waiting = sum(each.engine is None for each in stream.call.streams.values())
+            delay_s = min(error.retry_after_s, MOST_RETRY_S) * max(1.0, num_waiting / ASK_TOGETHER)
+            stream.give_up_at = None
+            self._trials.end(stream)
         self._homeless[stream.wire_id] = stream
-        asyncio.get_running_loop().call_later(RETRY_S, self._retry, stream)
+        asyncio.get_running_loop().call_later(delay_s, self._retry, stream)
 
     # What happens on the links (`engine_links.LinkUser`)
 

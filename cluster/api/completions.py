@@ -11,6 +11,7 @@ from msgspec import UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.engine.errors import InvalidRequestError
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput
 from quire.engine.sampling_params import SamplingParams
@@ -39,6 +40,8 @@ from .sse import DONE, event, unless_client_leaves
 from .tenants import tenant_of
 from .whole_answers import whole_response
 
+MAX_PROMPT_LOGPROBS = 1 << 20  # in one response, of more than one answer: some 230 bytes each, and 80 of JSON
+
 
 async def completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
@@ -51,6 +54,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     metrics = context.metrics.start(served.name, len(prompts) * request.num_choices)
     token_ids, room = await deadline.hold(context.heavy_work.run(body, lambda: _tokenize_all(served, request, prompts)))
     params = request.sampling_params(served.info.generation_defaults, room)
+    _check_prompt_logprobs(params, token_ids, request.n or 1)
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
     answer_id, engine_id = request.ids("cmpl")
@@ -89,6 +93,21 @@ def _tokens_of(served: ServedModel, request: CompletionRequest, prompt: str | li
     if most is None:
         return tokenize(served, prompt, param="prompt", add_special_tokens=special)
     return tokenize_end(served, prompt, most, add_special_tokens=special)
+
+
+def _check_prompt_logprobs(params: SamplingParams, prompts: Sequence[list[int]], n: int) -> None:
+    """Each of a prompt's `n` answers says all that was asked of it, and all are in memory until they are sent. Raises
+    `InvalidRequestError`."""
+    if params.prompt_logprobs is None or len(prompts) * n == 1:
+        return
+    asked = sum(map(len, prompts)) * (1 + params.prompt_logprobs) * n
+    if asked > MAX_PROMPT_LOGPROBS:
+        param = "n" if n > 1 else "prompt"
+        raise InvalidRequestError(
+            f"{param}: {asked:,} logprobs of prompts in one response (tokens x {1 + params.prompt_logprobs} x n); "
+            f"for more than one answer at most {MAX_PROMPT_LOGPROBS:,} are allowed.",
+            param,
+        )
 
 
 def _echoed_texts(served: ServedModel, prompts: Sequence[str | list[int]], params: SamplingParams) -> list[str]:

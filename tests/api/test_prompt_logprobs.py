@@ -9,6 +9,7 @@ import pytest
 from fake_backend import DEFAULT_ANSWER, FakeBackend
 from test_completions import CHAT, COMPLETION, ids_of, post, stream
 
+from quire.cluster.api import completions
 from quire.cluster.api.backend import ServedModel
 from quire.engine.outputs import EngineOutput
 
@@ -48,6 +49,33 @@ async def test_of_a_conversation_they_stand_beside_the_choices(client: httpx.Asy
     assert [list(entry) for entry in told[1:]] == [[str(token_id)] for token_id in first.prompt_token_ids[1:]]
     assert all("prompt_logprobs" not in choice for choice in body["choices"])
     assert "prompt_logprobs" not in await post(client, "chat/completions", CHAT)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [7] * 1000, "prompt_logprobs": 20, "n": 5}, "n"),
+        ({"prompt": [[7] * 1000] * 5, "echo": True, "logprobs": 20}, "prompt"),
+        ({"prompt": [[7] * 1000] * 5, "echo": True, "logprobs": 20, "stream": True}, "prompt"),
+    ],
+)
+async def test_what_repeats_them_too_often_is_refused(
+    fields: dict[str, Any],
+    param: str,
+    client: httpx.AsyncClient,
+    backend: FakeBackend,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A small request could else take gigabytes of a gateway. One prompt with one answer always may."""
+    monkeypatch.setattr(completions, "MAX_PROMPT_LOGPROBS", 100_000)
+    response = await client.post("/v1/completions", json={**COMPLETION, "max_tokens": 1, **fields})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, param)
+    expected = "105,000 logprobs of prompts in one response (tokens x 21 x n); for more than one answer at most 100,000"
+    assert error["message"] == f"{param}: {expected} are allowed."
+    assert backend.requests == []
+    monkeypatch.setattr(completions, "MAX_PROMPT_LOGPROBS", 1)
+    await post(client, "completions", COMPLETION, max_tokens=1, prompt_logprobs=20)
 
 
 async def test_an_echo_is_scored(client: httpx.AsyncClient, backend: FakeBackend, served: ServedModel) -> None:

@@ -536,6 +536,19 @@ async def test_refusals_keep_their_type(directory: Directory, client: EngineClie
     await engine.close()
 
 
+async def test_a_call_of_more_streams_than_the_queue_holds(directory: Directory, client: EngineClient) -> None:
+    """It could never be taken at once. Its first stream decides whether it is refused, and the others wait."""
+    client._failover_timeout_s = 0.3
+    engine = await start_engine(directory, "e1", fake_core(step_s=0.005, max_num_seqs=1, max_queued_requests=1))
+    many = [request(f"r{i}", 40) for i in range(8)]
+    assert await collect(client, *many) == {each.request_id: expected(40) for each in many}
+    await fill(engine, 100)
+    with pytest.raises(OverloadedError):
+        await collect(client, *many)
+    await until(lambda: is_idle(engine))
+    await engine.close()
+
+
 async def test_a_stream_that_lost_its_engine_waits_for_room_at_a_full_one(
     directory: Directory, client: EngineClient
 ) -> None:
