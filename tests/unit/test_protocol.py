@@ -78,6 +78,9 @@ def test_logprobs() -> None:
     assert completion(logprobs=3).sampling_params({}, 100).logprobs == 3
     assert chat(logprobs=True).sampling_params({}, 100).logprobs == 0
     assert chat(logprobs=True, top_logprobs=4).sampling_params({}, 100).logprobs == 4
+    assert (
+        chat(top_logprobs=0).sampling_params({}, 100).logprobs is None
+    )  # as clients of vLLM send it, whose default it is
     assert chat(logprobs=False).sampling_params({}, 100).logprobs is None
 
 

@@ -48,7 +48,7 @@ class ChatCompletionRequest(GenerationRequest):
 
     def sampling_params(self, defaults: dict[str, float], room: int) -> SamplingParams:
         """`room`: tokens that the context leaves. Raises `InvalidRequestError`."""
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:  # 0 asks for nothing
             raise InvalidRequestError("top_logprobs: is allowed only when logprobs is true.", "top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             raise InvalidRequestError(
