@@ -10,7 +10,7 @@ from contextlib import aclosing
 import msgspec
 
 from quire.engine.beam_search import Beam, BeamSearch, BeamSearchParams
-from quire.engine.errors import EngineError, QuireError
+from quire.engine.errors import EngineError, OverloadedError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest, FinishReason
 
 from ..request_metrics import RequestMetrics
@@ -22,6 +22,8 @@ from .generation import Generation
 from .protocol.generation import GenerationRequest
 from .resume import Begun
 from .tenants import NOBODY, PromptBill, Tenant
+
+_MOST_WAIT_S = 1.0  # until what a full queue refused is asked for again
 
 
 def generation_of(
@@ -87,7 +89,7 @@ class BeamGeneration(Generation):
         """Search to the end. Raises what the backend raises, `DeadlineError` and `EngineError`."""
         try:
             while wanted := self._search.wanted():
-                self._search.advance(await self._step(wanted))
+                self._search.advance(await self._step_with_patience(wanted))
                 self._num_steps += 1
             for i, beams in enumerate(self._search.results()):
                 for rank, beam in enumerate(beams):
@@ -98,6 +100,16 @@ class BeamGeneration(Generation):
             raise
         finally:
             self._end_unfinished("abort")
+
+    async def _step_with_patience(self, wanted: list[list[int]]) -> list[list[tuple[int, float]]]:
+        """A search that has begun is not lost to a queue that others have filled: it waits for room."""
+        while True:
+            try:
+                return await self._step(wanted)
+            except OverloadedError as refusal:
+                if self._num_steps == 0:
+                    raise
+                await asyncio.sleep(min(refusal.retry_after_s, _MOST_WAIT_S))
 
     async def _step(self, wanted: list[list[int]]) -> list[list[tuple[int, float]]]:
         """The likeliest tokens after each prompt."""

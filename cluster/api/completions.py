@@ -58,10 +58,9 @@ async def completions(http: Request, context: ApiContext) -> Response:
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
     answer_id, engine_id = request.ids("cmpl")
-    engine_requests = []
-    for i, prompt_token_ids in enumerate(token_ids):
-        request_id = engine_id if len(prompts) == 1 else f"{engine_id}-p{i}"
-        engine_requests.append(served.input_processor.process(request_id, prompt_token_ids, params, options=options))
+    of_prompt = partial(served.input_processor.process, params=params, options=options)
+    request_ids = [engine_id if len(prompts) == 1 else f"{engine_id}-p{i}" for i in range(len(prompts))]
+    engine_requests = await off_the_loop(body, lambda: list(map(of_prompt, request_ids, token_ids)))
     begun = Begun(engine_requests, answer_id, int(time.time()))
     if request.stream:
         begun = await deadline.hold(may_resume(begun, http, body, context.backend, served.name))

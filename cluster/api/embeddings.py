@@ -6,6 +6,7 @@ import asyncio
 import base64
 from collections.abc import Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -48,10 +49,9 @@ async def embeddings(http: Request, context: ApiContext) -> Response:
     options = options_of(request, served, tenant)
     pooling = request.pooling(served.info.pooling)
     _, engine_id = request.ids("embd")
-    requests = [
-        served.input_processor.process_embedding(f"{engine_id}-{i}", ids, pooling, param="input", options=options)
-        for i, ids in enumerate(token_ids)
-    ]
+    of_input = partial(served.input_processor.process_embedding, pooling=pooling, param="input", options=options)
+    request_ids = [f"{engine_id}-{i}" for i in range(len(token_ids))]
+    requests = await off_the_loop(body, lambda: list(map(of_input, request_ids, token_ids)))
     run = EmbeddingRun(deadline.over(context.backend), served.name, requests, metrics, tenant)
     vectors = await unless_client_leaves(http.receive, run.vectors())
     num_numbers = sum(vector.size for vector in vectors)  # some 20 characters each: most of the work for many vectors

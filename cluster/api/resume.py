@@ -64,6 +64,7 @@ class EventIds:
 
     def __init__(self, num_answers: int, attempt: str, seen: Sequence[Position] | None = None) -> None:
         self._positions = [Position()] * num_answers
+        self._texts = [str(Position())] * num_answers  # each event has all of them, and changes one
         self._attempt = attempt
         self._seen = seen
         self._is_seen = False
@@ -72,7 +73,7 @@ class EventIds:
         """The next event is that of `delta`."""
         index = delta.index
         position = Position(self._positions[index].num_tokens + len(delta.token_ids), delta.finish_reason is not None)
-        self._positions[index] = position
+        self._positions[index], self._texts[index] = position, str(position)
         self._is_seen = self._seen is not None and position <= self._seen[index]
 
     def cut(self, index: int, num_known: int, output: EngineOutput) -> list[EngineOutput]:
@@ -104,7 +105,7 @@ class EventIds:
         return b"%bid: %b\n%b" % (data[:last], str(self).encode(), data[last:])
 
     def __str__(self) -> str:
-        return f"{'.'.join(map(str, self._positions))}-{self._attempt}"
+        return f"{'.'.join(self._texts)}-{self._attempt}"
 
 
 @dataclass(frozen=True, slots=True)

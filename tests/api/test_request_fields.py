@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import httpx
@@ -10,7 +11,8 @@ from fake_backend import DEFAULT_ANSWER, FakeBackend
 from test_completions import CHAT, COMPLETION, REPORT, SHOWN_REPORT, ids_of, post, stream
 
 from quire.cluster.api.backend import ServedModel
-from quire.engine.outputs import EngineRequest, TokenLogprobs
+from quire.engine.errors import OverloadedError
+from quire.engine.outputs import EngineOutput, EngineRequest, TokenLogprobs
 
 BOTH = pytest.mark.parametrize(("path", "body"), [("completions", COMPLETION), ("chat/completions", CHAT)])
 
@@ -200,6 +202,26 @@ async def test_beam_search_with_what_asks_for_nothing(
         response = await client.post(f"/v1/{path}", json={**body, **search, **something})
         [name] = something
         assert response.json()["error"]["message"] == f"{name}: does not work together with use_beam_search."
+
+
+async def test_a_search_that_has_begun_waits_for_room(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    fields = {"use_beam_search": True, "n": 2, "max_tokens": 3, "return_token_ids": True}
+    expected = (await post(client, "completions", COMPLETION, **fields))["choices"]
+    generate, calls = backend.generate, []
+
+    async def sometimes_full(model: str, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[EngineOutput], None]:
+        calls.append(len(requests))
+        if len(calls) in full:
+            raise OverloadedError("The queue is full.", 0.01)
+        async for outputs in generate(model, requests):
+            yield outputs
+
+    backend.generate = sometimes_full  # type: ignore[method-assign]
+    full = {2, 3}
+    assert (await post(client, "completions", COMPLETION, **fields))["choices"] == expected
+    assert calls == [1, 2, 2, 2, 2]
+    full = {6}
+    assert await refusal(client, "completions", COMPLETION, **fields) == (503, "The queue is full.")
 
 
 async def test_beam_search_ends_with_the_deadline_and_with_errors(
