@@ -25,7 +25,7 @@ class Call:
 
     def __init__(self) -> None:
         self.streams: dict[str, Stream] = {}  # live ones, by request id
-        self.first: Stream | None = None
+        self.first: Stream | None = None  # the one that tells whether there is room for the call
         self.arrived: list[EngineOutput] = []
         self.error: QuireError | None = None
         self.is_closed = False  # nobody waits for outputs any more

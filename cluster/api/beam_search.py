@@ -18,12 +18,10 @@ from .backend import ServedModel
 from .context import ApiContext
 from .deadline import Deadline, Engines
 from .errors import DeadlineError
-from .generation import Generation
+from .generation import Generation, wait_for_room
 from .protocol.generation import GenerationRequest
 from .resume import Begun
 from .tenants import NOBODY, PromptBill, Tenant
-
-_MOST_WAIT_S = 1.0  # until what a full queue refused is asked for again
 
 
 def generation_of(
@@ -109,7 +107,7 @@ class BeamGeneration(Generation):
             except OverloadedError as refusal:
                 if self._num_steps == 0:
                     raise
-                await asyncio.sleep(min(refusal.retry_after_s, _MOST_WAIT_S))
+                await wait_for_room(refusal)
 
     async def _step(self, wanted: list[list[int]]) -> list[list[tuple[int, float]]]:
         """The likeliest tokens after each prompt."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from collections.abc import Sequence
 from contextlib import aclosing
@@ -22,7 +21,7 @@ from .context import ApiContext, off_the_loop, read_body
 from .deadline import Deadline, Engines
 from .encoding import tokenize, tokenize_start
 from .errors import DeadlineError
-from .generation import find_model, options_of, raise_unless_answered
+from .generation import find_model, options_of, raise_unless_answered, wait_for_room
 from .parsing import parse_request
 from .protocol.embeddings import EmbeddingRequest
 from .responses import Embedding, Embeddings, EmbeddingUsage
@@ -31,7 +30,6 @@ from .tenants import PromptBill, Tenant, tenant_of
 from .whole_answers import whole_response
 
 _AT_ONCE = 256  # inputs of an HTTP request: engines refuse what their queues do not hold, and others wait in them, too
-_MOST_WAIT_S = 1.0  # until what a full queue refused is asked for again
 
 
 async def embeddings(http: Request, context: ApiContext) -> Response:
@@ -133,7 +131,7 @@ class EmbeddingRun:
         except OverloadedError as refusal:
             if may_be_refused:
                 raise
-            await asyncio.sleep(min(refusal.retry_after_s, _MOST_WAIT_S))
+            await wait_for_room(refusal)
             return False
         return True
 

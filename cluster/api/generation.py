@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Literal
@@ -9,7 +10,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.engine.errors import EngineError, InvalidRequestError, ModelNotFoundError, QuireError
+from quire.engine.errors import EngineError, InvalidRequestError, ModelNotFoundError, OverloadedError, QuireError
 from quire.engine.input_processor import RequestOptions
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import (
@@ -30,6 +31,8 @@ from .protocol.scheduling import ScheduledRequest
 from .responses import PromptTokensDetails, Usage
 from .resume import EventIds
 from .tenants import NOBODY, PromptBill, Tenant
+
+_MOST_WAIT_S = 1.0  # for room in a queue
 
 
 async def find_model(backend: Backend, name: str) -> ServedModel:
@@ -69,6 +72,11 @@ def options_of(request: ScheduledRequest, served: ServedModel, tenant: Tenant) -
     if request.priority is None:
         options = msgspec.structs.replace(options, priority=tenant.default_priority)
     return tenant.options(options)
+
+
+async def wait_for_room(refusal: OverloadedError) -> None:
+    """Until what a full queue has refused may be asked for again, by a request that has begun."""
+    await asyncio.sleep(min(refusal.retry_after_s, _MOST_WAIT_S))
 
 
 class Generation:

@@ -35,8 +35,9 @@ AHEAD = 8192  # bytes, at least: a core reads 10 per nanosecond, from memory tha
 AHEAD_IN_ORDER = 5 << 10  # bytes, of rows that are read one after the other
 FIRST_CACHE = 32 << 10  # bytes, of most CPUs
 # Rows of x that are very few, and bytes of a tile's rows of the weight, up to which these are read as their format says
-# for few: what is fetched into the first cache stays there until then, or x stays there beside them.
+# for few: what is fetched into the first cache stays there until then. In order nothing is; x stays there beside them.
 VERY_FEW, NEAR_BYTES = 2, 24 << 10 if HAS_LARGE_CACHE else FIRST_CACHE // 2
+IN_ORDER_BYTES = FIRST_CACHE // 2
 
 _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles", "vectors")
 
@@ -183,7 +184,7 @@ def _compiled(name: str, sources: str) -> Any:
     most, eight = form.largest[0], form.of_eight[0]  # rows of x in the largest tile, and in those of eight
     beside_most, beside_eight, beside_four, beside_few = (form.beside(num_x) for num_x in (most, eight, 4, 1))
     parts, in_digits, of_few, in_order = form.parts, form.digits > 1, form.of_few, form.of_few == IN_ORDER
-    near_bytes = FIRST_CACHE // 2 if in_order else NEAR_BYTES
+    near_bytes = IN_ORDER_BYTES if in_order else NEAR_BYTES
     is_narrow = form.of_eight[1] < form.largest[1]  # eight rows of x are read anew for fewer rows of the weight
     x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if in_digits else 0
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -171,7 +170,7 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
     """Compute `num_x` x `num_weights` results and store them. See `Places`; `reading`: FAR, NEAR or IN_ORDER. All but
     places are constants."""
     form, m, n = FORMATS[format_name.literal_value], num_x.literal_value, num_weights.literal_value
-    in_order, level = reading.literal_value == IN_ORDER, 1 if reading.literal_value == NEAR else 2
+    level = 1 if reading.literal_value == NEAR else 2
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         values = [b.extract_value(arguments[4], i) for i in range(len(Places._fields))]
@@ -182,9 +181,6 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
         weight_row = b.mul(in_features, INT64(form.weight_bytes))
         weight_rows = [b.add(weight, b.mul(weight_row, INT64(j))) for j in range(n)]
-        multiply = _in_quarters if form.rows > 1 else _in_vectors
-        if in_order:
-            multiply = partial(_in_order, ahead=b.sub(fetch, weight) if FETCHES_IN_ORDER else None)
 
         def fetch_lines(k: Any, step: int) -> None:
             """What belongs to elements k to k + step - 1."""
@@ -194,7 +190,13 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
                 prefetch(b, line, level=level)
                 line = b.add(line, distance)
 
-        for row, column, part in multiply(b, form, x_rows, weight_rows, in_features, fetch_lines):
+        if reading.literal_value == IN_ORDER:
+            ahead = b.sub(fetch, weight) if FETCHES_IN_ORDER else None
+            results = _in_order(b, form, x_rows, weight_rows, in_features, ahead)
+        else:
+            multiply = _in_quarters if form.rows > 1 else _in_vectors
+            results = multiply(b, form, x_rows, weight_rows, in_features, fetch_lines)
+        for row, column, part in results:
             if form.digits > 1:
                 part = b.fmul(part, broadcast(b, scale_of(b, x_rows[row], in_features), part.type.count))
             offset = b.mul(INT64(column), out_bytes)
@@ -207,12 +209,7 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
 
 
 def _in_vectors(
-    b: ir.IRBuilder,
-    form: Format,
-    x_rows: list[Any],
-    weight_rows: list[Any],
-    in_features: Any,
-    fetch: Any,
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, fetch: Any
 ) -> Iterator[tuple[int, int, Any]]:
     """Rows and first columns of results, and a vector of them. The lanes of a sum are added in a tree."""
     sums = _walk(b, form, x_rows, weight_rows, in_features, fetch)
@@ -220,17 +217,10 @@ def _in_vectors(
 
 
 def _in_order(
-    b: ir.IRBuilder,
-    form: Format,
-    x_rows: list[Any],
-    weight_rows: list[Any],
-    in_features: Any,
-    _fetch: Any,
-    *,
-    ahead: Any,
+    b: ir.IRBuilder, form: Format, x_rows: list[Any], weight_rows: list[Any], in_features: Any, ahead: Any
 ) -> Iterator[tuple[int, int, Any]]:
     """Likewise, of two rows of the weight at least, which are walked one after the other; what lies `ahead` bytes
-    further on is fetched, if that is given.
+    further on is fetched, unless that is None.
 
     One instruction reads all of them, and one fetches: a CPU foresees by the instruction what it asks for next, and
     where each row has its own, it begins anew with each.
