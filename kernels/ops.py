@@ -210,7 +210,7 @@ def linear_packed(
 
     What `linear` computes with these numbers, which are never all in memory. Sums and what is summed are rounded to
     float32: of the size of each number, or of the largest that its block could have; x to about 2^-23 of the largest of
-    the numbers that meet a block, at most, and where it is bfloat16 to 2^-15. In bfloat16, numbers of the weight may be
+    the numbers that meet a scale, at most, and where it is bfloat16 to 2^-15. In bfloat16, numbers of the weight may be
     rounded to that before.
 
     Args:
@@ -219,8 +219,8 @@ def linear_packed(
             for the dtype of `x` and `in_int8`.
         bias: [out_features], the dtype of `x`.
         out_dtype: of the result, float32 or what `x` has (the default).
-        in_int8: x may be rounded to 8 bits, that is to whole multiples of 1/127 of the largest of each
-            `packed.BLOCK` numbers.
+        in_int8: x may be rounded to 8 bits, that is to whole multiples of 1/127 of the largest of the numbers that
+            meet a scale.
     Returns [num_rows, out_features], a new tensor.
     """
     if out_dtype not in (None, x.dtype, torch.float32):
@@ -291,10 +291,12 @@ def looks_up_packed(dtype: torch.dtype, device: torch.device) -> bool:
     return backend_for(device).looks_up_packed(dtype)
 
 
-def fits_packed(shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *, in_int8: bool = False) -> bool:
-    """Whether it pays to keep a weight [out_features, in_features] packed, to multiply it with what has this dtype; or
-    to do that `in_int8` (see `linear_packed`)."""
-    return backend_for(device).fits_packed(shape, dtype, in_int8)
+def fits_packed(
+    shape: tuple[int, int], packing: Packing, dtype: torch.dtype, device: torch.device, *, in_int8: bool = False
+) -> bool:
+    """Whether it pays to keep a weight [out_features, in_features] packed so, to multiply it with what has this dtype;
+    or to do that `in_int8` (see `linear_packed`)."""
+    return backend_for(device).fits_packed(shape, packing, dtype, in_int8)
 
 
 def choose_experts(

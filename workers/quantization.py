@@ -13,7 +13,7 @@ from quire.engine.config import ModelConfig, Quantization
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import Implementation, ModelInfo
 from quire.kernels import ops
-from quire.kernels.packed import IN_8_BITS, Packing
+from quire.kernels.packed import IN_8_BITS, Packing, common
 
 from .blueprints import NativeBlueprint, blueprint_of
 from .layers.embedding import VocabParallelEmbedding
@@ -98,7 +98,7 @@ class PackedBlueprint:
                 continue
             if self.in_int8 and not is_embedding:
                 packing = packing or IN_8_BITS
-            if packing is not None and PackedParameter.can_pack(weight, self.device, in_int8=self.in_int8):
+            if packing is not None and PackedParameter.can_pack(weight, packing, self.device, in_int8=self.in_int8):
                 in_int8 = self.in_int8 and not is_head
                 module.weight = PackedParameter.like(
                     weight, packing, self.device, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
@@ -106,9 +106,8 @@ class PackedBlueprint:
         return model
 
     def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:
-        """How the file has all of it packed: its pieces share one matrix."""
-        packing, *others = {self.packings.get((name, piece)) for piece in weight.pieces}
-        return None if others else packing
+        """How all of it is packed, by how the file has its pieces, which share one matrix."""
+        return common(self.packings.get((name, piece)) for piece in weight.pieces)
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
         self.native.load(model, info, progress=progress)

@@ -10,7 +10,7 @@ units of that worth; then 32 numbers, whole ones of -127 to 127, in the order of
 the last block is how far a product may be from what it is computed as, float32, for each unit of the length of a row
 of the weight, and then of what was taken from that row.
 
-Everything works on addresses. Packings have no least numbers.
+Everything works on addresses. Packings have no least numbers, and one scale for a block.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 """The product of rows with a packed weight (`kernels.packed`) by products of bytes. For CPUs that have dot products of
 them in vectors of 64 bytes and no matrix tiles, and for those with AVX2 and no wider vectors (`byte_products`).
 
-A code is a byte, and a block of 32 numbers of x becomes whole numbers, digits to the base 256:
+A code is a byte, and numbers of x that meet the same scales, 32 or 16, become whole numbers, digits to the base 256:
 
     x  --split-->  digits  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
     float32     three digits
     bfloat16    two: what x was rounded to before is off by 2^-9 of its largest numbers
 
-Sums of whole numbers are exact. What is rounded is x, to about 2^-23 of the largest number of its block or less (to
+Sums of whole numbers are exact. What is rounded is x, to about 2^-23 of the largest of them or less (to
 2^-127 where that is below 2^-104; with two digits 2^-15, 2^-127 and 2^-112), and totals, to float32: in float32, where
 blocks are some, errors are no larger than those of products of float32. Sums of codes, which are not scaled yet, are
 finite while no number of x is above 2^115.
@@ -107,8 +107,8 @@ _SPLIT_NS = 0.3  # about what an element takes
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
-    halves, codes = panels_of(rows, packing, TILE)
-    return join_blocks(halves, codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)).view(rows.shape)
+    scales, codes = panels_of(rows, packing, TILE)
+    return join_blocks(scales, codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)).view(rows.shape)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:

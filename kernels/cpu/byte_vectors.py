@@ -25,7 +25,7 @@ from numba.extending import intrinsic
 
 from ..packed import PACKINGS
 from .byte_products import ONE_DIGIT, THREE_DIGITS, Way
-from .byte_rows import FACTOR, OFFSETS, ROWS, SUM, groups_of, part_bytes, parts_of, words_at, x_block_bytes
+from .byte_rows import FACTOR, OFFSETS, ROWS, SUM, part_bytes, parts_of, runs_of, word_at, x_block_bytes
 from .code_words import WIDTH, ahead_of, blocks_of, codes_of, fetch, scale_and_middle, total_at
 from .kv_prefetch import fetch_pieces
 from .tile_product import STEP_BYTES
@@ -50,7 +50,7 @@ _ZEROS, _NO_SUMS = splat(FLOATS, 0.0), splat(INTS, 0)
 
 def unpacked_bytes(way: Way) -> int:
     """Of a block of WIDTH panels."""
-    return (way.num_lines + 2) * WIDTH * STEP_BYTES
+    return (way.num_lines + 2 * way.kind.num_groups) * WIDTH * STEP_BYTES
 
 
 @intrinsic(prefer_literal=True)
@@ -156,10 +156,11 @@ def _unpack_block(b: ir.IRBuilder, way: Way, blocks: Sequence[Any], out: Any) ->
             for vector in way.lines(b, load(b, b.add(codes, INT64(STEP_BYTES * i)), INTS)):
                 store(b, vector, _line(b, out, line, j))
                 line += 1
-        scale, middle = scale_and_middle(b, way.kind, block)
-        store(b, scale, _line(b, out, line, j))
-        if middle is not None:
-            store(b, middle, _line(b, out, line + 1, j))
+        for group in range(way.kind.num_groups):
+            scale, middle = scale_and_middle(b, way.kind, block, group)
+            store(b, scale, _line(b, out, line + 2 * group, j))
+            if middle is not None:
+                store(b, middle, _line(b, out, line + 2 * group + 1, j))
 
 
 class _Unpacked:
@@ -175,8 +176,8 @@ class _Unpacked:
         start = b.add(self._address, b.mul(line, INT64(WIDTH * STEP_BYTES)))
         return [load(b, _line(b, start, 0, panel), INTS)]
 
-    def scale_and_middle(self, panel: int) -> tuple[Any, Any]:
-        places = [_line(self._b, self._address, self._way.num_lines + i, panel) for i in range(2)]
+    def scale_and_middle(self, panel: int, group: int) -> tuple[Any, Any]:
+        places = [_line(self._b, self._address, self._way.num_lines + 2 * group + i, panel) for i in range(2)]
         return load(self._b, places[0], FLOATS), load(self._b, places[1], FLOATS) if self._way.kind.has_least else None
 
 
@@ -193,8 +194,8 @@ class _Packed:
         place = b.add(start, b.mul(line, INT64(STEP_BYTES // self.unit)))
         return self._way.lines(b, load(b, place, INTS))
 
-    def scale_and_middle(self, panel: int) -> tuple[Any, Any]:
-        return scale_and_middle(self._b, self._way.kind, self._blocks[panel])
+    def scale_and_middle(self, panel: int, group: int) -> tuple[Any, Any]:
+        return scale_and_middle(self._b, self._way.kind, self._blocks[panel], group)
 
 
 _Block = _Unpacked | _Packed
@@ -211,7 +212,7 @@ def _multiply(
     cursor: Any,
 ) -> None:
     """`block_of` gives a block by its number, for so many rows."""
-    own, words_start, block_bytes = way.product, words_at(way), x_block_bytes(way)
+    own, block_bytes = way.product, x_block_bytes(way)
     num_pieces = 2 if way.num_digits == THREE_DIGITS else 1  # so that there is time for them
 
     def of_rows(count: int) -> None:
@@ -234,19 +235,24 @@ def _multiply(
             first = b.mul(number, INT64(size))
             x_first = b.add(x_start, b.mul(first, INT64(block_bytes)))
             x_blocks = [b.add(x_first, INT64(i * block_bytes)) for i in range(size)]
-            sums = iter(_sums(b, way, block, x_blocks, panels))
-            scales = {j: block.scale_and_middle(j) for j in panels}
+            for group in range(way.kind.num_groups):
+                add_group(block, x_blocks, panels, first, group)
+            return []
+
+        def add_group(block: _Block, x_blocks: Sequence[Any], panels: range, first: Any, group: int) -> None:
+            sums = iter(_sums(b, way, block, x_blocks, panels, group))
+            scales = {j: block.scale_and_middle(j, group) for j in panels}
             for i, x_block in enumerate(x_blocks):
                 for j, (scale, middle) in scales.items():
                     place = b.add(total_at(b, totals, i, j), b.mul(first, INT64(STEP_BYTES)))
                     total = load(b, place, FLOATS)
                     if middle is not None:
-                        total = fma(b, load_repeated(b, x_block, FLOAT, words_start + 4 * SUM), middle, total)
+                        x_sum = load_repeated(b, x_block, FLOAT, word_at(way, SUM, group))
+                        total = fma(b, x_sum, middle, total)
                     product = next(sums)
                     if own.number_bytes < 4:
-                        product = b.fmul(product, load_repeated(b, x_block, FLOAT, words_start + 4 * FACTOR))
+                        product = b.fmul(product, load_repeated(b, x_block, FLOAT, word_at(way, FACTOR, group)))
                     store(b, fma(b, product, scale, total), place)
-            return []
 
         loop_over(b, b.mul(num_tiles, INT64(size)), 1, [], clear)
         loop_over(b, num_blocks, 1, [], step)
@@ -273,25 +279,25 @@ def _is_direct(way: Way, count: int) -> bool:
     return not own.is_narrow or 2 * count * own.panels * _parts_at_once(way) <= own.most_sums
 
 
-def _sums(b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range) -> list[Any]:
-    """Of the products of a block's codes, signed, and x, in whole numbers or as it is: float32, [row of x][panel]."""
-    own, groups = way.product, groups_of(way)
-    whole = [_whole_sums(b, way, block, x_blocks, panels, group) for group in range(len(parts_of(way)))]
+def _sums(b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range, group: int) -> list[Any]:
+    """Of the products of a group's codes, signed, and x, in whole numbers or as it is: float32, [row of x][panel]."""
+    own, runs = way.product, runs_of(way)
+    whole = [_whole_sums(b, way, block, x_blocks, panels, group, run) for run in range(len(parts_of(way)))]
     if own.number_bytes == 4:
         return whole[0]
     found = [b.sitofp(each, FLOATS) for each in whole[0]]
-    for digits, sums in zip(groups[1:], whole[1:], strict=True):
+    for digits, sums in zip(runs[1:], whole[1:], strict=True):
         scale = splat(FLOATS, 256.0 ** len(digits))
         found = [fma(b, high, scale, b.sitofp(low, FLOATS)) for high, low in zip(found, sums, strict=True)]
     return found
 
 
 def _whole_sums(
-    b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range, group: int
+    b: ir.IRBuilder, way: Way, block: _Block, x_blocks: Sequence[Any], panels: range, group: int, run: int
 ) -> list[Any]:
-    """Likewise, of one group of digits."""
-    own, parts, at_once = way.product, parts_of(way)[group], _parts_at_once(way)
-    offset_at, sums = words_at(way) + 4 * (OFFSETS + group), [_NO_SUMS] * (len(x_blocks) * len(panels))
+    """Likewise, of one run of digits."""
+    own, parts, at_once = way.product, parts_of(way)[run], _parts_at_once(way)
+    offset_at, sums = word_at(way, OFFSETS + run, group), [_NO_SUMS] * (len(x_blocks) * len(panels))
 
     def begun(is_last: bool) -> list[Any]:
         """What the products are added to: those of digits before them, and with the last ones offsets."""
@@ -304,7 +310,7 @@ def _whole_sums(
     for first in range(0, len(parts), at_once):
         some, is_last = parts[first : first + at_once], first + at_once >= len(parts)
         start = [own.start(each) for each in begun(is_last)]
-        states = _dots(b, way, block, x_blocks, panels, some, start)
+        states = _dots(b, way, block, x_blocks, panels, group, some, start)
         # (Products add it at the start or at the end, where it has no register until then. LLVM drops the other.)
         sums = [own.end(b, *each) for each in zip(zip(*states, strict=True), begun(is_last), strict=True)]
     return sums
@@ -316,11 +322,13 @@ def _dots(
     block: _Block,
     x_blocks: Sequence[Any],
     panels: range,
+    group: int,
     parts: Sequence[int],
     start: Sequence[Any],
 ) -> list[list[Any]]:
-    """By part of x, what its products with a block's codes leave: [row of x][panel]. `start`: likewise, of any part."""
+    """By part of x, what its products with a group's codes leave: [row of x][panel]. `start`: likewise, of any part."""
     own, count, part_size = way.product, len(start), part_bytes(way)
+    num_lines = way.num_lines // way.kind.num_groups
 
     def add(first: Any, num_units: int, state: list[Any]) -> list[Any]:
         found = list(state)
@@ -340,16 +348,17 @@ def _dots(
     state = [each for _ in parts for each in start]
     # Where sums start from nothing, a unit by itself, ahead of the loop, spares the additions of it.
     ahead = block.unit if own.is_joint else 0
+    first_line = group * num_lines + ahead
     if ahead:
-        state = add(INT64(0), 1, state)
+        state = add(INT64(group * num_lines), 1, state)
     at_once = 1  # units
     if not own.is_narrow:  # one digit's products are so few that the end of a loop takes a tenth of their time
-        all_units, some = way.num_lines // block.unit, max(1, ROWS // (len(x_blocks) * block.unit))
-        at_once = all_units if way.num_digits == ONE_DIGIT else some
-    assert (way.num_lines - ahead) % (at_once * block.unit) == 0
+        all_units, some = num_lines // block.unit, max(1, ROWS // (len(x_blocks) * block.unit))
+        at_once = all_units if way.num_digits == ONE_DIGIT else min(all_units, some)
+    assert (num_lines - ahead) % (at_once * block.unit) == 0
 
     def step(first: Any, state: list[Any]) -> list[Any]:
-        return add(b.add(first, INT64(ahead)), at_once, state)
+        return add(b.add(first, INT64(first_line)), at_once, state)
 
-    state = loop_over(b, INT64(way.num_lines - ahead), at_once * block.unit, state, step, may_unroll=False)
+    state = loop_over(b, INT64(num_lines - ahead), at_once * block.unit, state, step, may_unroll=False)
     return [state[p * count : (p + 1) * count] for p in range(len(parts))]

@@ -101,10 +101,13 @@ def share_of(work: Sequence[Step], number: int, count: int) -> Sequence[Step]:
     return work[number * len(work) // count : (number + 1) * len(work) // count]
 
 
-def scales_of(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
-    """The scales of 16 rows, and their least numbers where those are stored."""
-    places = [b.add(block, INT64(2 * TILE * i)) for i in range(packing.num_halves)]
-    return [widen_halves(b, load(b, place, _HALVES)) for place in places]
+def scales_of(b: ir.IRBuilder, packing: Packing, block: Any, group: int = 0) -> list[Any]:
+    """The scales of a block's group of 16 rows, and their least numbers where those are stored."""
+    size, found = packing.scale_bytes, []
+    for kind in range(packing.num_kinds):
+        place = b.add(block, INT64(size * TILE * (kind * packing.num_groups + group)))
+        found.append(load(b, place, FLOATS) if size == 4 else widen_halves(b, load(b, place, _HALVES)))
+    return found
 
 
 def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
@@ -113,20 +116,22 @@ def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
     return [scale, *(stored or [b.fmul(scale, splat(FLOATS, -8.0))])]
 
 
-def scale_and_middle(b: ir.IRBuilder, packing: Packing, block: Any) -> tuple[Any, Any]:
-    """Of 16 rows: what the sums of a block's codes are multiplied with, and, where least numbers are stored, the sum of
-    the block's numbers of x. (Codes of 4 bits are taken for 8 less than they are: it is what 8 means.)"""
-    scale, *stored = scales_of(b, packing, block)
-    return scale, fma(b, scale, splat(FLOATS, 8.0), stored[0]) if stored else None
+def scale_and_middle(b: ir.IRBuilder, packing: Packing, block: Any, group: int = 0) -> tuple[Any, Any]:
+    """Of 16 rows: what the sums of a group's codes are multiplied with, and, where least numbers are stored, the sum of
+    the group's numbers of x. (Codes of 4 bits are taken for 8 less than they are: it is what 8 means.)"""
+    scale, *stored = scales_of(b, packing, block, group)
+    if not stored:
+        return scale, None
+    return scale, fma(b, scale, splat(FLOATS, 8.0), stored[0]) if packing.bits == 4 else stored[0]
 
 
 def x_sum_at(b: ir.IRBuilder, packing: Packing, address: Any) -> Any:
-    """The sum of a block's numbers of x, in all lanes, where least numbers are stored."""
+    """The sum of a group's numbers of x, in all lanes, where least numbers are stored."""
     return load_repeated(b, address, FLOAT) if packing.has_least else None
 
 
 def add_middle(b: ir.IRBuilder, total: Any, middle: Any, x_sum: Any) -> Any:
-    """To the totals of a row of x, what belongs to a block's sum of it, by `scale_and_middle` and `x_sum_at`."""
+    """To the totals of a row of x, what belongs to a group's sum of it, by `scale_and_middle` and `x_sum_at`."""
     return total if middle is None else fma(b, x_sum, middle, total)
 
 
@@ -139,7 +144,7 @@ def codes_of(b: ir.IRBuilder, packing: Packing, block: Any) -> Any:
     """The address of a block's codes. `codes` and `dots` have them, of 8 bits, as [pair of numbers][row of the
     panel][number of the pair]; of 4, as four lines of words, [row of the panel][number of the pair], whose bits from
     4 * i on are of pair 4 * i + line."""
-    return b.add(block, INT64(2 * TILE * packing.num_halves))
+    return b.add(block, INT64(packing.scale_bytes * TILE * packing.num_scales))
 
 
 def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
@@ -219,16 +224,18 @@ def loop_over_pairs(
     blocks: Sequence[Any],
     start: list[Any],
     body: Callable[[Any, list[Any], list[Any]], list[Any]],
+    group: int = 0,
 ) -> list[Any]:
-    """`state = body(pair, codes, state)` for all pairs of numbers of some blocks, an int64 and what each block has of
-    their codes, signed, as bfloat16: [row of the panel][number of the pair]."""
+    """`state = body(pair, codes, state)` for all pairs of numbers of a group of some blocks, an int64 and what each
+    block has of their codes, signed, as bfloat16: [row of the panel][number of the pair]."""
     unpackers = [_pairs(b, packing, block, as_numbers=False) for block in blocks]
-    count = unpackers[0][1]
-    at_once = count // 4  # a loop's turn is four pairs, whichever way codes lie
+    at_once = unpackers[0][1] // 4  # a loop's turn is four pairs, whichever way codes lie
+    count = unpackers[0][1] // packing.num_groups
 
     def step(number: Any, state: list[Any]) -> list[Any]:
         for i in range(at_once):
-            for found in zip(*(some(b.add(number, INT64(i))) for some, _ in unpackers), strict=True):
+            place = b.add(number, INT64(group * count + i))
+            for found in zip(*(some(place) for some, _ in unpackers), strict=True):
                 state = body(found[0][0], [vector for _, vector in found], state)
         return state
 
@@ -241,17 +248,19 @@ def _pairs(
     """What unpacks some pairs of a block, by a number of it, an LLVM value below the second result."""
     codes = codes_of(b, packing, block)
     if packing.bits == 8:
-        scales = []
-        if as_numbers:
-            (scale,) = scales_of(b, packing, block)
-            scales = [take(b, scale, [i // 2 for i in range(start, start + LANES)]) for start in (0, LANES)]
+        groups = _by_pairs(b, packing, block) if as_numbers else []
 
         def of_bytes(pair: Any) -> Iterator[Pair]:
             start = b.add(codes, b.mul(pair, INT64(2 * LANES)))
             parts = [load(b, b.add(start, INT64(LANES * i)), INT8S) for i in range(2)]
             numbers = [b.sitofp(b.sext(part, INTS), FLOATS) for part in parts]
             if as_numbers:
-                numbers = [b.fmul(number, each) for number, each in zip(numbers, scales, strict=True)]
+                is_first = b.icmp_signed("<", pair, INT64(BLOCK // 4))
+                own = (
+                    groups[0] if len(groups) == 1 else [b.select(is_first, *both) for both in zip(*groups, strict=True)]
+                )
+                scales, least = own[:2], own[2:] or [splat(FLOATS, -0.0)] * 2
+                numbers = [fma(b, *each) for each in zip(numbers, scales, least, strict=True)]
             yield pair, to_bfloat16_by_instruction(b, *numbers)
 
         return of_bytes, BLOCK // 2
@@ -271,6 +280,14 @@ def _pairs(
             yield b.add(line, INT64(4 * i)), found
 
     return of_words, 4
+
+
+def _by_pairs(b: ir.IRBuilder, packing: Packing, block: Any) -> list[list[Any]]:
+    """By group, scales and least numbers of 16 rows, each once for either number of a pair: of 8 rows, then 8 more."""
+    return [
+        [take(b, each, [i // 2 for i in range(start, start + LANES)]) for each in stored for start in (0, LANES)]
+        for stored in (scales_of(b, packing, block, group) for group in range(packing.num_groups))
+    ]
 
 
 def _bfloat16(number: int) -> int:

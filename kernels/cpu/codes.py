@@ -3,7 +3,7 @@
 """The product of rows with a packed weight (`kernels.packed`) in the CPU's matrix tiles, which take bfloat16.
 
 A code is a whole number of at most 8 bits, which bfloat16 has exactly. So its product with a part of x is exact, and
-scales multiply the sums of a block's 32 products:
+scales multiply the sums of a block's 32 products, which have one scale here (with two, `byte_dots` multiplies them):
 
     x  --split-->  1 or 3 parts  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
@@ -97,12 +97,12 @@ _SPLIT_NS = 0.3  # about what an element takes
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
-    halves, codes = panels_of(rows, packing, TILE)
+    scales, codes = panels_of(rows, packing, TILE)
     if packing.bits == 8:  # [panel, block, pair of numbers, row, 2]
-        return join_blocks(halves, codes.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)).view(rows.shape)
+        return join_blocks(scales, codes.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)).view(rows.shape)
     numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (4, 4, 2))  # pairs 4 * i + line
     numbers = numbers.permute(0, 2, 4, 1, 5, 3)  # [panel, block, line, row, number of the pair, i]
-    return join_blocks(halves, numbers[..., ::2] | numbers[..., 1::2] << 4).view(rows.shape)
+    return join_blocks(scales, numbers[..., ::2] | numbers[..., 1::2] << 4).view(rows.shape)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:

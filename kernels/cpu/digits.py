@@ -74,8 +74,8 @@ def join_digits(b: ir.IRBuilder, high: Any, low: Any) -> Any:
 
 
 def rounding(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]], least: float) -> tuple[Any, Any]:
-    """By block of two vectors of numbers that become whole ones of -127 to 127: what one is worth, which is not finite
-    where a number is not, and about the inverse. `least`: what the largest is taken for where it is less."""
+    """By block of one vector of numbers, or two, that become whole ones of -127 to 127: what one is worth, which is not
+    finite where a number is not, and about the inverse. `least`: what the largest is taken for where it is less."""
     bits = largest_bits(b, blocks)
     floats = ir.VectorType(FLOAT, bits.type.count)
     largest, at_least = b.bitcast(bits, floats), splat(floats, least)
@@ -86,7 +86,9 @@ def rounding(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]], least: float) -> 
 def largest_bits(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> Any:
     """By block, the bits of its largest number without a sign."""
     sizes = [[b.and_(b.bitcast(each, INTS), splat(INTS, 0x7FFFFFFF)) for each in block] for block in blocks]
-    return largest_lanes(b, [b.select(b.icmp_signed(">", *each), *each) for each in sizes])
+    return largest_lanes(
+        b, [b.select(b.icmp_signed(">", *each), *each) if len(each) > 1 else each[0] for each in sizes]
+    )
 
 
 @intrinsic(prefer_literal=True)

@@ -21,7 +21,6 @@ from numba.extending import intrinsic
 from ..packed import BLOCK, PACKINGS
 from .code_words import (
     WIDTH,
-    WORDS,
     add_middle,
     ahead_of,
     blocks_of,
@@ -36,6 +35,7 @@ from .kv_prefetch import fetch_pieces
 from .tile_product import STEP_BYTES, span_bytes
 from .vectors import (
     FLOATS,
+    INT16,
     INT32,
     INT64,
     INTS,
@@ -56,35 +56,38 @@ from .vectors import (
 )
 
 ROWS = 8  # of x at a time: their sums for WIDTH panels leave registers for what is multiplied
-BLOCKS = 4  # that are summed at once
+SUMMED = 4  # groups that are summed at once
 BLOCK_BYTES = 2 * BLOCK  # of a row of x
 _SPAN = span_bytes(0) // BLOCK_BYTES  # blocks whose numbers are summed up, before that is added to the total
 _COUNTS = (1, 2, 4, 6, ROWS)  # of rows, that something is generated for
 _ZEROS = splat(FLOATS, 0.0)
 
 
-@intrinsic
-def sum_blocks(typing_context: Any, x: Any, num_blocks: Any, out: Any) -> Any:
-    """Write the sum of each block of a row of x, float32, and anything behind the last one, up to BLOCKS in all."""
+@intrinsic(prefer_literal=True)
+def sum_groups(typing_context: Any, per_block: Any, x: Any, num_groups: Any, out: Any) -> Any:
+    """Write the sum of each group of a row of x, float32, and anything behind the last one, up to SUMMED in all.
+    `per_block`, a constant: 1 or 2."""
+    group_bytes = BLOCK_BYTES // per_block.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        x, num_blocks, out = arguments
-        last = b.sub(num_blocks, INT64(1))
+        _, x, num_groups, out = arguments
+        last = b.sub(num_groups, INT64(1))
 
-        def pairs_of(k: Any) -> Any:
+        def lanes_of(k: Any) -> Any:
             existing = b.select(b.icmp_signed("<", k, last), k, last)
-            both = load(b, b.add(x, b.mul(existing, INT64(BLOCK_BYTES))), WORDS)
-            return b.fadd(*(from_bfloat16(b, take(b, both, range(i, i + LANES))) for i in (0, LANES)))
+            group = load(b, b.add(x, b.mul(existing, INT64(group_bytes))), ir.VectorType(INT16, group_bytes // 2))
+            parts = [from_bfloat16(b, take(b, group, range(i, i + LANES))) for i in range(0, group_bytes // 2, LANES)]
+            return parts[0] if len(parts) == 1 else b.fadd(*parts)
 
         def step(k: Any, _state: list[Any]) -> list[Any]:
-            totals = sum_lanes(b, [pairs_of(b.add(k, INT64(i))) for i in range(BLOCKS)])
+            totals = sum_lanes(b, [lanes_of(b.add(k, INT64(i))) for i in range(SUMMED)])
             store(b, totals, b.add(out, b.mul(k, INT64(4))))
             return []
 
-        loop_over(b, num_blocks, BLOCKS, [], step)
+        loop_over(b, num_groups, SUMMED, [], step)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 3), generate
+    return types.void(per_block, *[types.int64] * 3), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -103,7 +106,7 @@ def multiply_codes(
     cursor: Any,
 ) -> Any:
     """totals = the products of `num_rows` rows of x, ROWS at most, which are `x_row` bytes apart, and WIDTH panels,
-    `panel_step` bytes from one to the next. `x_sums`: what `sum_blocks` writes, `x_sums_row` bytes from row to row,
+    `panel_step` bytes from one to the next. `x_sums`: what `sum_groups` writes, `x_sums_row` bytes from row to row,
     where least numbers are stored. `packing`, the name of one, is a constant; cursor: see `kv_prefetch`."""
     kind = PACKINGS[packing.literal_value]
 
@@ -122,20 +125,25 @@ def multiply_codes(
                     fetch(b, kind, block, ahead)
                 fetch_pieces(b, cursor, 1)
 
+                for group in range(kind.num_groups):
+                    add_group(k, blocks, places, group)
+                return []
+
+            def add_group(k: Any, blocks: Sequence[Any], places: Sequence[Any], group: int) -> None:
                 def multiply(pair: Any, codes: list[Any], sums: list[Any]) -> list[Any]:
                     return _dots(b, places, pair, codes, sums)
 
-                sums = loop_over_pairs(b, kind, blocks, [_ZEROS] * (count * WIDTH), multiply)
-                is_first = b.icmp_signed("==", k, INT64(0))
-                ways = [scale_and_middle(b, kind, block) for block in blocks]
+                sums = loop_over_pairs(b, kind, blocks, [_ZEROS] * (count * WIDTH), multiply, group)
+                is_first = b.icmp_signed("==", k, INT64(0)) if group == 0 else ir.Constant(ir.IntType(1), 0)
+                ways = [scale_and_middle(b, kind, block, group) for block in blocks]
+                number = b.add(b.mul(k, INT64(kind.num_groups)), INT64(group))
                 for i, start in enumerate(sums_starts):
-                    x_sum = x_sum_at(b, kind, b.add(start, b.mul(k, INT64(4))))
+                    x_sum = x_sum_at(b, kind, b.add(start, b.mul(number, INT64(4))))
                     for j, (scale, middle) in enumerate(ways):
                         place = total_at(b, totals, i, j)
                         total = b.select(is_first, _ZEROS, load(b, place, FLOATS))
                         total = add_middle(b, total, middle, x_sum)
                         store(b, fma(b, sums[i * WIDTH + j], scale, total), place)
-                return []
 
             loop_over(b, num_blocks, 1, [], step)
 

@@ -3,7 +3,7 @@
 """The product of rows of bfloat16 with a packed weight (`kernels.packed`), by dot products of two numbers in a vector's
 lanes. For CPUs that are fast at them and have no matrix tiles for bfloat16.
 
-    up to 16 rows   codes, which bfloat16 has exactly; scales multiply the sums of a block's 32 products, as in `codes`
+    up to 16 rows   codes, which bfloat16 has exactly; scales multiply the sums of a group's products, as in `codes`
     more            numbers, rounded to bfloat16: the bits are those that `many_rows` has of weights in bfloat16
 
 Codes are unpacked as they are multiplied, in registers; numbers into memory, which is the core's second cache where
@@ -26,7 +26,7 @@ from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULT
 from .code_tiles import unpack
 from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fetch_to_write, fits
 from .codes import lay_out
-from .dot_vectors import BLOCK_BYTES, BLOCKS, ROWS, multiply_codes, multiply_unpacked, sum_blocks
+from .dot_vectors import BLOCK_BYTES, ROWS, SUMMED, multiply_codes, multiply_unpacked, sum_groups
 from .intrinsics import pointer
 from .kv_prefetch import has_time, new_cursor, point_to_share
 from .many_rows import CHUNK_BYTES
@@ -120,7 +120,8 @@ def _entry(packing: str, is_short: bool, activation: str) -> Any:
 
 def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
     panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
-    has_least, is_gated, bias_bytes = PACKINGS[packing].has_least, activation != "", 2 * TILE
+    has_least, per_block = PACKINGS[packing].has_least, PACKINGS[packing].num_groups
+    is_gated, bias_bytes = activation != "", 2 * TILE
     column_bytes = TILE * size * (1 if is_gated else WIDTH)  # of a row of results that are computed together
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -144,13 +145,14 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
         totals = (own.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         memory = np.empty((0 if are_few else num_blocks * WIDTH * TILE_BYTES) + STEP_BYTES, np.uint8)
         unpacked = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
-        num_sums, sums_row = num_rows if are_few and has_least else 0, (num_blocks + BLOCKS - 1) // BLOCKS * BLOCKS
+        num_groups, num_sums = num_blocks * per_block, num_rows if are_few and has_least else 0
+        sums_row = (num_groups + SUMMED - 1) // SUMMED * SUMMED
         x_sums, sums_step = np.empty((num_sums, sums_row), np.float32), 4 * sums_row
         if num_sums > 0 and a[CHOSEN] == 0:
             pair = first_item(num_threads, num_pairs * num_chunks, thread) % num_pairs
             fetch_pair(a[WEIGHT] + pair * next_pair, panel_bytes, panel_step)
         for i in range(num_sums):
-            sum_blocks(a[X] + i * x_row, num_blocks, x_sums.ctypes.data + i * sums_step)
+            sum_groups(per_block, a[X] + i * x_row, num_groups, x_sums.ctypes.data + i * sums_step)
         results = np.empty(NUM_WORDS, np.int64)  # see `code_results`
         results[TOTALS], results[BIASES_STEP], results[RESULTS_STEP] = totals, bias_step, out_row
         cursor = new_cursor()

@@ -15,7 +15,7 @@ Weights come in three precisions:
 
 Those that are packed (`kernels.packed`) are multiplied with x in float32 or bfloat16: in matrix tiles (`codes`); else,
 in vectors, in bfloat16 by its dot products where they are fast (`dots`), otherwise by those of bytes, or by what AVX2
-has for bytes and words (`byte_dots`: x in bfloat16 is rounded to 16 bits of the largest of each 32 numbers); and
+has for bytes and words (`byte_dots`: x in bfloat16 is rounded to 16 bits of the largest of those with one scale); and
 without these in float32 (`panels`: the same sums of the same numbers; x in bfloat16 is widened). They are unpacked
 part by part, in registers or into a core's caches. Where x may be rounded to 8 bits, one product of bytes takes the
 place of two or three (`rounded_dots`).
@@ -175,14 +175,14 @@ def linear_packed(
     """See `ops.linear_packed`."""
     if len(x) == 0:
         return x.new_empty(0, len(weight), dtype=out_dtype)
-    return _packed_kernel(x.dtype, in_int8).linear(x, weight, bias, packing, out_dtype)
+    return _packed_kernel(packing, x.dtype, in_int8).linear(x, weight, bias, packing, out_dtype)
 
 
 def linear_gated_packed(
     x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str, in_int8: bool
 ) -> Tensor:
     """See `ops.linear_gated_packed`."""
-    gated = _GATED.get(_packed_kernel(x.dtype, in_int8))
+    gated = _GATED.get(_packed_kernel(packing, x.dtype, in_int8))
     if gated is not None and len(x) > 0 and codes.fits_gated(len(weight), activation):
         return gated(x, weight, bias, packing, activation)
     return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype, in_int8), activation)
@@ -190,15 +190,16 @@ def linear_gated_packed(
 
 def bounds_packed(packing: Packing, dtype: torch.dtype) -> bool:
     """See `ops.bounds_packed`."""
-    way = _CHOOSING.get(_packed_kernel(dtype, in_int8=False))
-    return way is not None and not packing.has_least and way.pays(packing, dtype)
+    way = _CHOOSING.get(_packed_kernel(packing, dtype, in_int8=False))
+    is_bounded = not packing.has_least and packing.num_groups == 1
+    return way is not None and is_bounded and way.pays(packing, dtype)
 
 
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
     """See `ops.likeliest_packed`."""
     if not bounds_packed(packing, x.dtype) or len(x) == 0:
         return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32, in_int8=False))
-    return choose_likeliest(_packed_kernel(x.dtype, in_int8=False), x, weight, packing, lengths)
+    return choose_likeliest(_packed_kernel(packing, x.dtype, in_int8=False), x, weight, packing, lengths)
 
 
 def choose_likeliest(kernel: _PackedKernel, x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
@@ -215,21 +216,23 @@ def choose_likeliest(kernel: _PackedKernel, x: Tensor, weight: Tensor, packing: 
 
 def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype, in_int8: bool) -> Tensor:
     """See `ops.lay_out_packed`."""
-    return _packed_kernel(dtype, in_int8).lay_out(rows, packing)
+    return _packed_kernel(packing, dtype, in_int8).lay_out(rows, packing)
 
 
-def fits_packed(shape: tuple[int, int], dtype: torch.dtype, in_int8: bool) -> bool:
+def fits_packed(shape: tuple[int, int], packing: Packing, dtype: torch.dtype, in_int8: bool) -> bool:
     """See `ops.fits_packed`."""
-    kernel = _packed_kernel(dtype, in_int8)
+    kernel = _packed_kernel(packing, dtype, in_int8)
     return dtype in kernel.DTYPES and kernel.fits(*shape) and (kernel is rounded_dots or not in_int8)
 
 
 @cache
-def _packed_kernel(dtype: torch.dtype, in_int8: bool) -> _PackedKernel:
-    """The fastest on this CPU for x of a dtype, which may be rounded to 8 bits (`in_int8`), or not."""
-    if matrix_tiles.are_available():
+def _packed_kernel(packing: Packing, dtype: torch.dtype, in_int8: bool) -> _PackedKernel:
+    """The fastest on this CPU for x of a dtype, which may be rounded to 8 bits (`in_int8`), or not. (A matrix tile sums
+    up all products of a block, whose groups may have different scales.)"""
+    in_tiles = matrix_tiles.are_available()
+    if in_tiles and packing.num_groups == 1:
         return codes
-    if in_int8 and has_products():
+    if in_int8 and has_products() and not in_tiles:
         return rounded_dots
     if dtype == torch.bfloat16 and dots_are_fast():
         return dots

@@ -62,8 +62,11 @@ def _widened_half(bits: Any) -> Any:
 
 
 def _unpack_worker(packing: str, sources: str) -> Any:
-    bits, has_least, num_halves = PACKINGS[packing].bits, PACKINGS[packing].has_least, PACKINGS[packing].num_halves
-    row_blocks_bytes, code_bytes = PACKINGS[packing].block_bytes, BLOCK * bits // 8
+    kind = PACKINGS[packing]
+    bits, has_least, has_halves, num_kinds = kind.bits, kind.has_least, kind.scale_bytes == 2, kind.num_kinds
+    scales_bytes, row_blocks_bytes, per_block = kind.num_scales * kind.scale_bytes, kind.block_bytes, kind.num_groups
+    code_bytes = BLOCK * bits // 8 // per_block  # of a group
+    group_size, stored_as = BLOCK // per_block, np.uint16 if has_halves else np.float32
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(packing)
@@ -81,21 +84,25 @@ def _unpack_worker(packing: str, sources: str) -> Any:
             for index in range(first, stop):
                 place = min(max(places[index], np.int64(0)), a.num_places - 1)  # nothing else is read, whatever it is
                 start = a.rows + place * row_bytes
-                halves = carray(pointer(start), (num_halves, num_blocks), np.uint16)
+                num_groups = num_blocks * per_block
+                stored = carray(pointer(start), (num_kinds, num_groups), stored_as)
                 codes = carray(
-                    pointer(start + 2 * num_halves * num_blocks),
-                    (num_blocks, code_bytes),
+                    pointer(start + scales_bytes * num_blocks),
+                    (num_groups, code_bytes),
                     np.int8 if bits == 8 else np.uint8,
                 )
-                for k in range(num_blocks):
-                    scale = _widened_half(halves[0, k])
-                    least = _widened_half(halves[num_halves - 1, k]) if has_least else scale * np.float32(-8.0)
+                for k in range(num_groups):
+                    scale = _widened_half(stored[0, k]) if has_halves else stored[0, k]
+                    least = np.float32(0.0) if bits == 8 else scale * np.float32(-8.0)
+                    if has_least:
+                        least = _widened_half(stored[1, k]) if has_halves else stored[1, k]
                     for i in range(code_bytes):
                         if bits == 8:
-                            row[BLOCK * k + i] = np.float32(codes[k, i]) * scale
+                            number = np.float32(codes[k, i]) * scale
+                            row[group_size * k + i] = number + least if has_least else number
                         else:
-                            row[BLOCK * k + i] = np.float32(codes[k, i] & 15) * scale + least
-                            row[BLOCK * k + code_bytes + i] = np.float32(codes[k, i] >> 4) * scale + least
+                            row[group_size * k + i] = np.float32(codes[k, i] & 15) * scale + least
+                            row[group_size * k + code_bytes + i] = np.float32(codes[k, i] >> 4) * scale + least
                 store_row(row, num_numbers, a.short, a.out + index * num_numbers * size)
 
     return worker

@@ -60,19 +60,23 @@ _HALVES = ir.VectorType(INT16, LANES)
 
 
 class _Block(NamedTuple):
-    """Vectors of the rows' scales and least numbers, and the address of their codes."""
+    """Vectors of the rows' scales and least numbers, by group, and the address of their codes."""
 
     packing: Packing
-    scale: Any
-    least: Any
+    scales: Sequence[Any]
+    least: Sequence[Any]  # none of codes of 8 bits where they are not stored
     codes: Any
 
     @classmethod
     def at(cls, b: ir.IRBuilder, packing: Packing, address: Any) -> _Block:
-        halves = [load(b, b.add(address, INT64(2 * PANEL * i)), _HALVES) for i in range(packing.num_halves)]
-        scale, *stored = (widen_halves(b, half) for half in halves)
-        least = stored[0] if stored else b.fmul(scale, splat(FLOATS, -8.0))
-        return cls(packing, scale, least, b.add(address, INT64(2 * PANEL * packing.num_halves)))
+        size, count, found = packing.scale_bytes, packing.num_groups, []
+        for i in range(packing.num_scales):
+            place = b.add(address, INT64(size * PANEL * i))
+            found.append(load(b, place, FLOATS) if size == 4 else widen_halves(b, load(b, place, _HALVES)))
+        scales, least = found[:count], found[count:]
+        if packing.bits == 4 and not least:
+            least = [b.fmul(scale, splat(FLOATS, -8.0)) for scale in scales]
+        return cls(packing, scales, least, b.add(address, INT64(size * PANEL * packing.num_scales)))
 
     def words(self, b: ir.IRBuilder, i: int) -> Any:
         """CODES of 4 bits for each row."""
@@ -81,12 +85,13 @@ class _Block(NamedTuple):
     def number(self, b: ir.IRBuilder, words: Any, shift: Any) -> Any:
         """By the code of each row in its word, so many bits up."""
         code = b.and_(b.lshr(words, shift), splat(INTS, 15))
-        return fma(b, b.sitofp(code, FLOATS), self.scale, self.least)
+        return fma(b, b.sitofp(code, FLOATS), self.scales[0], self.least[0])
 
-    def number_of_byte(self, b: ir.IRBuilder, number: Any) -> Any:
-        """By codes of 8 bits; which number, int64."""
+    def number_of_byte(self, b: ir.IRBuilder, number: Any, group: int) -> Any:
+        """By codes of 8 bits; which number, int64, and the group that it is in."""
         code = b.sext(load(b, b.add(self.codes, b.mul(number, INT64(PANEL))), INT8S), INTS)
-        return b.fmul(b.sitofp(code, FLOATS), self.scale)
+        wide = b.sitofp(code, FLOATS)
+        return fma(b, wide, self.scales[group], self.least[group]) if self.least else b.fmul(wide, self.scales[group])
 
 
 def _numbers(b: ir.IRBuilder, packing: Packing, address: Any, classes: range) -> Iterator[tuple[int, Any]]:
@@ -98,7 +103,7 @@ def _numbers(b: ir.IRBuilder, packing: Packing, address: Any, classes: range) ->
         if number % CLASSES not in classes:
             continue
         if packing.bits == 8:
-            yield number, block.number_of_byte(b, INT64(number))
+            yield number, block.number_of_byte(b, INT64(number), number * packing.num_groups // BLOCK)
         else:
             yield number, block.number(b, words, splat(INTS, 4 * (number % CODES)))
 
@@ -108,7 +113,7 @@ def _numbers_of_class(b: ir.IRBuilder, packing: Packing, address: Any, which: An
     block = _Block.at(b, packing, address)
     for first in range(0, BLOCK, CLASSES):
         if packing.bits == 8:
-            yield block.number_of_byte(b, b.add(which, INT64(first)))
+            yield block.number_of_byte(b, b.add(which, INT64(first)), first * packing.num_groups // BLOCK)
         else:
             shift = b.trunc(b.mul(b.add(which, INT64(first % CODES)), INT64(4)), INT32)
             yield block.number(b, block.words(b, first // CODES), broadcast(b, shift, LANES))

@@ -90,12 +90,12 @@ def fits(out_features: int, in_features: int) -> bool:
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
-    halves, codes = panels_of(rows, packing, PANEL)
+    scales, codes = panels_of(rows, packing, PANEL)
     if packing.bits == 8:
-        return join_blocks(halves, codes.permute(0, 2, 3, 1)).view(rows.shape)
+        return join_blocks(scales, codes.permute(0, 2, 3, 1)).view(rows.shape)
     numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (-1, CODES))
     pairs = numbers[..., ::2] | numbers[..., 1::2] << 4  # [panel, row, block, vector, 4 bytes]
-    return join_blocks(halves, pairs.permute(0, 2, 3, 1, 4)).view(rows.shape)
+    return join_blocks(scales, pairs.permute(0, 2, 3, 1, 4)).view(rows.shape)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:

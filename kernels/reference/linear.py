@@ -30,7 +30,7 @@ def linear_packed(
     x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype, in_int8: bool
 ) -> Tensor:
     """See `ops.linear_packed`."""
-    x = _in_int8(x.float()) if in_int8 else x.float()
+    x = _in_int8(x.float(), packing) if in_int8 else x.float()
     return linear(x, unpack(weight, packing), None if bias is None else bias.float()).to(out_dtype)
 
 
@@ -66,13 +66,13 @@ def looks_up_packed(_dtype: torch.dtype) -> bool:
     return True
 
 
-def fits_packed(shape: tuple[int, int], _dtype: torch.dtype, _in_int8: bool) -> bool:
+def fits_packed(shape: tuple[int, int], _packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> bool:
     """See `ops.fits_packed`."""
     return shape[0] % ROWS == 0 and shape[1] % BLOCK == 0
 
 
-def _in_int8(x: Tensor) -> Tensor:
-    """Rounded to whole multiples of 1/127 of the largest of each block."""
-    blocks = x.reshape(len(x), -1, BLOCK)
+def _in_int8(x: Tensor, packing: Packing) -> Tensor:
+    """Rounded to whole multiples of 1/127 of the largest of each group."""
+    blocks = x.reshape(len(x), -1, BLOCK // packing.num_groups)
     units = blocks.abs().amax(dim=-1, keepdim=True).clamp_(min=2.0**-100).div_(127)
     return blocks.div(units).round_().mul_(units).reshape(x.shape)

@@ -87,7 +87,7 @@ def looks_up_packed(_dtype: torch.dtype) -> bool:
     return False
 
 
-def fits_packed(_shape: tuple[int, int], _dtype: torch.dtype, _in_int8: bool) -> bool:
+def fits_packed(_shape: tuple[int, int], _packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> bool:
     """See `ops.fits_packed`: never."""
     return False
 

@@ -31,11 +31,13 @@ TOKENS, SIZE = 2000, 160  # an odd number of panels, and blocks that do not come
 
 
 def head(packing: Packing, seed: int = 0, *, scale: float = 0.02) -> torch.Tensor:
-    """Rows of any codes."""
+    """Rows of any codes; least numbers are zero."""
     generator = torch.Generator().manual_seed(seed)
-    halves = (torch.rand(TOKENS, SIZE // BLOCK, generator=generator) + 0.5) * scale
+    num_scales = SIZE // BLOCK * packing.num_groups
+    scales = ((torch.rand(TOKENS, num_scales, generator=generator) + 0.5) * scale).half().to(packing.scale_dtype)
+    least = torch.zeros_like(scales[:, : num_scales * (packing.num_kinds - 1)])
     codes = torch.randint(256, (TOKENS, SIZE * packing.bits // 8), generator=generator, dtype=torch.uint8)
-    return torch.cat([halves.half().view(torch.uint8), codes], dim=1)
+    return torch.cat([scales.view(torch.uint8), least.view(torch.uint8), codes], dim=1)
 
 
 def hidden(num_rows: int, seed: int = 1) -> torch.Tensor:
@@ -269,9 +271,7 @@ def test_a_graph_looks_anew(num_rows: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_any_packing_on_any_backend(backend: str, dtype: torch.dtype, packing: Packing) -> None:
     """By whatever this CPU multiplies with."""
-    least = torch.zeros(TOKENS, 2 * SIZE // BLOCK, dtype=torch.uint8) if packing.has_least else torch.empty(TOKENS, 0)
-    halves, codes = head(packing).split([2 * SIZE // BLOCK, SIZE * packing.bits // 8], dim=1)
-    rows = torch.cat([halves, least.to(torch.uint8), codes], dim=1)
+    rows = head(packing)
     with forced_backend(backend):
         weight = ops.lay_out_packed(rows, packing, dtype)
         for num_rows in (0, 1, 2, 8, 40):

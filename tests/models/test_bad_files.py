@@ -17,6 +17,7 @@ from quire.engine.config import EngineConfig
 from quire.engine.errors import ConfigError, QuireError
 from quire.engine.model_source import ModelInfo, load_model_info
 from quire.kernels import ops
+from quire.kernels.packed import IN_8_BITS
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.model_check import check_model
 
@@ -112,7 +113,8 @@ def test_configurations_that_cannot_be(llama: Path, settings: dict[str, Any], me
 
 
 @pytest.mark.skipif(
-    not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
+    not ops.fits_packed((64, 64), IN_8_BITS, torch.float32, torch.device("cpu"), in_int8=True),
+    reason="no kernel rounds x here",
 )
 def test_a_number_that_is_too_large_for_8_bits(tmp_path: Path) -> None:
     """Scales are float16. Whoever has such a weight learns which it is, and what to leave out."""

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from hf_reference import Reference
 from safetensors.torch import load_file, save_file
 from tiny_llama import VOCAB_SIZE, make_tiny_llama
@@ -27,7 +27,7 @@ from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_m
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.engine.tokenizer import load_tokenizer
 from quire.kernels import ops
-from quire.kernels.packed import PACKINGS, unpack
+from quire.kernels.packed import IN_8_BITS, PACKINGS, unpack
 from quire.workers import worker as worker_module
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
 from quire.workers.layers.attention import LayerCache
@@ -42,7 +42,8 @@ from quire.workers.quantization import PackedBlueprint, blueprint_for
 from quire.workers.worker import Worker, building, check_heads, resolve_device
 
 rounds_in_int8 = pytest.mark.skipif(
-    not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
+    not ops.fits_packed((64, 64), IN_8_BITS, torch.float32, torch.device("cpu"), in_int8=True),
+    reason="no kernel rounds x here",
 )
 
 
@@ -185,7 +186,7 @@ def test_gguf_holds_what_the_checkpoint_holds(tmp_path: Path, kind: GGMLQuantiza
     # Half a step of the quantization: values up to 1.3 in magnitude, in steps of 1/8, 1/15, 1/16, 1/31 and 1/127.
     steps = {"F32": 0.0, "Q4_0": 0.17, "Q4_1": 0.09, "Q5_0": 0.08, "Q5_1": 0.045}
     tolerance = steps.get(kind.name, 6e-3)
-    stay_packed = kind.name in ("Q4_0", "Q4_1", "Q8_0")
+    stay_packed = kind.name.startswith("Q")
     for (name, mine), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
         # The norms are vectors, and no panel ends with the 199th token of the embedding and the head.
         is_packed = stay_packed and name.endswith(("qkv.weight", "output.weight", "gate_up.weight", "down.weight"))
@@ -210,7 +211,7 @@ def packed_parts(path: Path, kind: GGMLQuantizationType) -> None:
     with open_gguf(path, head_dim=16) as tensors:
         for name, source in tensors.items():
             packing = source.packing
-            assert (packing is not None) is (kind.name.lower() in PACKINGS and len(source.shape) == 2), name
+            assert (packing is not None) is (kind.name.startswith("Q") and len(source.shape) == 2), name
             if packing is not None:
                 for index in ((slice(0, source.shape[0]), slice(0, source.shape[1])), (slice(16, 32), slice(32, 64))):
                     assert torch.equal(unpack(source.read_packed(index), packing), source.read(index)), name
@@ -246,7 +247,8 @@ def test_ranks_hold_packed_parts(tmp_path: Path, tied: bool) -> None:
 
 
 @pytest.mark.skipif(
-    not ops.fits_packed((64, 64), torch.bfloat16, torch.device("cpu")), reason="bfloat16 does not stay packed here"
+    not ops.fits_packed((64, 64), IN_8_BITS, torch.bfloat16, torch.device("cpu")),
+    reason="bfloat16 does not stay packed here",
 )
 def test_ranks_gather_logits_of_one_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of two has a row less, so that its share of the head is no whole panels and is unpacked."""
@@ -263,8 +265,18 @@ def test_ranks_gather_logits_of_one_dtype(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_pieces_that_are_packed_differently(tmp_path: Path) -> None:
-    """V in another way than Q and K, as many files have it: their common matrix is unpacked."""
+    """V in another way than Q and K, as many files have it: their common matrix is packed in a way that holds both, and
+    has the same numbers. One that is not packed leaves none of it so."""
     path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, {"v_proj": GGMLQuantizationType.Q8_0})
+    info = info_of(path)
+    attention, native = load(info).model.layers["0"].attention, blueprint_of(info)
+    whole = native.build(ParallelContext())
+    native.load(whole, info, progress=False)
+    assert isinstance(attention.qkv.weight, PackedParameter)
+    assert attention.qkv.weight.packing.name == "q5_k"
+    assert torch.equal(numbers_of(attention.qkv.weight), whole.layers["0"].attention.qkv.weight)
+    assert attention.output.weight.packing.name == "q4_1"
+    path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, {"v_proj": GGMLQuantizationType.F16})
     attention = load(info_of(path)).model.layers["0"].attention
     assert not isinstance(attention.qkv.weight, PackedParameter)
     assert isinstance(attention.output.weight, PackedParameter)
@@ -315,8 +327,8 @@ def test_only_the_first_stage_looks_tokens_up(tmp_path: Path, quantization: Lite
 @pytest.mark.parametrize("kind", ["Q4_1", "F16", "Q4_1 and Q8_0"])
 @rounds_in_int8
 def test_packed_weights_in_int8(tmp_path: Path, kind: str, tied: bool) -> None:
-    """What is packed in the file has its numbers; what is not, or not alike within a matrix, is packed in 8 bits. The
-    head does not round what multiplies it. What is looked up is not rounded again."""
+    """What is packed in the file has its numbers; what is not is packed in 8 bits. The head does not round what
+    multiplies it. What is looked up is not rounded again."""
     stored, config = GGMLQuantizationType[kind.partition(" ")[0]], {"vocab_size": 224, "tie_word_embeddings": tied}
     others = {"v_proj": GGMLQuantizationType.Q8_0} if "and" in kind else {}
     info = info_of(_tiny_gguf(tmp_path, stored, others, **config))
@@ -331,9 +343,9 @@ def test_packed_weights_in_int8(tmp_path: Path, kind: str, tied: bool) -> None:
         assert isinstance(weight, PackedParameter), name
         assert weight.in_int8 is not is_head
         numbers, expected = numbers_of(weight), numbers_of(theirs[name])
-        is_stored = kind != "F16" and not (others and name.endswith("qkv.weight"))
-        assert weight.packing.name == ("q4_1" if is_stored else "q8_0")
-        if is_stored:
+        is_joint = others and name.endswith("qkv.weight")
+        assert weight.packing.name == ("q8_0" if kind == "F16" else "q5_k" if is_joint else "q4_1")
+        if kind != "F16":
             torch.testing.assert_close(numbers, expected, rtol=0 if is_head else 2**-22, atol=0)
         else:
             off, largest = (each.abs().unflatten(1, (-1, 32)).amax(dim=2) for each in (numbers - expected, expected))
@@ -396,28 +408,6 @@ def _tiny_gguf(
     path = folder / "model.gguf"
     _write_gguf(path, state, kind, others)
     return path
-
-
-@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS"])
-def test_gguf_parts_of_superblocks(tmp_path: Path, kind: str) -> None:
-    """Kinds with blocks of 256: any rows and columns are those of the whole tensor dequantized."""
-    from gguf.quants import dequantize
-
-    type_ = GGMLQuantizationType[kind]
-    block_size, block_bytes = GGML_QUANT_SIZES[type_]
-    raw = np.random.default_rng(0).integers(0, 256, (6, 512 // block_size * block_bytes), dtype=np.uint8)
-    path = tmp_path / "model.gguf"
-    writer = GGUFWriter(path, "llama")
-    writer.add_tensor("blk.0.ffn_down.weight", raw, raw_dtype=type_)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with open_gguf(path, head_dim=16) as tensors:
-        source = tensors["model.layers.0.mlp.down_proj.weight"]
-        assert source.shape == (6, 512)
-        part = source.read((slice(2, 5), slice(100, 300)))
-    np.testing.assert_array_equal(part.numpy(), dequantize(raw, type_)[2:5, 100:300])
 
 
 def _write_gguf(

@@ -16,6 +16,7 @@ from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.model_source import load_model_info
 from quire.kernels import ops
 from quire.kernels.dispatch import forced_backend
+from quire.kernels.packed import IN_8_BITS
 from quire.workers.layers.parameter import (
     Fp8Parameter,
     Int8Parameter,
@@ -89,7 +90,8 @@ def test_exact_on_the_grid(tmp_path: Path, family: str) -> None:
 
 
 @pytest.mark.skipif(
-    not ops.fits_packed((64, 64), torch.float32, torch.device("cpu"), in_int8=True), reason="no kernel rounds x here"
+    not ops.fits_packed((64, 64), IN_8_BITS, torch.float32, torch.device("cpu"), in_int8=True),
+    reason="no kernel rounds x here",
 )
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3", "qwen3-moe"])
 def test_packed_as_the_reference_computes_it(tmp_path: Path, family: str) -> None:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from quire.cluster.bench.commands import app
 from quire.kernels import ops
+from quire.kernels.packed import PACKINGS
 from quire.workers.kernel_bench.cases import Case
 from quire.workers.kernel_bench.measure import Limits, rated
 from quire.workers.kernel_bench.work import Work, attention_work, choice_work, experts_work, linear_work, write_kv_work
@@ -57,7 +58,7 @@ def test_it_prints_and_writes_what_it_measured(tmp_path: Path) -> None:
     assert all(result["us"] > 0 and result["share"] > 0 for result in results)
     assert document["result"]["limits"]["copy_gb_per_s"] > 0
     assert document["versions"]["torch"]
-    rounds = ops.fits_packed((192, 64), torch.float32, torch.device("cpu"), in_int8=True)
+    rounds = ops.fits_packed((192, 64), PACKINGS["q4_1"], torch.float32, torch.device("cpu"), in_int8=True)
     for text in (
         "limits measured here",
         "decode 3 x 20, fp8 cache",

@@ -153,7 +153,7 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
         weights["fp8"] = fp8.DTYPE
     kinds = [(kind, weight, False) for kind, weight in weights.items()]
     for name, in_int8 in ((packing.name, False), (f"{packing.name} in int8", True)):
-        if ops.fits_packed((out_features, in_features), dtype, device, in_int8=in_int8):
+        if ops.fits_packed((out_features, in_features), packing, dtype, device, in_int8=in_int8):
             kinds.append((name, packing, in_int8))
     for kind, weight, in_int8 in kinds:
         for num_rows in sizes.rows:

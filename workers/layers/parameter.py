@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.kernels import fp8, ops
 from quire.kernels.elementwise import activate_and_mul
-from quire.kernels.packed import BLOCK, IN_8_BITS, ROWS, Packing, pack
+from quire.kernels.packed import BLOCK, IN_8_BITS, ROWS, Packing, common, pack, repack
 from quire.kernels.packed import lengths as packed_lengths
 from quire.kernels.sampling import likeliest_tokens
 
@@ -146,9 +146,9 @@ class PackedRows(_Packed):
 
 
 class PackedParameter(_Packed):
-    """A matrix as packed as in its file, whose numbers are those that it would have unpacked; or packed as it is read
-    (`IN_8_BITS`). In memory, each row is `packing.row_bytes` long; the order of bytes is a backend's
-    (`ops.lay_out_packed`)."""
+    """A matrix as packed as in its file, or in what its pieces have in `common`, whose numbers are those that it would
+    have unpacked; or packed as it is read (`IN_8_BITS`). In memory, each row is `packing.row_bytes` long; the order of
+    bytes is a backend's (`ops.lay_out_packed`)."""
 
     x_dtype: torch.dtype  # of what it is multiplied with
     in_int8: bool  # which may be rounded to 8 bits: see `ops.linear_packed`
@@ -176,22 +176,24 @@ class PackedParameter(_Packed):
         return made
 
     @staticmethod
-    def can_pack(parameter: ShardedParameter, device: torch.device, *, in_int8: bool) -> bool:
+    def can_pack(parameter: ShardedParameter, packing: Packing, device: torch.device, *, in_int8: bool) -> bool:
         """Whether its pieces can be cut out in whole blocks, and it pays to multiply them so on a device."""
         pieces, (num_rows, num_columns) = parameter.pieces.values(), parameter.shape
         ends = [(piece.target[0].stop, ROWS) for piece in pieces]
         ends += [(end, BLOCK) for piece in pieces for end in (piece.source[1].start, piece.source[1].stop)]
-        fits = ops.fits_packed((num_rows, num_columns), parameter.dtype, device, in_int8=in_int8)
+        fits = ops.fits_packed((num_rows, num_columns), packing, parameter.dtype, device, in_int8=in_int8)
         return fits and all(end % size == 0 for end, size in ends)
 
     def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
-        if getattr(source, "packing", None) != self.packing:
+        stored: Packing | None = getattr(source, "packing", None)
+        if common([stored, self.packing]) != self.packing:
             super().weight_loader(source, piece)  # which reads numbers, and fills
             return
+        assert stored is not None
         if self.rows is not None:
             self.rows.weight_loader(source, piece)
         place, packed = self.pieces[piece], cast(PackedSource, source)
-        self._fill_rows(packed.read_packed(place.source), place.target[0])
+        self._fill_rows(repack(packed.read_packed(place.source), stored, self.packing), place.target[0])
 
     def fill(self, values: Tensor, target: Index | None = None) -> None:
         """Pack `values`, whole rows, into a part of the parameter or all of it. Raises `ValueError` like `pack`."""

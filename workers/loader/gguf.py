@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine.errors import ConfigError
 from quire.engine.gguf_file import GGUFTensor, read_gguf
-from quire.kernels.packed import BLOCK, PACKINGS, Packing
+from quire.kernels.packed import BLOCK, Packing, assemble
 
 from ..layers.parameter import Index, TensorSource
 
@@ -35,7 +35,7 @@ _LLAMA_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _INTERLEAVED_IN_FILE = ("attn_q", "attn_k")
-_PACKINGS = {2: PACKINGS["q4_0"], 3: PACKINGS["q4_1"], 8: PACKINGS["q8_0"]}  # by ggml's tensor types
+_AT_ONCE = 1 << 23  # numbers that are taken apart together
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,11 @@ class _GGUFSource:
 
     @property
     def packing(self) -> Packing | None:
-        """How it is packed, if kernels know it."""
-        return _PACKINGS.get(self.tensor.type_id) if len(self.shape) == 2 else None
+        """How it stays packed, if kernels know it."""
+        from .ggml_types import TYPES
+
+        stored = TYPES.get(self.tensor.type_id)
+        return stored.packing if stored is not None and len(self.shape) == 2 else None
 
     def read(self, index: Index) -> Tensor:
         from gguf import GGMLQuantizationType
@@ -70,20 +73,47 @@ class _GGUFSource:
         return torch.from_numpy(np.require(values, requirements=["C", "W"]))
 
     def read_packed(self, index: Index) -> Tensor:
-        """See `PackedSource`. A file has the scale and the least number of a block, if any, before its codes."""
-        assert self.packing is not None
+        """See `PackedSource`."""
+        from .ggml_types import TYPES
+
+        packing, split = TYPES[self.tensor.type_id]
         raw = self._in_our_order(self._rows(index))
-        blocks = raw.reshape(len(raw), -1, self.packing.block_bytes)
-        blocks = blocks[:, index[1].start // BLOCK : index[1].stop // BLOCK]
-        num_bytes = 2 * self.packing.num_halves
+        if split is None:
+            return self._rearranged(raw, index[1], packing)
+        packed = torch.empty(len(raw), packing.row_bytes(index[1].stop - index[1].start), dtype=torch.uint8)
+        step = max(1, _AT_ONCE // self.shape[1])
+        for start in range(0, len(raw), step):
+            rows = np.require(raw[start : start + step], requirements=["C", "W"])
+            parts = split(torch.from_numpy(rows).view(-1, self._block[1]))
+            scales, codes = (self._columns(part, len(rows), index[1]) for part in (parts.scales, parts.codes))
+            least = None if parts.least is None else self._columns(parts.least, len(rows), index[1])
+            packed[start : start + step] = assemble(packing, scales, least, codes)
+        return packed
+
+    def _rearranged(self, raw: npt.NDArray[np.uint8], columns: slice, packing: Packing) -> Tensor:
+        """Rows of blocks that have their scale and their least number, if any, before their codes."""
+        blocks = raw.reshape(len(raw), -1, packing.block_bytes)
+        blocks = blocks[:, columns.start // BLOCK : columns.stop // BLOCK]
+        num_bytes = 2 * packing.num_kinds
         halves = [blocks[:, :, i : i + 2].reshape(len(raw), -1) for i in range(0, num_bytes, 2)]
         return torch.from_numpy(np.concatenate([*halves, blocks[:, :, num_bytes:].reshape(len(raw), -1)], axis=1))
 
-    def _rows(self, index: Index) -> npt.NDArray[np.uint8]:
-        """[num_rows, row_bytes], as they lie in the file; of a vector, one."""
+    def _columns(self, part: Tensor, num_rows: int, columns: slice) -> Tensor:
+        """Of what blocks have for each number, or each few of them: [num_rows, those of some columns]."""
+        of_rows = part.view(num_rows, -1)
+        each = self.shape[1] // of_rows.shape[1]
+        return of_rows[:, columns.start // each : columns.stop // each]
+
+    @property
+    def _block(self) -> tuple[int, int]:
+        """Numbers and bytes of one."""
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-        block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(self.tensor.type_id)]
+        return GGML_QUANT_SIZES[GGMLQuantizationType(self.tensor.type_id)]
+
+    def _rows(self, index: Index) -> npt.NDArray[np.uint8]:
+        """[num_rows, row_bytes], as they lie in the file; of a vector, one."""
+        block_size, block_bytes = self._block
         row_bytes = self.shape[-1] // block_size * block_bytes
         first, last = (index[0].start, index[0].stop) if len(index) > 1 else (0, 1)
         start, stop = self.tensor.offset + first * row_bytes, self.tensor.offset + last * row_bytes

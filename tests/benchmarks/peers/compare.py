@@ -12,6 +12,7 @@ import psutil
 import torch
 
 from quire.kernels.ops import fits_packed
+from quire.kernels.packed import PACKINGS
 
 from . import answers
 from .checkpoint import export, num_parameters, packed_bytes
@@ -78,7 +79,7 @@ def has_precision(name: str, precision: str) -> bool:
 def _stays_packed(precision: str) -> bool:
     """On this CPU, in Quire."""
     dtype, in_int8 = (torch.bfloat16, True) if precision == "int8" else (getattr(torch, precision), False)
-    return fits_packed((576, 576), dtype, torch.device("cpu"), in_int8=in_int8)
+    return fits_packed((576, 576), PACKINGS["q4_1"], dtype, torch.device("cpu"), in_int8=in_int8)
 
 
 def _say_with(say: Callable[[str], None], prefix: str, text: str) -> None:

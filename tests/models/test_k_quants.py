@@ -1,0 +1,128 @@
+"""GGUF files in types whose blocks have 256 numbers, or codes that are looked up, stay packed with the same numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize
+
+from quire.engine.config import ModelConfig
+from quire.engine.model_source import load_model_info
+from quire.kernels.packed import unpack
+from quire.workers.blueprints import blueprint_of
+from quire.workers.layers.parameter import PackedParameter, PackedRows
+from quire.workers.loader.gguf import open_gguf
+from quire.workers.models.model import Model
+from quire.workers.parallel import Grid, ParallelContext
+from quire.workers.quantization import blueprint_for
+
+UNPACKED = ("IQ3_S", "TQ2_0")
+HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ2_0": (64,)}  # bytes; other types begin with theirs
+HIDDEN, MLP, VOCAB = 256, 512, 224
+SHAPES = {
+    "attn_q": (256, HIDDEN), "attn_k": (128, HIDDEN), "attn_v": (128, HIDDEN), "attn_output": (HIDDEN, 256),
+    "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP),
+}  # fmt: skip
+
+
+def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> np.ndarray:
+    """Rows of a quantized type: anything but for the float16, which are numbers."""
+    rng, (block_size, block_bytes) = np.random.default_rng(num_rows), GGML_QUANT_SIZES[kind]
+    blocks = rng.integers(0, 256, (num_rows * num_columns // block_size, block_bytes), dtype=np.uint8)
+    for place in HALVES.get(kind.name, (0, 2) if kind.name in ("Q4_K", "Q5_K") else (0,)):
+        blocks[:, place : place + 2] = rng.normal(0, 1e-4, (len(blocks), 1)).astype(np.float16).view(np.uint8)
+    return blocks.reshape(num_rows, -1)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K", "IQ4_XS", "IQ4_NL", *UNPACKED])
+def test_parts_of_a_tensor(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any rows and columns are those of the whole tensor dequantized; packed ones too, in whole blocks."""
+    type_, path = GGMLQuantizationType[kind], tmp_path / "model.gguf"
+    raw = random_blocks(type_, 48, 512)
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("blk.0.ffn_down.weight", raw, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_gguf(path, head_dim=16) as tensors:
+        source = tensors["model.layers.0.mlp.down_proj.weight"]
+        assert source.shape == (48, 512)
+        part = source.read((slice(2, 5), slice(100, 300)))
+        np.testing.assert_array_equal(part.numpy(), dequantize(raw, type_)[2:5, 100:300])
+        assert (source.packing is None) is (kind in UNPACKED)
+        if source.packing is None:
+            return
+        for index in ((slice(0, 48), slice(0, 512)), (slice(16, 33), slice(96, 320))):
+            rows = source.read_packed(index)
+            assert rows.shape[1] == source.packing.row_bytes(index[1].stop - index[1].start)
+            assert torch.equal(unpack(rows, source.packing), source.read(index))
+            with monkeypatch.context() as patched:
+                patched.setattr("quire.workers.loader.gguf._AT_ONCE", 1024)  # two rows
+                assert torch.equal(source.read_packed(index), rows)
+
+
+def write_model(path: Path, kind: str, others: dict[str, str]) -> None:
+    """A Llama of two layers; `others`: types of matrices that have another."""
+    writer = GGUFWriter(path, "llama")
+    for key, value in {
+        "block_count": 2, "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": MLP,
+        "attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 64,
+    }.items():  # fmt: skip
+        writer.add_uint32(f"llama.{key}", value)
+    writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
+    shapes = {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
+    for name, shape in {**shapes, "token_embd": (VOCAB, HIDDEN)}.items():
+        type_ = GGMLQuantizationType[others.get(name.rpartition(".")[2], kind)]
+        writer.add_tensor(f"{name}.weight", random_blocks(type_, *shape), raw_dtype=type_)
+    for name in ("blk.0.attn_norm", "blk.0.ffn_norm", "blk.1.attn_norm", "blk.1.ffn_norm", "output_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def build(path: Path, parallel: ParallelContext, *, is_packed: bool) -> Model:
+    config = ModelConfig(model=str(path))
+    info = load_model_info(config)
+    blueprint = blueprint_for(config, info, torch.device("cpu")) if is_packed else blueprint_of(info)
+    model = blueprint.build(parallel)
+    blueprint.load(model, info, progress=False)
+    return model
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "others", "joint"),
+    [
+        ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}, "q2_k"),  # Q4_K_M
+        ("Q5_K", {"attn_v": "Q6_K", "token_embd": "Q6_K"}, "q2_k"),
+        ("Q3_K", {"attn_v": "Q5_K", "attn_output": "Q4_K"}, "q2_k"),
+        ("IQ4_XS", {"attn_v": "Q5_K"}, "q5_k"),
+        ("Q6_K", {}, "q6_k"),
+    ],
+)
+def test_a_model(tmp_path: Path, kind: str, others: dict[str, str], joint: str, num_ranks: int) -> None:
+    """All matrices stay packed, on each rank, and have the numbers that the file stands for."""
+    path = tmp_path / "model.gguf"
+    write_model(path, kind, others)
+    for rank in range(num_ranks):
+        parallel = ParallelContext(rank, Grid(tensor_size=num_ranks))
+        packed, whole = (build(path, parallel, is_packed=is_packed) for is_packed in (True, False))
+        for (name, mine), numbers in zip(packed.named_parameters(), whole.parameters(), strict=True):
+            if numbers.dim() == 1:
+                continue
+            assert isinstance(mine, PackedParameter), name
+            if name.endswith("qkv.weight"):
+                assert mine.packing.name == joint
+            if name == "embedding.weight":
+                assert isinstance(mine.rows, PackedRows)
+                assert torch.equal(mine.embed(torch.arange(len(mine))), numbers)
+            found = mine.linear(torch.eye(numbers.shape[1])).T  # each sum has one term
+            largest = numbers.abs().amax(dim=1, keepdim=True)
+            assert ((found - numbers).abs() <= 2**-22 * 16 * largest).all(), name
