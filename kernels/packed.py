@@ -2,25 +2,29 @@
 
     number = scale * code + least        least: stored, or -8 * scale (codes of 4 bits), or 0 (8 bits, signed)
 
-Numbers come in blocks of 32, in which all or each half of them, a group, share a scale. A row is packed into bytes: its
-scales, the least numbers of its groups where they are stored, both float16 or float32, then its codes. Of 4 bits, byte
-i of a block holds the code of its number i in the lower half, and that of number 16 + i above.
+Numbers come in blocks of 32, in which all or each half of them, a group, share a scale. A scale and a least number are
+float16; or nested, as in llama.cpp's K-quants: a whole number of 8 bits times a float16 of 256 numbers.
+
+A row is packed into bytes: its scales' float16, those of its least numbers where these are stored; if nested the whole
+numbers of either, group by group; then its codes. Of 4 bits, byte i of a block holds the code of its number i in the
+lower half, and that of number 16 + i above.
 
 These are the types of llama.cpp's files in another order (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md),
-with the names of those that have such a form; which type becomes which is in `workers/loader/ggml_types.py`. K-quants
-store a scale as a product of two numbers of few bits: float32 holds that exactly. The product of a scale and a code is
-exact in float32 too, so that a number is rounded once, where one is computed at all.
+with the names of those that have such a form; which type becomes which is in `workers/loader/ggml_types.py`. Scales and
+their products with codes are exact in float32, so that a number is rounded once, where one is computed at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BLOCK = 32  # numbers that are multiplied together: must divide a row
+BLOCK = 32  # numbers that are multiplied together
+NESTED_BLOCKS = 8  # that share the float16 of nested scales
 _AT_ONCE = 1024  # rows that are unpacked together, to be looked at once
 ROWS = 16  # that backends may put in an order of their own
 
@@ -32,25 +36,33 @@ class Packing:
     name: str
     bits: int  # of a code: 4, or 8
     has_least: bool
-    scale_bytes: int = 2  # of a scale, and of a least number: 2 (float16), or 4 (float32)
+    is_nested: bool = False
     num_groups: int = 1  # of a block: 1, or of codes of 8 bits 2
+
+    @property
+    def unit(self) -> int:
+        """Numbers that must divide a row."""
+        return BLOCK * NESTED_BLOCKS if self.is_nested else BLOCK
 
     def num_numbers(self, row_bytes: int) -> int:
         """That a row of so many bytes holds."""
-        return row_bytes // self.block_bytes * BLOCK
+        return row_bytes // self._unit_bytes * self.unit
 
     def row_bytes(self, num_numbers: int) -> int:
-        """What a row of so many numbers, whole blocks, is packed into."""
-        return num_numbers // BLOCK * self.block_bytes
+        """What a row of so many numbers, whole units, is packed into."""
+        return num_numbers // self.unit * self._unit_bytes
 
-    def parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The scales and least numbers of packed rows, and their codes: [num_rows, bytes] uint8."""
-        num_bytes = rows.shape[1] // self.block_bytes * self.num_scales * self.scale_bytes
-        return rows[:, :num_bytes], rows[:, num_bytes:]
+    def blocks_bytes(self, num_rows: int) -> int:
+        """What a block of so many rows takes, with its share of what blocks have together."""
+        return num_rows * self._unit_bytes * BLOCK // self.unit
 
-    @property
-    def block_bytes(self) -> int:
-        return BLOCK * self.bits // 8 + self.num_scales * self.scale_bytes
+    def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The float16 of packed rows, what is nested in them, and their codes: [num_rows, bytes] uint8."""
+        num_units = rows.shape[1] // self._unit_bytes
+        num_bytes = 2 * self.num_kinds * num_units
+        num_nested = self.num_nested * num_units * self.unit // BLOCK
+        halves, nested, codes = rows.tensor_split((num_bytes, num_bytes + num_nested), dim=1)
+        return halves, nested, codes
 
     @property
     def num_kinds(self) -> int:
@@ -58,13 +70,18 @@ class Packing:
         return 2 if self.has_least else 1
 
     @property
-    def num_scales(self) -> int:
-        """And least numbers, of a block."""
-        return self.num_kinds * self.num_groups
+    def num_nested(self) -> int:
+        """Whole numbers, of a byte each, that a block has beside its codes."""
+        return self.num_kinds * self.num_groups if self.is_nested else 0
 
     @property
-    def scale_dtype(self) -> torch.dtype:
-        return torch.float16 if self.scale_bytes == 2 else torch.float32
+    def code_bytes(self) -> int:
+        """Of a block."""
+        return BLOCK * self.bits // 8
+
+    @property
+    def _unit_bytes(self) -> int:
+        return 2 * self.num_kinds + (self.code_bytes + self.num_nested) * (self.unit // BLOCK)
 
 
 PACKINGS = {
@@ -74,11 +91,11 @@ PACKINGS = {
         Packing("q4_1", 4, True),
         Packing("q5_1", 8, True),
         Packing("q8_0", 8, False),
-        Packing("q2_k", 8, True, 4, 2),
-        Packing("q4_k", 4, True, 4),
-        Packing("q5_k", 8, True, 4),
-        Packing("q6_k", 8, False, 4, 2),
-        Packing("iq4_xs", 8, False, 4),
+        Packing("q2_k", 8, True, True, 2),
+        Packing("q4_k", 4, True, True),
+        Packing("q5_k", 8, True, True),
+        Packing("q6_k", 8, False, True, 2),
+        Packing("iq4_xs", 8, False, True),
     )
 }
 
@@ -88,89 +105,105 @@ IN_8_BITS = PACKINGS["q8_0"]  # what `pack` gives
 
 def common(packings: Iterable[Packing | None]) -> Packing | None:
     """The smallest that holds the numbers of rows that are packed in any of some ways (`repack`), without rounding;
-    None where some are not packed."""
+    None where there is none, or some are not packed."""
     different = set(packings)
     if len(different) == 1:
         return different.pop()
     some = [packing for packing in different if packing is not None]
-    if len(some) < len(different):
+    if len(some) < len(different) or len({packing.is_nested for packing in some}) > 1:
         return None
-    wide = [packing for packing in some if packing.bits == 8]
-    # (Without a least number, a code of 4 bits is a signed one of 8: it is as much less as 8 means.)
-    has_least = any(packing.has_least for packing in some) or not wide
-    bits, num_groups = 8 if wide else 4, max(packing.num_groups for packing in some)
-    fit = (each for each in PACKINGS.values() if (each.bits, each.scale_bytes) == (bits, 4))
-    return next(each for each in fit if (each.has_least, each.num_groups) == (has_least, num_groups))
+    wanted = (
+        8,
+        any(packing.has_least for packing in some),
+        some[0].is_nested,
+        max(packing.num_groups for packing in some),
+    )
+    return next(
+        each for each in PACKINGS.values() if (each.bits, each.has_least, each.is_nested, each.num_groups) == wanted
+    )
+
+
+class Parts(NamedTuple):
+    """Of packed rows."""
+
+    scales: Tensor  # [num_rows, groups, or units where they are nested] float16
+    least: Tensor | None  # likewise, where least numbers are stored
+    nested: tuple[Tensor, ...]  # what scales, and least numbers, are multiplied by: [num_rows, groups] int8
+    codes: Tensor  # [num_rows, numbers] int8; of 4 bits, 0 to 15
+
+
+def assemble(packing: Packing, parts: Parts) -> Tensor:
+    """[num_rows, row_bytes] uint8."""
+    halves = [part.view(torch.uint8) for part in (parts.scales, parts.least) if part is not None]
+    codes = parts.codes.view(torch.uint8)
+    if packing.bits == 4:
+        lower, upper = codes.view(len(codes), -1, 2, BLOCK // 2).unbind(2)
+        codes = (lower | upper << 4).flatten(1)
+    return torch.cat([*halves, *(part.view(torch.uint8) for part in parts.nested), codes], dim=1)
+
+
+def take_apart(rows: Tensor, packing: Packing) -> Parts:
+    """What `assemble` took."""
+    halves, nested, codes = packing.parts(rows)
+    scales, *least = halves.contiguous().view(torch.float16).chunk(packing.num_kinds, dim=1)
+    whole = nested.contiguous().view(torch.int8).chunk(packing.num_kinds, dim=1) if packing.is_nested else ()
+    if packing.bits == 8:
+        codes = codes.contiguous().view(torch.int8)
+    else:
+        pairs = codes.reshape(len(rows), codes.shape[1] // packing.code_bytes, BLOCK // 2)
+        codes = torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1).view(torch.int8)
+    return Parts(scales, least[0] if least else None, tuple(whole), codes)
 
 
 def repack(rows: Tensor, packing: Packing, other: Packing) -> Tensor:
     """Rows in the way that `common` found for theirs and others: the same numbers."""
     if packing == other:
         return rows
-    scales, least, codes = _parts_of(rows, packing)
-    if packing.bits == 4 and least is None:
-        if other.has_least:
-            least = -8 * scales
-        else:
-            codes -= 8
+    scales, least, nested, codes = take_apart(rows, packing)
+    if packing.bits == 4 and not packing.has_least:
+        codes = codes - 8  # signed
     if other.has_least and least is None:
         least = torch.zeros_like(scales)
+        nested = (*nested, *(torch.zeros_like(part) for part in nested))
     repeats = other.num_groups // packing.num_groups
-    scales = scales.repeat_interleave(repeats, dim=1)
-    least = None if least is None else least.repeat_interleave(repeats, dim=1)
-    return assemble(other, scales, least, codes)
+    nested = tuple(part.repeat_interleave(repeats, dim=1) for part in nested)
+    return assemble(other, Parts(scales, least, nested, codes))
 
 
-def assemble(packing: Packing, scales: Tensor, least: Tensor | None, codes: Tensor) -> Tensor:
-    """Packed rows: [num_rows, row_bytes] uint8.
+def lay_panels(rows: Tensor, packing: Packing, panel: int, order: Callable[[Tensor], Tensor]) -> Tensor:
+    """Packed rows, whole panels of so many, as as many bytes: panel by panel; in a panel block by block, scales, least
+    numbers and codes, of either first the float16 or whole numbers of all rows. Nested ones have the float16 of 8
+    blocks before the first of them.
 
-    Args:
-        scales: [num_rows, groups] float, which the packing holds exactly.
-        least: likewise, where the packing has some.
-        codes: [num_rows, numbers] int8; of 4 bits, 0 to 15.
+    `order`: of codes [panel, row, block, bytes], what a kernel reads: [panel, block, ...].
     """
-    parts = [part.to(packing.scale_dtype).view(torch.uint8) for part in (scales, least) if part is not None]
-    if packing.bits == 4:
-        lower, upper = codes.view(torch.uint8).view(len(codes), -1, 2, BLOCK // 2).unbind(2)
-        codes = (lower | upper << 4).flatten(1)
-    return torch.cat([*parts, codes.view(torch.uint8)], dim=1)
-
-
-def panels_of(rows: Tensor, packing: Packing, panel: int) -> tuple[Tensor, Tensor]:
-    """Scales [panel, block, which, row, bytes], those of all groups and then least numbers, and codes [panel, row,
-    block, bytes] of packed rows."""
-    num_blocks, num_panels = rows.shape[1] // packing.block_bytes, len(rows) // panel
-    scales, codes = packing.parts(rows)
-    shape = (num_panels, panel, packing.num_kinds, num_blocks, packing.num_groups, packing.scale_bytes)
-    scales = scales.reshape(shape).permute(0, 3, 2, 4, 1, 5).flatten(2, 3)
-    return scales, codes.reshape(num_panels, panel, num_blocks, -1)
-
-
-def join_blocks(scales: Tensor, codes: Tensor) -> Tensor:
-    """[panel, block, bytes] of both, each [panel, block, ...]."""
-    return torch.cat([scales.flatten(2), codes.flatten(2)], dim=2)
+    num_panels, (halves, nested, codes) = len(rows) // panel, packing.parts(rows)
+    num_units = packing.num_numbers(rows.shape[1]) // packing.unit
+    per_unit = packing.unit // BLOCK
+    shared = halves.reshape(num_panels, panel, packing.num_kinds, num_units, 2).permute(0, 3, 2, 1, 4).flatten(2)
+    laid = [order(codes.reshape(num_panels, panel, num_units * per_unit, -1)).flatten(2)]
+    if packing.is_nested:
+        shape = (num_panels, panel, packing.num_kinds, num_units * per_unit, packing.num_groups)
+        laid.insert(0, nested.reshape(shape).permute(0, 3, 2, 4, 1).flatten(2))
+    blocks = torch.cat(laid, dim=2)
+    return torch.cat([shared, blocks.reshape(num_panels, num_units, -1)], dim=2).view(rows.shape)
 
 
 def unpack(rows: Tensor, packing: Packing) -> Tensor:
     """[num_rows, row_bytes] uint8 -> [num_rows, num_numbers] float32."""
-    scales, least, codes = _parts_of(rows, packing)
-    scale, numbers = scales[..., None], codes.reshape(*scales.shape, BLOCK // packing.num_groups).float()
-    if least is None and packing.bits == 4:
+    parts = take_apart(rows, packing)
+    num_groups = packing.num_numbers(rows.shape[1]) // BLOCK * packing.num_groups
+    scales, least = (None if part is None else part.float() for part in (parts.scales, parts.least))
+    assert scales is not None
+    if packing.is_nested:
+        each = NESTED_BLOCKS * packing.num_groups
+        scales = scales.repeat_interleave(each, dim=1) * parts.nested[0]
+        least = None if least is None else least.repeat_interleave(each, dim=1) * parts.nested[1]
+    elif packing.bits == 4 and least is None:
         least = -8 * scales
-    numbers *= scale
+    numbers = parts.codes.reshape(len(rows), num_groups, BLOCK // packing.num_groups).float()
+    numbers *= scales[..., None]
     return (numbers if least is None else numbers.add_(least[..., None])).flatten(1)
-
-
-def _parts_of(rows: Tensor, packing: Packing) -> tuple[Tensor, Tensor | None, Tensor]:
-    """What `assemble` takes."""
-    scales, codes = packing.parts(rows)
-    scale, *stored = scales.contiguous().view(packing.scale_dtype).float().chunk(packing.num_kinds, dim=1)
-    if packing.bits == 8:
-        codes = codes.contiguous().view(torch.int8)
-    else:
-        pairs = codes.reshape(len(rows), rows.shape[1] // packing.block_bytes, BLOCK // 2)
-        codes = torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1).view(torch.int8)
-    return scale, stored[0] if stored else None, codes
 
 
 def pack(numbers: Tensor) -> Tensor:

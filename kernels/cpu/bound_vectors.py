@@ -150,7 +150,7 @@ def bound(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, num_blocks, lengths, taken, x, x_row, num_rows, fetches, out = arguments
-        panel_step = b.mul(num_blocks, INT64(TILE * kind.block_bytes))
+        panel_step = b.mul(num_blocks, INT64(kind.blocks_bytes(TILE)))
         ahead = ahead_of(b, kind, panel_step, num_blocks)
 
         def of_rows(count: int) -> None:

@@ -37,7 +37,7 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
+from ..packed import BLOCK, PACKINGS, Packing, lay_panels
 from .byte_products import ONE_DIGIT, THREE_DIGITS, TWO_DIGITS, Way
 from .byte_rows import ROWS, place_of_row, split_row, words_at, x_block_bytes
 from .byte_vectors import multiply_packed, multiply_unpacked, unpack, unpacked_bytes
@@ -107,8 +107,7 @@ _SPLIT_NS = 0.3  # about what an element takes
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
-    scales, codes = panels_of(rows, packing, TILE)
-    return join_blocks(scales, codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4)).view(rows.shape)
+    return lay_panels(rows, packing, TILE, lambda codes: codes.unflatten(3, (-1, 4)).permute(0, 2, 3, 1, 4))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
@@ -202,7 +201,7 @@ def _split_worker(packing: str, num_digits: int, x_bytes: int, sources: str) -> 
 
 def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, activation: str, sources: str) -> Any:
     way, is_gated, x_bytes = Way(PACKINGS[packing], num_digits), activation != "", 2 if has_short_x else 4
-    panel_block, size, bias_bytes = TILE * way.kind.block_bytes, 2 if is_short else 4, TILE * x_bytes
+    panel_block, size, bias_bytes = way.kind.blocks_bytes(TILE), 2 if is_short else 4, TILE * x_bytes
     block_bytes, block_unpacked = x_block_bytes(way), unpacked_bytes(way)
     column_bytes = TILE * size * (1 if is_gated else WIDTH)  # of a row of results that are computed together
 

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ..packed import BLOCK, Packing
+from ..packed import BLOCK, NESTED_BLOCKS, Packing
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
     FLOAT,
@@ -74,10 +74,27 @@ def fits(out_features: int, in_features: int) -> bool:
     return out_features % TILE == 0 and out_features >= TILE * WIDTH and in_features % BLOCK == 0
 
 
-def blocks_of(b: ir.IRBuilder, packing: Packing, panel: Any, panel_step: Any, k: Any) -> list[Any]:
-    """The address of block `k` of each panel."""
-    offset = b.mul(k, INT64(TILE * packing.block_bytes))
-    return [b.add(b.add(panel, b.mul(panel_step, INT64(j))), offset) for j in range(WIDTH)]
+class Block(NamedTuple):
+    """Addresses, LLVM values: of a block of a panel (`packed.lay_panels`), and of what its scales are nested in."""
+
+    own: Any
+    shared: Any  # or None
+
+
+def block_of(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Block:
+    """Block `k` of the panel at an address."""
+    own_bytes = TILE * (packing.code_bytes + packing.num_nested)
+    if not packing.is_nested:
+        return Block(b.add(panel, b.mul(k, INT64(packing.blocks_bytes(TILE)))), None)
+    unit, number = b.udiv(k, INT64(NESTED_BLOCKS)), b.urem(k, INT64(NESTED_BLOCKS))
+    shared = b.add(panel, b.mul(unit, INT64(NESTED_BLOCKS * packing.blocks_bytes(TILE))))
+    first = b.add(shared, INT64(2 * TILE * packing.num_kinds))
+    return Block(b.add(first, b.mul(number, INT64(own_bytes))), shared)
+
+
+def blocks_of(b: ir.IRBuilder, packing: Packing, panel: Any, panel_step: Any, k: Any) -> list[Block]:
+    """Block `k` of each panel."""
+    return [block_of(b, packing, b.add(panel, b.mul(panel_step, INT64(j))), k) for j in range(WIDTH)]
 
 
 def tile_of(b: ir.IRBuilder, start: Any, k: Any, j: int) -> Any:
@@ -101,22 +118,25 @@ def share_of(work: Sequence[Step], number: int, count: int) -> Sequence[Step]:
     return work[number * len(work) // count : (number + 1) * len(work) // count]
 
 
-def scales_of(b: ir.IRBuilder, packing: Packing, block: Any, group: int = 0) -> list[Any]:
+def scales_of(b: ir.IRBuilder, packing: Packing, block: Block, group: int = 0) -> list[Any]:
     """The scales of a block's group of 16 rows, and their least numbers where those are stored."""
-    size, found = packing.scale_bytes, []
+    found = []
     for kind in range(packing.num_kinds):
-        place = b.add(block, INT64(size * TILE * (kind * packing.num_groups + group)))
-        found.append(load(b, place, FLOATS) if size == 4 else widen_halves(b, load(b, place, _HALVES)))
+        halves = load(b, b.add(block.shared if packing.is_nested else block.own, INT64(2 * TILE * kind)), _HALVES)
+        found.append(widen_halves(b, halves))
+        if packing.is_nested:
+            place = b.add(block.own, INT64(TILE * (kind * packing.num_groups + group)))
+            found[-1] = b.fmul(b.sitofp(b.sext(load(b, place, INT8S), INTS), FLOATS), found[-1])
     return found
 
 
-def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Any) -> list[Any]:
+def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Block) -> list[Any]:
     """Of 16 rows whose codes have 4 bits."""
     scale, *stored = scales_of(b, packing, block)
     return [scale, *(stored or [b.fmul(scale, splat(FLOATS, -8.0))])]
 
 
-def scale_and_middle(b: ir.IRBuilder, packing: Packing, block: Any, group: int = 0) -> tuple[Any, Any]:
+def scale_and_middle(b: ir.IRBuilder, packing: Packing, block: Block, group: int = 0) -> tuple[Any, Any]:
     """Of 16 rows: what the sums of a group's codes are multiplied with, and, where least numbers are stored, the sum of
     the group's numbers of x. (Codes of 4 bits are taken for 8 less than they are: it is what 8 means.)"""
     scale, *stored = scales_of(b, packing, block, group)
@@ -140,11 +160,11 @@ def total_at(b: ir.IRBuilder, totals: Any, row: int, panel: int) -> Any:
     return b.add(totals, INT64(STEP_BYTES * row + PANEL_TOTALS * panel))
 
 
-def codes_of(b: ir.IRBuilder, packing: Packing, block: Any) -> Any:
+def codes_of(b: ir.IRBuilder, packing: Packing, block: Block) -> Any:
     """The address of a block's codes. `codes` and `dots` have them, of 8 bits, as [pair of numbers][row of the
     panel][number of the pair]; of 4, as four lines of words, [row of the panel][number of the pair], whose bits from
     4 * i on are of pair 4 * i + line."""
-    return b.add(block, INT64(packing.scale_bytes * TILE * packing.num_scales))
+    return b.add(block.own, INT64(TILE * (packing.num_nested if packing.is_nested else 2 * packing.num_kinds)))
 
 
 def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
@@ -152,10 +172,12 @@ def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     return call(b, "llvm.x86.avx512.permvar.hi.512", WORDS, [table, places])
 
 
-def fetch(b: ir.IRBuilder, packing: Packing, block: Any, ahead: Any = _AHEAD) -> None:
+def fetch(b: ir.IRBuilder, packing: Packing, block: Block, ahead: Any = _AHEAD) -> None:
     """What comes some blocks later, so many bytes."""
-    place = b.add(block, ahead)
-    for line in range(0, TILE * packing.block_bytes, STEP_BYTES):
+    place = b.add(block.own, ahead)
+    if packing.is_nested:
+        prefetch(b, b.add(block.shared, ahead), level=2)
+    for line in range(0, packing.blocks_bytes(TILE), STEP_BYTES):
         prefetch(b, b.add(place, INT64(line)), level=2)
 
 
@@ -167,7 +189,7 @@ def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any
     long panels it is a fixed distance all the same, and the beginning of each second one comes too late. What the last
     panels of a thread fetch is read by nobody, or was read by another.
     """
-    panel = b.mul(num_blocks, INT64(TILE * packing.block_bytes))
+    panel = b.mul(num_blocks, INT64(packing.blocks_bytes(TILE)))
     # Side by side, the next ones are behind both; of gates and ups, behind the gate.
     pair = b.select(b.icmp_signed("==", panel_step, panel), b.mul(panel, INT64(WIDTH)), panel)
     count = b.sdiv(b.add(pair, INT64(_LEAST_AHEAD - 1)), pair)
@@ -206,7 +228,7 @@ def fetch_pair(panel: int, panel_bytes: int, panel_step: int) -> None:
             fetch_line(panel + j * panel_step + place, 0)
 
 
-def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_numbers: bool) -> list[Step]:
+def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Block, out: Any, *, as_numbers: bool) -> list[Step]:
     """What writes the codes of a block, signed, as a tile of bfloat16, step by step: [pair of numbers][row of the
     panel][number of the pair]; or its numbers, rounded."""
 
@@ -221,7 +243,7 @@ def unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, out: Any, *, as_
 def loop_over_pairs(
     b: ir.IRBuilder,
     packing: Packing,
-    blocks: Sequence[Any],
+    blocks: Sequence[Block],
     start: list[Any],
     body: Callable[[Any, list[Any], list[Any]], list[Any]],
     group: int = 0,
@@ -243,7 +265,7 @@ def loop_over_pairs(
 
 
 def _pairs(
-    b: ir.IRBuilder, packing: Packing, block: Any, *, as_numbers: bool
+    b: ir.IRBuilder, packing: Packing, block: Block, *, as_numbers: bool
 ) -> tuple[Callable[[Any], Iterator[Pair]], int]:
     """What unpacks some pairs of a block, by a number of it, an LLVM value below the second result."""
     codes = codes_of(b, packing, block)
@@ -282,7 +304,7 @@ def _pairs(
     return of_words, 4
 
 
-def _by_pairs(b: ir.IRBuilder, packing: Packing, block: Any) -> list[list[Any]]:
+def _by_pairs(b: ir.IRBuilder, packing: Packing, block: Block) -> list[list[Any]]:
     """By group, scales and least numbers of 16 rows, each once for either number of a pair: of 8 rows, then 8 more."""
     return [
         [take(b, each, [i // 2 for i in range(start, start + LANES)]) for each in stored for start in (0, LANES)]

@@ -35,7 +35,7 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
+from ..packed import BLOCK, PACKINGS, Packing, lay_panels
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
@@ -97,12 +97,17 @@ _SPLIT_NS = 0.3  # about what an element takes
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
-    scales, codes = panels_of(rows, packing, TILE)
-    if packing.bits == 8:  # [panel, block, pair of numbers, row, 2]
-        return join_blocks(scales, codes.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)).view(rows.shape)
-    numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (4, 4, 2))  # pairs 4 * i + line
-    numbers = numbers.permute(0, 2, 4, 1, 5, 3)  # [panel, block, line, row, number of the pair, i]
-    return join_blocks(scales, numbers[..., ::2] | numbers[..., 1::2] << 4).view(rows.shape)
+
+    def in_pairs(codes: Tensor) -> Tensor:
+        if packing.bits == 8:  # [panel, block, pair of numbers, row, 2]
+            pairs: Tensor = codes.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)
+            return pairs
+        numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (4, 4, 2))  # pairs 4 * i + line
+        numbers = numbers.permute(0, 2, 4, 1, 5, 3)  # [panel, block, line, row, number of the pair, i]
+        words: Tensor = numbers[..., ::2] | numbers[..., 1::2] << 4
+        return words
+
+    return lay_panels(rows, packing, TILE, in_pairs)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
@@ -193,7 +198,7 @@ def _split_worker(num_parts: int, looked_up: bool, sources: str) -> Any:
 
 
 def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sources: str) -> Any:
-    panel_block, size = TILE * PACKINGS[packing].block_bytes, 2 if is_short else 4
+    panel_block, size = PACKINGS[packing].blocks_bytes(TILE), 2 if is_short else 4
     looked_up = have_tables(PACKINGS[packing], num_parts)
     is_gated, has_short_bias = activation != "", num_parts == 1
     bias_bytes = TILE * (2 if has_short_bias else 4)

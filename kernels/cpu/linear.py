@@ -222,7 +222,8 @@ def lay_out_packed(rows: Tensor, packing: Packing, dtype: torch.dtype, in_int8: 
 def fits_packed(shape: tuple[int, int], packing: Packing, dtype: torch.dtype, in_int8: bool) -> bool:
     """See `ops.fits_packed`."""
     kernel = _packed_kernel(packing, dtype, in_int8)
-    return dtype in kernel.DTYPES and kernel.fits(*shape) and (kernel is rounded_dots or not in_int8)
+    is_whole = shape[1] % packing.unit == 0
+    return dtype in kernel.DTYPES and is_whole and kernel.fits(*shape) and (kernel is rounded_dots or not in_int8)
 
 
 @cache

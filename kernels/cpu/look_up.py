@@ -12,7 +12,7 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from ..packed import BLOCK, PACKINGS, Packing, unpack
+from ..packed import BLOCK, NESTED_BLOCKS, PACKINGS, Packing, unpack
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .intrinsics import pointer
 from .rows import store_row
@@ -63,10 +63,12 @@ def _widened_half(bits: Any) -> Any:
 
 def _unpack_worker(packing: str, sources: str) -> Any:
     kind = PACKINGS[packing]
-    bits, has_least, has_halves, num_kinds = kind.bits, kind.has_least, kind.scale_bytes == 2, kind.num_kinds
-    scales_bytes, row_blocks_bytes, per_block = kind.num_scales * kind.scale_bytes, kind.block_bytes, kind.num_groups
-    code_bytes = BLOCK * bits // 8 // per_block  # of a group
-    group_size, stored_as = BLOCK // per_block, np.uint16 if has_halves else np.float32
+    bits, has_least, is_nested, num_kinds, unit = kind.bits, kind.has_least, kind.is_nested, kind.num_kinds, kind.unit
+    blocks_bytes, per_block = (
+        kind.blocks_bytes(NESTED_BLOCKS),
+        kind.num_groups,
+    )  # of blocks that share something, or not
+    code_bytes, group_size = kind.code_bytes // per_block, BLOCK // per_block
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(packing)
@@ -74,7 +76,11 @@ def _unpack_worker(packing: str, sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _UNPACK_TYPE)[0]
         num_blocks = a.num_blocks
-        row_bytes, num_numbers, size = num_blocks * row_blocks_bytes, num_blocks * BLOCK, 2 if a.short != 0 else 4
+        row_bytes, num_numbers = num_blocks * blocks_bytes // NESTED_BLOCKS, num_blocks * BLOCK
+        num_groups, num_halves, size = num_blocks * per_block, num_numbers // unit, 2 if a.short != 0 else 4
+        per_half = num_groups // num_halves
+        nested_at = 2 * num_kinds * num_halves
+        codes_at = nested_at + (num_kinds * num_groups if is_nested else 0)
         places = carray(pointer(a.places), (a.num_rows,), np.int64)
         row, thread, item, lap = np.empty(num_numbers, np.float32), enter_rows(address), -1, 0
         while True:
@@ -84,18 +90,18 @@ def _unpack_worker(packing: str, sources: str) -> Any:
             for index in range(first, stop):
                 place = min(max(places[index], np.int64(0)), a.num_places - 1)  # nothing else is read, whatever it is
                 start = a.rows + place * row_bytes
-                num_groups = num_blocks * per_block
-                stored = carray(pointer(start), (num_kinds, num_groups), stored_as)
-                codes = carray(
-                    pointer(start + scales_bytes * num_blocks),
-                    (num_groups, code_bytes),
-                    np.int8 if bits == 8 else np.uint8,
-                )
+                halves = carray(pointer(start), (num_kinds, num_halves), np.uint16)
+                nested = carray(pointer(start + nested_at), (num_kinds, num_groups), np.int8)
+                codes = carray(pointer(start + codes_at), (num_groups, code_bytes), np.int8 if bits == 8 else np.uint8)
                 for k in range(num_groups):
-                    scale = _widened_half(stored[0, k]) if has_halves else stored[0, k]
+                    scale = _widened_half(halves[0, k // per_half])
+                    if is_nested:
+                        scale *= np.float32(nested[0, k])
                     least = np.float32(0.0) if bits == 8 else scale * np.float32(-8.0)
                     if has_least:
-                        least = _widened_half(stored[1, k]) if has_halves else stored[1, k]
+                        least = _widened_half(halves[num_kinds - 1, k // per_half])
+                        if is_nested:
+                            least *= np.float32(nested[num_kinds - 1, k])
                     for i in range(code_bytes):
                         if bits == 8:
                             number = np.float32(codes[k, i]) * scale

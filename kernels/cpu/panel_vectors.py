@@ -17,8 +17,9 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
+from .code_words import Block, block_of, codes_of, fetch, scales_of
 from .features import IS_WIDE
-from .tile_product import CLASSES, STEP_BYTES, TILE
+from .tile_product import CLASSES, TILE
 from .vectors import (
     FLOAT,
     FLOATS,
@@ -37,12 +38,10 @@ from .vectors import (
     load,
     load_repeated,
     loop_over,
-    prefetch,
     rows_at,
     splat,
     store,
     to_bfloat16,
-    widen_halves,
 )
 
 PANEL = LANES  # rows of the weight
@@ -68,15 +67,12 @@ class _Block(NamedTuple):
     codes: Any
 
     @classmethod
-    def at(cls, b: ir.IRBuilder, packing: Packing, address: Any) -> _Block:
-        size, count, found = packing.scale_bytes, packing.num_groups, []
-        for i in range(packing.num_scales):
-            place = b.add(address, INT64(size * PANEL * i))
-            found.append(load(b, place, FLOATS) if size == 4 else widen_halves(b, load(b, place, _HALVES)))
-        scales, least = found[:count], found[count:]
+    def at(cls, b: ir.IRBuilder, packing: Packing, place: Block) -> _Block:
+        found = [scales_of(b, packing, place, group) for group in range(packing.num_groups)]
+        scales, least = [each[0] for each in found], [each[1] for each in found if packing.has_least]
         if packing.bits == 4 and not least:
             least = [b.fmul(scale, splat(FLOATS, -8.0)) for scale in scales]
-        return cls(packing, scales, least, b.add(address, INT64(size * PANEL * packing.num_scales)))
+        return cls(packing, scales, least, codes_of(b, packing, place))
 
     def words(self, b: ir.IRBuilder, i: int) -> Any:
         """CODES of 4 bits for each row."""
@@ -94,9 +90,9 @@ class _Block(NamedTuple):
         return fma(b, wide, self.scales[group], self.least[group]) if self.least else b.fmul(wide, self.scales[group])
 
 
-def _numbers(b: ir.IRBuilder, packing: Packing, address: Any, classes: range) -> Iterator[tuple[int, Any]]:
+def _numbers(b: ir.IRBuilder, packing: Packing, place: Block, classes: range) -> Iterator[tuple[int, Any]]:
     """Those numbers of a block that some classes take: which, and a vector of them."""
-    block, words = _Block.at(b, packing, address), None
+    block, words = _Block.at(b, packing, place), None
     for number in range(BLOCK):
         if packing.bits == 4 and number % CODES == 0:
             words = block.words(b, number // CODES)
@@ -108,9 +104,9 @@ def _numbers(b: ir.IRBuilder, packing: Packing, address: Any, classes: range) ->
             yield number, block.number(b, words, splat(INTS, 4 * (number % CODES)))
 
 
-def _numbers_of_class(b: ir.IRBuilder, packing: Packing, address: Any, which: Any) -> Iterator[Any]:
+def _numbers_of_class(b: ir.IRBuilder, packing: Packing, place: Block, which: Any) -> Iterator[Any]:
     """Those that one class takes, an int64."""
-    block = _Block.at(b, packing, address)
+    block = _Block.at(b, packing, place)
     for first in range(0, BLOCK, CLASSES):
         if packing.bits == 8:
             yield block.number_of_byte(b, b.add(which, INT64(first)), first * packing.num_groups // BLOCK)
@@ -119,15 +115,9 @@ def _numbers_of_class(b: ir.IRBuilder, packing: Packing, address: Any, which: An
             yield block.number(b, block.words(b, first // CODES), broadcast(b, shift, LANES))
 
 
-def _fetch(b: ir.IRBuilder, packing: Packing, address: Any) -> None:
-    """What is unpacked some blocks later."""
-    for line in range(0, PANEL * packing.block_bytes, STEP_BYTES):
-        prefetch(b, b.add(address, INT64(AHEAD + line)), level=2)
-
-
-def _block_at(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Any:
-    """The address of the block whose first number is `k`."""
-    return b.add(panel, b.mul(b.sdiv(k, INT64(BLOCK)), INT64(PANEL * packing.block_bytes)))
+def _block_at(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Block:
+    """The block whose first number is `k`."""
+    return block_of(b, packing, panel, b.sdiv(k, INT64(BLOCK)))
 
 
 def _add(b: ir.IRBuilder, is_first: Any, sums: Sequence[Any], place: Any) -> None:
@@ -164,7 +154,7 @@ def unpack(typing_context: Any, packing: Any, which: Any, block: Any, panel_byte
                 place = _block_at(b, form, b.add(block, b.mul(panel_bytes, INT64(panel))), k)
                 start = b.add(b.add(out, b.mul(k, INT64(row // CLASSES))), INT64(VECTOR_BYTES * panel))
                 with b.if_then(b.icmp_signed("==", which, INT64(0))):
-                    _fetch(b, form, place)
+                    fetch(b, form, place, INT64(AHEAD))
                 for i, vector in enumerate(_numbers_of_class(b, form, place, which)):
                     store(b, vector, b.add(start, INT64(row * i)))
             return []
@@ -237,7 +227,7 @@ def multiply_few(
             def step(k: Any, sums: list[Any]) -> list[Any]:
                 sums, place = list(sums), _block_at(b, form, block, k)
                 if classes.start == 0:
-                    _fetch(b, form, place)
+                    fetch(b, form, place, INT64(AHEAD))
                 for number, vector in _numbers(b, form, place, classes):
                     first = (number % CLASSES - classes.start) * len(rows)
                     offset = b.mul(b.add(k, INT64(number)), INT64(4))

@@ -26,7 +26,7 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from ..packed import BLOCK, PACKINGS, Packing, join_blocks, panels_of
+from ..packed import BLOCK, PACKINGS, Packing, lay_panels
 from .claims import enter, take_item
 from .features import IS_WIDE
 from .intrinsics import pointer
@@ -71,6 +71,7 @@ _SOURCES = (
     *(
         "call",
         "claims",
+        "code_words",
         "digits",
         "features",
         "intrinsics",
@@ -90,12 +91,15 @@ def fits(out_features: int, in_features: int) -> bool:
 
 def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     """Packed rows, whole panels, in the order that `linear` reads: as many bytes. [num_rows, row_bytes] uint8."""
-    scales, codes = panels_of(rows, packing, PANEL)
-    if packing.bits == 8:
-        return join_blocks(scales, codes.permute(0, 2, 3, 1)).view(rows.shape)
-    numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (-1, CODES))
-    pairs = numbers[..., ::2] | numbers[..., 1::2] << 4  # [panel, row, block, vector, 4 bytes]
-    return join_blocks(scales, pairs.permute(0, 2, 3, 1, 4)).view(rows.shape)
+
+    def in_vectors(codes: Tensor) -> Tensor:
+        if packing.bits == 8:
+            return codes.permute(0, 2, 3, 1)
+        numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (-1, CODES))
+        pairs: Tensor = numbers[..., ::2] | numbers[..., 1::2] << 4  # [panel, row, block, vector, 4 bytes]
+        return pairs.permute(0, 2, 3, 1, 4)
+
+    return lay_panels(rows, packing, PANEL, in_vectors)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out_dtype: torch.dtype) -> Tensor:
@@ -120,7 +124,7 @@ def _entry(packing: str, has_short_x: bool, is_short: bool) -> Any:
 
 def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> Any:
     panel_block, out_size, bias_size = (
-        PANEL * PACKINGS[packing].block_bytes,
+        PACKINGS[packing].blocks_bytes(PANEL),
         2 if is_short else 4,
         2 if has_short_x else 4,
     )

@@ -66,9 +66,9 @@ def looks_up_packed(_dtype: torch.dtype) -> bool:
     return True
 
 
-def fits_packed(shape: tuple[int, int], _packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> bool:
+def fits_packed(shape: tuple[int, int], packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> bool:
     """See `ops.fits_packed`."""
-    return shape[0] % ROWS == 0 and shape[1] % BLOCK == 0
+    return shape[0] % ROWS == 0 and shape[1] % packing.unit == 0
 
 
 def _in_int8(x: Tensor, packing: Packing) -> Tensor:

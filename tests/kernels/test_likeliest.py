@@ -33,15 +33,19 @@ TOKENS, SIZE = 2000, 160  # an odd number of panels, and blocks that do not come
 def head(packing: Packing, seed: int = 0, *, scale: float = 0.02) -> torch.Tensor:
     """Rows of any codes; least numbers are zero."""
     generator = torch.Generator().manual_seed(seed)
-    num_scales = SIZE // BLOCK * packing.num_groups
-    scales = ((torch.rand(TOKENS, num_scales, generator=generator) + 0.5) * scale).half().to(packing.scale_dtype)
-    least = torch.zeros_like(scales[:, : num_scales * (packing.num_kinds - 1)])
-    codes = torch.randint(256, (TOKENS, SIZE * packing.bits // 8), generator=generator, dtype=torch.uint8)
-    return torch.cat([scales.view(torch.uint8), least.view(torch.uint8), codes], dim=1)
+    size = -(-SIZE // packing.unit) * packing.unit
+    rows = torch.zeros(TOKENS, packing.row_bytes(size), dtype=torch.uint8)
+    halves, nested, codes = packing.parts(rows)
+    num_scales = size // packing.unit
+    scales = ((torch.rand(TOKENS, num_scales, generator=generator) + 0.5) * scale).half()
+    halves[:, : 2 * num_scales] = scales.view(torch.uint8)
+    nested.fill_(1)
+    codes.copy_(torch.randint(256, codes.shape, generator=generator, dtype=torch.uint8))
+    return rows
 
 
-def hidden(num_rows: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(num_rows, SIZE, generator=torch.Generator().manual_seed(seed))
+def hidden(num_rows: int, seed: int = 1, size: int = SIZE) -> torch.Tensor:
+    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(seed))
 
 
 def both(kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,7 +217,7 @@ def test_what_two_digits_lose_is_bounded(packing: Packing) -> None:
     """Numbers that lie in the middle between two that two digits have, all to one side, and that 8 bits have not at
     all: what is bounded is not what x gives, but what the kernel does."""
     rows, x = torch.zeros(TOKENS, packing.row_bytes(SIZE), dtype=torch.uint8), torch.full((2, SIZE), 1.5 * 2.0**-14)
-    halves, codes = packing.parts(rows)
+    halves, _, codes = packing.parts(rows)
     halves.copy_(torch.full((TOKENS, SIZE // BLOCK), 0.5).half().view(torch.uint8))
     codes.fill_(0x7F if packing.bits == 8 else 0xFF)
     x[:, ::BLOCK] = 1.0
@@ -229,7 +233,7 @@ def test_sums_that_overflow_in_the_kernel_alone(kernel: Any, dtype: torch.dtype)
     """Two numbers of x that cancel, one after the other: sums of all digits may become infinite on the way."""
     packing, x = PACKINGS["q8_0"], torch.zeros(2, SIZE)
     rows = torch.zeros(TOKENS, packing.row_bytes(SIZE), dtype=torch.uint8)
-    halves, codes = packing.parts(rows)
+    halves, _, codes = packing.parts(rows)
     halves.copy_(torch.full((TOKENS, SIZE // BLOCK), 2.0**-10).half().view(torch.uint8))
     codes[1500, :4], codes[700, 32] = 127, 127
     x[:, :2], x[:, 2:4], x[:, 32] = 2.0**124, -(2.0**124), 2.0**120
@@ -243,7 +247,7 @@ def test_sums_that_are_flushed_to_zero(num_rows: int, kernel: Any, dtype: torch.
     """Where a kernel takes the smallest numbers for zero, the first token wins."""
     packing = PACKINGS["q8_0"]
     rows = torch.ones(TOKENS, packing.row_bytes(SIZE), dtype=torch.uint8)
-    halves, codes = packing.parts(rows)
+    halves, _, codes = packing.parts(rows)
     halves.copy_(torch.full((TOKENS, SIZE // BLOCK), 2.0**-24).half().view(torch.uint8))
     codes[1000] = 7
     for exponent in (-126, -118, -110, -106, -102, -98):
@@ -275,7 +279,7 @@ def test_any_packing_on_any_backend(backend: str, dtype: torch.dtype, packing: P
     with forced_backend(backend):
         weight = ops.lay_out_packed(rows, packing, dtype)
         for num_rows in (0, 1, 2, 8, 40):
-            x = hidden(num_rows).to(dtype)
+            x = hidden(num_rows, size=packing.num_numbers(rows.shape[1])).to(dtype)
             logits = ops.linear_packed(x, weight, packing, out_dtype=torch.float32)
             assert torch.equal(
                 ops.likeliest_packed(x, weight, packing, lengths(rows, packing)), likeliest_tokens(logits)

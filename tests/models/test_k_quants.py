@@ -24,7 +24,7 @@ UNPACKED = ("IQ3_S", "TQ2_0")
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ2_0": (64,)}  # bytes; other types begin with theirs
 HIDDEN, MLP, VOCAB = 256, 512, 224
 SHAPES = {
-    "attn_q": (256, HIDDEN), "attn_k": (128, HIDDEN), "attn_v": (128, HIDDEN), "attn_output": (HIDDEN, 256),
+    "attn_q": (512, HIDDEN), "attn_k": (128, HIDDEN), "attn_v": (128, HIDDEN), "attn_output": (HIDDEN, 512),
     "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP),
 }  # fmt: skip
 
@@ -42,7 +42,7 @@ def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -
 def test_parts_of_a_tensor(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any rows and columns are those of the whole tensor dequantized; packed ones too, in whole blocks."""
     type_, path = GGMLQuantizationType[kind], tmp_path / "model.gguf"
-    raw = random_blocks(type_, 48, 512)
+    raw = random_blocks(type_, 48, 768)
     writer = GGUFWriter(path, "llama")
     writer.add_tensor("blk.0.ffn_down.weight", raw, raw_dtype=type_)
     writer.write_header_to_file()
@@ -51,13 +51,13 @@ def test_parts_of_a_tensor(tmp_path: Path, kind: str, monkeypatch: pytest.Monkey
     writer.close()
     with open_gguf(path, head_dim=16) as tensors:
         source = tensors["model.layers.0.mlp.down_proj.weight"]
-        assert source.shape == (48, 512)
+        assert source.shape == (48, 768)
         part = source.read((slice(2, 5), slice(100, 300)))
         np.testing.assert_array_equal(part.numpy(), dequantize(raw, type_)[2:5, 100:300])
         assert (source.packing is None) is (kind in UNPACKED)
         if source.packing is None:
             return
-        for index in ((slice(0, 48), slice(0, 512)), (slice(16, 33), slice(96, 320))):
+        for index in ((slice(0, 48), slice(0, 768)), (slice(16, 33), slice(256, 512))):
             rows = source.read_packed(index)
             assert rows.shape[1] == source.packing.row_bytes(index[1].stop - index[1].start)
             assert torch.equal(unpack(rows, source.packing), source.read(index))
@@ -71,7 +71,7 @@ def write_model(path: Path, kind: str, others: dict[str, str]) -> None:
     writer = GGUFWriter(path, "llama")
     for key, value in {
         "block_count": 2, "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": MLP,
-        "attention.head_count": 4, "attention.head_count_kv": 2, "rope.dimension_count": 64,
+        "attention.head_count": 8, "attention.head_count_kv": 2, "rope.dimension_count": 64,
     }.items():  # fmt: skip
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)

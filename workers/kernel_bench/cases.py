@@ -157,7 +157,7 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
             kinds.append((name, packing, in_int8))
     for kind, weight, in_int8 in kinds:
         for num_rows in sizes.rows:
-            bits = 8 * packing.block_bytes // BLOCK if isinstance(weight, Packing) else 8 * weight.itemsize
+            bits = packing.blocks_bytes(8) // BLOCK if isinstance(weight, Packing) else 8 * weight.itemsize
             work = linear_work(num_rows, out_features, in_features, size=dtype.itemsize, weight_bits=bits)
             yield Case(
                 "linear",
@@ -184,7 +184,7 @@ def linear_run(
     x = torch.randn(num_rows, in_features, device=device, dtype=dtype)
     if isinstance(weight, Packing):
         packed = torch.randint(256, (out_features, weight.row_bytes(in_features)), dtype=torch.uint8)
-        halves, _ = weight.parts(packed)
+        halves, *_ = weight.parts(packed)
         halves.copy_(torch.randn(out_features, halves.shape[1] // 2).half().view(torch.uint8))
         laid_out = ops.lay_out_packed(packed.to(device), weight, dtype, in_int8=in_int8)
         return lambda: ops.linear_packed(x, laid_out, weight, in_int8=in_int8)

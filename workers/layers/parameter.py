@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from quire.kernels import fp8, ops
 from quire.kernels.elementwise import activate_and_mul
-from quire.kernels.packed import BLOCK, IN_8_BITS, ROWS, Packing, common, pack, repack
+from quire.kernels.packed import IN_8_BITS, ROWS, Packing, common, pack, repack
 from quire.kernels.packed import lengths as packed_lengths
 from quire.kernels.sampling import likeliest_tokens
 
@@ -180,7 +180,7 @@ class PackedParameter(_Packed):
         """Whether its pieces can be cut out in whole blocks, and it pays to multiply them so on a device."""
         pieces, (num_rows, num_columns) = parameter.pieces.values(), parameter.shape
         ends = [(piece.target[0].stop, ROWS) for piece in pieces]
-        ends += [(end, BLOCK) for piece in pieces for end in (piece.source[1].start, piece.source[1].stop)]
+        ends += [(end, packing.unit) for piece in pieces for end in (piece.source[1].start, piece.source[1].stop)]
         fits = ops.fits_packed((num_rows, num_columns), packing, parameter.dtype, device, in_int8=in_int8)
         return fits and all(end % size == 0 for end, size in ends)
 

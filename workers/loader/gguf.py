@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.engine.errors import ConfigError
 from quire.engine.gguf_file import GGUFTensor, read_gguf
-from quire.kernels.packed import BLOCK, Packing, assemble
+from quire.kernels.packed import BLOCK, Packing, Parts, assemble
 
 from ..layers.parameter import Index, TensorSource
 
@@ -85,24 +85,25 @@ class _GGUFSource:
         for start in range(0, len(raw), step):
             rows = np.require(raw[start : start + step], requirements=["C", "W"])
             parts = split(torch.from_numpy(rows).view(-1, self._block[1]))
-            scales, codes = (self._columns(part, len(rows), index[1]) for part in (parts.scales, parts.codes))
-            least = None if parts.least is None else self._columns(parts.least, len(rows), index[1])
-            packed[start : start + step] = assemble(packing, scales, least, codes)
+
+            def columns(part: Tensor, num_rows: int = len(rows)) -> Tensor:
+                """Of what blocks have for each number, or each few of them: [num_rows, those of some columns]."""
+                of_rows = part.view(num_rows, -1)
+                each = self.shape[1] // of_rows.shape[1]
+                return of_rows[:, index[1].start // each : index[1].stop // each]
+
+            nested, least = tuple(columns(part) for part in parts.nested), parts.least
+            own = Parts(columns(parts.scales), None if least is None else columns(least), nested, columns(parts.codes))
+            packed[start : start + step] = assemble(packing, own)
         return packed
 
     def _rearranged(self, raw: npt.NDArray[np.uint8], columns: slice, packing: Packing) -> Tensor:
         """Rows of blocks that have their scale and their least number, if any, before their codes."""
-        blocks = raw.reshape(len(raw), -1, packing.block_bytes)
+        blocks = raw.reshape(len(raw), -1, self._block[1])
         blocks = blocks[:, columns.start // BLOCK : columns.stop // BLOCK]
         num_bytes = 2 * packing.num_kinds
         halves = [blocks[:, :, i : i + 2].reshape(len(raw), -1) for i in range(0, num_bytes, 2)]
         return torch.from_numpy(np.concatenate([*halves, blocks[:, :, num_bytes:].reshape(len(raw), -1)], axis=1))
-
-    def _columns(self, part: Tensor, num_rows: int, columns: slice) -> Tensor:
-        """Of what blocks have for each number, or each few of them: [num_rows, those of some columns]."""
-        of_rows = part.view(num_rows, -1)
-        each = self.shape[1] // of_rows.shape[1]
-        return of_rows[:, columns.start // each : columns.stop // each]
 
     @property
     def _block(self) -> tuple[int, int]:
