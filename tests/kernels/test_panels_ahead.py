@@ -39,7 +39,7 @@ def test_the_same_block_of_panels_that_come_later(packing: str, in_features: int
     """So that each is fetched once, and none of the panel beside it, which is multiplied just then. (With 1,536 numbers
     a row that was half of what was fetched.)"""
     num_blocks = in_features // BLOCK
-    block = TILE * PACKINGS[packing].block_bytes
+    block = PACKINGS[packing].blocks_bytes(TILE)
     panel, num_panels = num_blocks * block, 64
     panel_step = num_panels * panel if is_gated else panel
     pair_bytes = panel if is_gated else WIDTH * panel  # from a pair to the next
@@ -64,4 +64,4 @@ def test_the_same_block_of_panels_that_come_later(packing: str, in_features: int
 
 def test_of_long_panels_a_later_block_of_their_own() -> None:
     """Nothing stays in a cache for so long as two of them take."""
-    assert ahead_of_q4_1(14336 // BLOCK * TILE * PACKINGS["q4_1"].block_bytes, 14336 // BLOCK) == 16384
+    assert ahead_of_q4_1(14336 // BLOCK * PACKINGS["q4_1"].blocks_bytes(TILE), 14336 // BLOCK) == 16384
