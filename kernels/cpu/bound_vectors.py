@@ -151,7 +151,6 @@ def bound(
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, num_blocks, lengths, taken, x, x_row, num_rows, fetches, out = arguments
         panel_step = b.mul(num_blocks, INT64(kind.blocks_bytes(TILE)))
-        ahead = ahead_of(b, kind, panel_step, num_blocks)
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)
@@ -160,6 +159,7 @@ def bound(
                 blocks = blocks_of(b, kind, panel, panel_step, k)
                 x_blocks = [b.add(start, b.mul(k, INT64(x_block_bytes(kind)))) for start in starts]
                 with b.if_then(b.icmp_signed("!=", fetches, INT64(0))):
+                    ahead = ahead_of(b, kind, panel_step, num_blocks, k)
                     for block in blocks:
                         fetch(b, kind, block, ahead)
                 sums = _sums(b, kind, in_pairs, blocks, x_blocks)

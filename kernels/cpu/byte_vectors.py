@@ -96,10 +96,10 @@ def multiply_packed(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, panel_step, num_blocks, scratch, x, num_rows, totals, cursor = arguments
-        ahead = ahead_of(b, way.kind, panel_step, num_blocks)
 
         def block_of(k: Any, count: int) -> _Block:
             blocks = blocks_of(b, way.kind, panel, panel_step, k)
+            ahead = ahead_of(b, way.kind, panel_step, num_blocks, k)
             for block in blocks:
                 fetch(b, way.kind, block, ahead)
             if _is_direct(way, count):

@@ -52,9 +52,10 @@ Step = Callable[[], None]  # generates something
 Pair = tuple[Any, Any]  # which two numbers of a block, int64, and those of a panel: [row][number of the pair]
 
 _HALVES = ir.VectorType(INT16, LANES)
-_AHEAD = INT64(16384)  # bytes, from a block of tiles or of a long panel to what is fetched with it
+_AHEAD = INT64(16384)  # bytes, from a block of tiles to what is fetched with it
 _LEAST_AHEAD = 8192  # bytes, that are read until memory has answered
-_LONG_PANEL = 32768  # bytes. Of longer ones two are more than is worth keeping until they are read.
+_LONG_PANEL = 16384  # bytes. Of longer ones two are more than is worth keeping until they are read.
+_AHEAD_IN_IT = INT64(4096)  # bytes. 2, 6 and 16 KiB take as long or longer.
 
 
 class Place(NamedTuple):
@@ -181,19 +182,22 @@ def fetch(b: ir.IRBuilder, packing: Packing, block: Block, ahead: Any = _AHEAD) 
         prefetch(b, b.add(place, INT64(line)), level=2)
 
 
-def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any) -> Any:
-    """How many bytes behind a block of WIDTH panels, which are `panel_step` bytes apart, lies what is fetched with it.
+def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any, k: Any) -> Any:
+    """How many bytes behind block `k` of WIDTH panels, `panel_step` bytes apart, lies what is fetched with it.
 
-    It is the same block of the panels that are multiplied next, or, where these are small, of those behind them. A
-    fixed distance would not do: where two panels lie side by side it may be in the second, which is read just then. Of
-    long panels it is a fixed distance all the same, and the beginning of each second one comes too late. What the last
-    panels of a thread fetch is read by nobody, or was read by another.
+    It is the same block of the panels that are multiplied next, or, where these are small, of those behind them; of
+    long ones what comes a little later, at the end of a panel the beginning of the one that it is read after: where two
+    lie side by side the next but one. What the last panels of a thread fetch is read by nobody, or was read by another.
     """
-    panel = b.mul(num_blocks, INT64(packing.blocks_bytes(TILE)))
+    block = INT64(packing.blocks_bytes(TILE))
+    panel = b.mul(num_blocks, block)
     # Side by side, the next ones are behind both; of gates and ups, behind the gate.
     pair = b.select(b.icmp_signed("==", panel_step, panel), b.mul(panel, INT64(WIDTH)), panel)
     count = b.sdiv(b.add(pair, INT64(_LEAST_AHEAD - 1)), pair)
-    return b.select(b.icmp_signed(">", panel, INT64(_LONG_PANEL)), _AHEAD, b.mul(pair, count))
+    is_inside = b.icmp_signed("<", b.add(b.mul(k, block), _AHEAD_IN_IT), panel)
+    beyond = b.add(_AHEAD_IN_IT, b.sub(pair, panel))
+    later = b.select(is_inside, _AHEAD_IN_IT, beyond)
+    return b.select(b.icmp_signed(">", panel, INT64(_LONG_PANEL)), later, b.mul(pair, count))
 
 
 @intrinsic(prefer_literal=True)

@@ -112,7 +112,6 @@ def multiply_codes(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, panel, panel_step, num_blocks, x, x_row, num_rows, x_sums, x_sums_row, totals, cursor = arguments
-        ahead = ahead_of(b, kind, panel_step, num_blocks)
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)
@@ -121,6 +120,7 @@ def multiply_codes(
             def step(k: Any, _state: list[Any]) -> list[Any]:
                 blocks = blocks_of(b, kind, panel, panel_step, k)
                 places = [b.add(start, b.mul(k, INT64(BLOCK_BYTES))) for start in starts]
+                ahead = ahead_of(b, kind, panel_step, num_blocks, k)
                 for block in blocks:
                     fetch(b, kind, block, ahead)
                 fetch_pieces(b, cursor, 1)
