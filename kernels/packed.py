@@ -10,8 +10,9 @@ numbers of either, group by group; then its codes. Of 4 bits, byte i of a block 
 lower half, and that of number 16 + i above.
 
 These are the types of llama.cpp's files in another order (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md),
-with the names of those that have such a form; which type becomes which is in `workers/loader/ggml_types.py`. Scales and
-their products with codes are exact in float32, so that a number is rounded once, where one is computed at all.
+with the names of those that have such a form, perhaps in fewer bits; which type becomes which is in
+`workers/loader/ggml_types.py`. Of all of them, scales and their products with codes are exact in float32, so that a
+number is rounded once, where one is computed at all.
 """
 
 from __future__ import annotations
@@ -52,9 +53,16 @@ class Packing:
         """What a row of so many numbers, whole units, is packed into."""
         return num_numbers // self.unit * self._unit_bytes
 
-    def blocks_bytes(self, num_rows: int) -> int:
-        """What a block of so many rows takes, with its share of what blocks have together."""
-        return num_rows * self._unit_bytes * BLOCK // self.unit
+    def panel_block_bytes(self, num_rows: int) -> int:
+        """What a block of a panel of so many rows takes, with its share of what blocks have together."""
+        whole, rest = divmod(num_rows * self._unit_bytes * BLOCK, self.unit)
+        assert rest == 0, f"a block of {num_rows} rows of {self.name} has no whole number of bytes"
+        return whole
+
+    @property
+    def bits_per_number(self) -> float:
+        """With its share of scales."""
+        return 8 * self._unit_bytes / self.unit
 
     def parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The float16 of packed rows, what is nested in them, and their codes: [num_rows, bytes] uint8."""
@@ -91,11 +99,11 @@ PACKINGS = {
         Packing("q4_1", 4, True),
         Packing("q5_1", 8, True),
         Packing("q8_0", 8, False),
-        Packing("q2_k", 8, True, True, 2),
-        Packing("q4_k", 4, True, True),
-        Packing("q5_k", 8, True, True),
-        Packing("q6_k", 8, False, True, 2),
-        Packing("iq4_xs", 8, False, True),
+        Packing("q2_k", 8, True, is_nested=True, num_groups=2),
+        Packing("q4_k", 4, True, is_nested=True),
+        Packing("q5_k", 8, True, is_nested=True),
+        Packing("q6_k", 8, False, is_nested=True, num_groups=2),
+        Packing("iq4_xs", 8, False, is_nested=True),
     )
 }
 
@@ -104,8 +112,8 @@ IN_8_BITS = PACKINGS["q8_0"]  # what `pack` gives
 
 
 def common(packings: Iterable[Packing | None]) -> Packing | None:
-    """The smallest that holds the numbers of rows that are packed in any of some ways (`repack`), without rounding;
-    None where there is none, or some are not packed."""
+    """What holds the numbers of rows that are packed in any of some ways (`repack`), without rounding; of different
+    ones, in codes of 8 bits. None where there is none, or some are not packed."""
     different = set(packings)
     if len(different) == 1:
         return different.pop()
@@ -118,9 +126,8 @@ def common(packings: Iterable[Packing | None]) -> Packing | None:
         some[0].is_nested,
         max(packing.num_groups for packing in some),
     )
-    return next(
-        each for each in PACKINGS.values() if (each.bits, each.has_least, each.is_nested, each.num_groups) == wanted
-    )
+    by_form = {(each.bits, each.has_least, each.is_nested, each.num_groups): each for each in PACKINGS.values()}
+    return by_form.get(wanted)
 
 
 class Parts(NamedTuple):

@@ -96,13 +96,15 @@ class PackedBlueprint:
                 if packing is not None and ops.looks_up_packed(weight.dtype, self.device):
                     module.weight = PackedRows.like(weight, packing)
                 continue
-            if self.in_int8 and not is_embedding:
-                packing = packing or IN_8_BITS
-            if packing is not None and PackedParameter.can_pack(weight, packing, self.device, in_int8=self.in_int8):
-                in_int8 = self.in_int8 and not is_head
-                module.weight = PackedParameter.like(
-                    weight, packing, self.device, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
-                )
+            # Numbers that cannot stay as they are packed, in int8 as any others.
+            otherwise = IN_8_BITS if self.in_int8 and not is_embedding else None
+            for chosen in (packing, otherwise):
+                if chosen is not None and PackedParameter.can_pack(weight, chosen, self.device, in_int8=self.in_int8):
+                    in_int8 = self.in_int8 and not is_head
+                    module.weight = PackedParameter.like(
+                        weight, chosen, self.device, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
+                    )
+                    break
         return model
 
     def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:

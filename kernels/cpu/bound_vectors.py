@@ -150,7 +150,7 @@ def bound(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, _, panel, num_blocks, lengths, taken, x, x_row, num_rows, fetches, out = arguments
-        panel_step = b.mul(num_blocks, INT64(kind.blocks_bytes(TILE)))
+        panel_step = b.mul(num_blocks, INT64(kind.panel_block_bytes(TILE)))
 
         def of_rows(count: int) -> None:
             starts = rows_at(b, x, x_row, num_rows, count)

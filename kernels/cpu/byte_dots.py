@@ -77,6 +77,7 @@ _DIGITS = {torch.float32: THREE_DIGITS, torch.bfloat16: TWO_DIGITS}
 LOST = {torch.float32: 0.0, torch.bfloat16: 1.01 * 2.0**-15 * 32**0.5}
 
 _SOURCES = (
+    "..packed",
     "byte_products",
     "byte_rows",
     "byte_vectors",
@@ -201,7 +202,7 @@ def _split_worker(packing: str, num_digits: int, x_bytes: int, sources: str) -> 
 
 def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, activation: str, sources: str) -> Any:
     way, is_gated, x_bytes = Way(PACKINGS[packing], num_digits), activation != "", 2 if has_short_x else 4
-    panel_block, size, bias_bytes = way.kind.blocks_bytes(TILE), 2 if is_short else 4, TILE * x_bytes
+    panel_block, size, bias_bytes = way.kind.panel_block_bytes(TILE), 2 if is_short else 4, TILE * x_bytes
     block_bytes, block_unpacked = x_block_bytes(way), unpacked_bytes(way)
     column_bytes = TILE * size * (1 if is_gated else WIDTH)  # of a row of results that are computed together
 

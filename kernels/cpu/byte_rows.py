@@ -164,8 +164,10 @@ def _whole_of(b: ir.IRBuilder, way: Way, groups: Sequence[Sequence[Any]]) -> tup
     if len(runs_of(way)) > 1:
         lowest = _sum(b, [[_lowest(b, each) for each in group] for group in whole], b.add)
         by_run = [b.ashr(b.sub(totals, lowest), splat(totals.type, 8)), lowest]
-    in_whole = b.fmul(b.sitofp(totals, factors.type), factors)
-    words = {FACTOR: factors, SUM: _sum(b, groups, b.fadd) if way.num_digits == THREE_DIGITS else in_whole}
+    words = {FACTOR: factors}
+    if way.kind.has_least:
+        in_whole = b.fmul(b.sitofp(totals, factors.type), factors)
+        words[SUM] = _sum(b, groups, b.fadd) if way.num_digits == THREE_DIGITS else in_whole
     if not way.has_signs:
         middle = 1 << (way.kind.bits - 1)
         words |= {run: b.mul(each, splat(totals.type, -middle)) for run, each in enumerate(by_run, OFFSETS)}

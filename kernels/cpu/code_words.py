@@ -1,7 +1,7 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="call-arg, misc, no-untyped-call, untyped-decorator"
-"""What products of codes read of packed weights (see `codes`, `dots`, `byte_dots`), as LLVM vectors: panels, block by
-block. Everything works on addresses."""
+"""What products read of packed weights (`codes`, `dots`, `byte_dots`, `panels`, and `likeliest`), as LLVM vectors:
+panels, block by block, as `packed.lay_panels` has them. Everything works on addresses."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def block_of(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Block:
     """Block `k` of the panel at an address."""
     own_bytes = TILE * (packing.code_bytes + packing.num_nested)
     if not packing.is_nested:
-        return Block(b.add(panel, b.mul(k, INT64(packing.blocks_bytes(TILE)))), None)
+        return Block(b.add(panel, b.mul(k, INT64(packing.panel_block_bytes(TILE)))), None)
     unit, number = b.udiv(k, INT64(NESTED_BLOCKS)), b.urem(k, INT64(NESTED_BLOCKS))
-    shared = b.add(panel, b.mul(unit, INT64(NESTED_BLOCKS * packing.blocks_bytes(TILE))))
+    shared = b.add(panel, b.mul(unit, INT64(NESTED_BLOCKS * packing.panel_block_bytes(TILE))))
     first = b.add(shared, INT64(2 * TILE * packing.num_kinds))
     return Block(b.add(first, b.mul(number, INT64(own_bytes))), shared)
 
@@ -174,11 +174,11 @@ def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
 
 
 def fetch(b: ir.IRBuilder, packing: Packing, block: Block, ahead: Any = _AHEAD) -> None:
-    """What comes some blocks later, so many bytes."""
+    """What comes some blocks later, so many bytes. (Blocks lie in a row but for what eight of them share.)"""
     place = b.add(block.own, ahead)
     if packing.is_nested:
         prefetch(b, b.add(block.shared, ahead), level=2)
-    for line in range(0, packing.blocks_bytes(TILE), STEP_BYTES):
+    for line in range(0, packing.panel_block_bytes(TILE), STEP_BYTES):
         prefetch(b, b.add(place, INT64(line)), level=2)
 
 
@@ -189,7 +189,7 @@ def ahead_of(b: ir.IRBuilder, packing: Packing, panel_step: Any, num_blocks: Any
     long ones what comes a little later, at the end of a panel the beginning of the one that it is read after: where two
     lie side by side the next but one. What the last panels of a thread fetch is read by nobody, or was read by another.
     """
-    block = INT64(packing.blocks_bytes(TILE))
+    block = INT64(packing.panel_block_bytes(TILE))
     panel = b.mul(num_blocks, block)
     # Side by side, the next ones are behind both; of gates and ups, behind the gate.
     pair = b.select(b.icmp_signed("==", panel_step, panel), b.mul(panel, INT64(WIDTH)), panel)

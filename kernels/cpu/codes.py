@@ -21,8 +21,7 @@ Rows of x are in groups of TILE; or of fewer, all of one size, where codes are m
 sums takes time, if a product does not. A row's result does not depend on the rows beside it, in bfloat16 as long as
 they are many or are not: it takes its blocks in their order.
 
-16 rows of a weight, a panel, lie block by block: their scales, their least numbers where those are stored, then the
-codes of their 32 numbers.
+16 rows of a weight, a panel, lie block by block, as `packed.lay_panels` has them.
 """
 
 from __future__ import annotations
@@ -68,6 +67,7 @@ DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)  # of x
 _NUM_PARTS = {torch.float32: 3, torch.bfloat16: 1}
 
 _SOURCES = (
+    "..packed",
     "call",
     "claims",
     "code_results",
@@ -198,7 +198,7 @@ def _split_worker(num_parts: int, looked_up: bool, sources: str) -> Any:
 
 
 def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sources: str) -> Any:
-    panel_block, size = PACKINGS[packing].blocks_bytes(TILE), 2 if is_short else 4
+    panel_block, size = PACKINGS[packing].panel_block_bytes(TILE), 2 if is_short else 4
     looked_up = have_tables(PACKINGS[packing], num_parts)
     is_gated, has_short_bias = activation != "", num_parts == 1
     bias_bytes = TILE * (2 if has_short_bias else 4)

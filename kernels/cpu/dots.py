@@ -54,6 +54,7 @@ DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16,)  # of x
 FEW_ROWS = 2 * ROWS  # from some more on, to unpack numbers takes less time than to scale sums
 
 _SOURCES = (
+    "..packed",
     "call",
     "claims",
     "code_results",
@@ -119,7 +120,7 @@ def _entry(packing: str, is_short: bool, activation: str) -> Any:
 
 
 def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
-    panel_block, size = PACKINGS[packing].blocks_bytes(TILE), 2 if is_short else 4
+    panel_block, size = PACKINGS[packing].panel_block_bytes(TILE), 2 if is_short else 4
     has_least, per_block = PACKINGS[packing].has_least, PACKINGS[packing].num_groups
     is_gated, bias_bytes = activation != "", 2 * TILE
     column_bytes = TILE * size * (1 if is_gated else WIDTH)  # of a row of results that are computed together

@@ -126,7 +126,7 @@ def _reach(blocks: Any) -> Any:
 
 
 def _bound_worker(packing: str, has_pairs: bool, has_short_x: bool, sources: str) -> Any:
-    panel_block, x_bytes = PACKINGS[packing].blocks_bytes(TILE), 2 if has_short_x else 4
+    panel_block, x_bytes = PACKINGS[packing].panel_block_bytes(TILE), 2 if has_short_x else 4
     block_bytes = x_block_bytes(PACKINGS[packing])
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -200,6 +200,7 @@ def _choose_worker(sources: str) -> Any:
 
 
 _SOURCES = (
+    "..packed",
     "bound_vectors",
     "byte_products",
     "call",

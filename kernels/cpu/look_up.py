@@ -12,7 +12,7 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from ..packed import BLOCK, NESTED_BLOCKS, PACKINGS, Packing, unpack
+from ..packed import BLOCK, PACKINGS, Packing, unpack
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .intrinsics import pointer
 from .rows import store_row
@@ -20,7 +20,7 @@ from .sources import digest_of, filed_as
 
 DTYPES = (torch.float32, torch.bfloat16)  # of what is unpacked, by compiled code
 
-_SOURCES = ("call", "claims", "intrinsics", "rows")
+_SOURCES = ("..packed", "call", "claims", "intrinsics", "rows")
 _UNPACK = Arguments("rows", "num_places", "num_blocks", "places", "out", "short")
 _UNPACK_TYPE = _UNPACK.dtype
 _UNPACK_NS = 0.5  # about what a number takes
@@ -64,10 +64,7 @@ def _widened_half(bits: Any) -> Any:
 def _unpack_worker(packing: str, sources: str) -> Any:
     kind = PACKINGS[packing]
     bits, has_least, is_nested, num_kinds, unit = kind.bits, kind.has_least, kind.is_nested, kind.num_kinds, kind.unit
-    blocks_bytes, per_block = (
-        kind.blocks_bytes(NESTED_BLOCKS),
-        kind.num_groups,
-    )  # of blocks that share something, or not
+    per_block, unit_bytes = kind.num_groups, kind.row_bytes(kind.unit)
     code_bytes, group_size = kind.code_bytes // per_block, BLOCK // per_block
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
@@ -76,10 +73,10 @@ def _unpack_worker(packing: str, sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _UNPACK_TYPE)[0]
         num_blocks = a.num_blocks
-        row_bytes, num_numbers = num_blocks * blocks_bytes // NESTED_BLOCKS, num_blocks * BLOCK
-        num_groups, num_halves, size = num_blocks * per_block, num_numbers // unit, 2 if a.short != 0 else 4
-        per_half = num_groups // num_halves
-        nested_at = 2 * num_kinds * num_halves
+        num_numbers = num_blocks * BLOCK
+        num_groups, num_units, size = num_blocks * per_block, num_numbers // unit, 2 if a.short != 0 else 4
+        row_bytes, per_unit = num_units * unit_bytes, num_groups // num_units
+        nested_at = 2 * num_kinds * num_units
         codes_at = nested_at + (num_kinds * num_groups if is_nested else 0)
         places = carray(pointer(a.places), (a.num_rows,), np.int64)
         row, thread, item, lap = np.empty(num_numbers, np.float32), enter_rows(address), -1, 0
@@ -90,16 +87,16 @@ def _unpack_worker(packing: str, sources: str) -> Any:
             for index in range(first, stop):
                 place = min(max(places[index], np.int64(0)), a.num_places - 1)  # nothing else is read, whatever it is
                 start = a.rows + place * row_bytes
-                halves = carray(pointer(start), (num_kinds, num_halves), np.uint16)
+                halves = carray(pointer(start), (num_kinds, num_units), np.uint16)
                 nested = carray(pointer(start + nested_at), (num_kinds, num_groups), np.int8)
                 codes = carray(pointer(start + codes_at), (num_groups, code_bytes), np.int8 if bits == 8 else np.uint8)
                 for k in range(num_groups):
-                    scale = _widened_half(halves[0, k // per_half])
+                    scale = _widened_half(halves[0, k // per_unit])
                     if is_nested:
                         scale *= np.float32(nested[0, k])
                     least = np.float32(0.0) if bits == 8 else scale * np.float32(-8.0)
                     if has_least:
-                        least = _widened_half(halves[num_kinds - 1, k // per_half])
+                        least = _widened_half(halves[num_kinds - 1, k // per_unit])
                         if is_nested:
                             least *= np.float32(nested[num_kinds - 1, k])
                     for i in range(code_bytes):

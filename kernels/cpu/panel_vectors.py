@@ -2,9 +2,8 @@
 # mypy: disable-error-code="misc, type-var, untyped-decorator"
 """Words to multiply packed panels with (see `panels`), as LLVM vectors: a vector has a number of each row of a panel.
 
-    block of a panel   scales of its 16 rows, their least numbers, codes of 32 numbers
-
-Sums belong to a row of x and to a class of numbers (see `tile_product`). Everything works on addresses.
+A panel lies as `packed.lay_panels` has it. Sums belong to a row of x and to a class of numbers (see `tile_product`).
+Everything works on addresses.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from .vectors import (
 )
 
 PANEL = LANES  # rows of the weight
+assert PANEL == TILE, "`code_words` finds their blocks"
 # Narrow registers are those of other CPUs than x86, and of x86 without AVX2.
 WIDTH = 2 if IS_WIDE else 1  # panels that `multiply` takes
 SIZES = (12, 8, 4) if IS_WIDE else (6, 4, 2)  # rows of x that it may take

@@ -26,7 +26,7 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from ..packed import BLOCK, PACKINGS, Packing, lay_panels
+from ..packed import BLOCK, NESTED_BLOCKS, PACKINGS, Packing, lay_panels
 from .claims import enter, take_item
 from .features import IS_WIDE
 from .intrinsics import pointer
@@ -66,9 +66,11 @@ from .vectors import LANES
 # AVX2, whose products are others now) than to read them unpacked.
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16) if IS_WIDE else (torch.float32,)
 SPAN = CLASSES * IN_A_ROW  # numbers of a row, whose sums are added to the totals together
+assert SPAN % (BLOCK * NESTED_BLOCKS) == 0, "a span begins with what its blocks share"
 
 _SOURCES = (
     *(
+        "..packed",
         "call",
         "claims",
         "code_words",
@@ -124,7 +126,7 @@ def _entry(packing: str, has_short_x: bool, is_short: bool) -> Any:
 
 def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> Any:
     panel_block, out_size, bias_size = (
-        PACKINGS[packing].blocks_bytes(PANEL),
+        PACKINGS[packing].panel_block_bytes(PANEL),
         2 if is_short else 4,
         2 if has_short_x else 4,
     )

@@ -11,8 +11,10 @@ _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
 def digest_of(*modules: str) -> str:
-    """Of the sources of some modules of this package: a constant for what is compiled from them."""
-    files = [Path(__file__).with_name(f"{module}.py") for module in modules]
+    """Of the sources of some modules of this package, or, after two dots, of the one above: a constant for what is
+    compiled from them."""
+    here = Path(__file__).parent
+    files = [(here.parent if module.startswith("..") else here) / f"{module.lstrip('.')}.py" for module in modules]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -37,9 +37,11 @@ def head(packing: Packing, seed: int = 0, *, scale: float = 0.02) -> torch.Tenso
     rows = torch.zeros(TOKENS, packing.row_bytes(size), dtype=torch.uint8)
     halves, nested, codes = packing.parts(rows)
     num_scales = size // packing.unit
-    scales = ((torch.rand(TOKENS, num_scales, generator=generator) + 0.5) * scale).half()
+    scales = (
+        (torch.rand(TOKENS, num_scales, generator=generator) + 0.5) * scale / (32 if packing.is_nested else 1)
+    ).half()
     halves[:, : 2 * num_scales] = scales.view(torch.uint8)
-    nested.fill_(1)
+    nested.copy_(torch.randint(1, 64, nested.shape, generator=generator))
     codes.copy_(torch.randint(256, codes.shape, generator=generator, dtype=torch.uint8))
     return rows
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -12,21 +13,23 @@ from gguf.quants import dequantize
 
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
-from quire.kernels.packed import unpack
+from quire.kernels import ops
+from quire.kernels.packed import IN_8_BITS, PACKINGS, unpack
 from quire.workers.blueprints import blueprint_of
 from quire.workers.layers.parameter import PackedParameter, PackedRows
 from quire.workers.loader.gguf import open_gguf
 from quire.workers.models.model import Model
 from quire.workers.parallel import Grid, ParallelContext
 from quire.workers.quantization import blueprint_for
+from quire.workers.worker import building
 
 UNPACKED = ("IQ3_S", "TQ2_0")
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ2_0": (64,)}  # bytes; other types begin with theirs
 HIDDEN, MLP, VOCAB = 256, 512, 224
-SHAPES = {
-    "attn_q": (512, HIDDEN), "attn_k": (128, HIDDEN), "attn_v": (128, HIDDEN), "attn_output": (HIDDEN, 512),
-    "ffn_gate": (MLP, HIDDEN), "ffn_up": (MLP, HIDDEN), "ffn_down": (HIDDEN, MLP),
-}  # fmt: skip
+rounds_in_int8 = pytest.mark.skipif(
+    not ops.fits_packed((64, 64), IN_8_BITS, torch.float32, torch.device("cpu"), in_int8=True),
+    reason="no kernel rounds x here",
+)
 
 
 def random_blocks(kind: GGMLQuantizationType, num_rows: int, num_columns: int) -> np.ndarray:
@@ -62,20 +65,24 @@ def test_parts_of_a_tensor(tmp_path: Path, kind: str, monkeypatch: pytest.Monkey
             assert rows.shape[1] == source.packing.row_bytes(index[1].stop - index[1].start)
             assert torch.equal(unpack(rows, source.packing), source.read(index))
             with monkeypatch.context() as patched:
-                patched.setattr("quire.workers.loader.gguf._AT_ONCE", 1024)  # two rows
+                patched.setattr("quire.workers.loader.gguf._AT_ONCE", 2 * 768 + 5)  # two rows
                 assert torch.equal(source.read_packed(index), rows)
 
 
-def write_model(path: Path, kind: str, others: dict[str, str]) -> None:
+def write_model(path: Path, kind: str, others: dict[str, str], mlp: int = MLP) -> None:
     """A Llama of two layers; `others`: types of matrices that have another."""
+    of_layer = {
+        "attn_q": (512, HIDDEN), "attn_k": (128, HIDDEN), "attn_v": (128, HIDDEN), "attn_output": (HIDDEN, 512),
+        "ffn_gate": (mlp, HIDDEN), "ffn_up": (mlp, HIDDEN), "ffn_down": (HIDDEN, mlp),
+    }  # fmt: skip
     writer = GGUFWriter(path, "llama")
     for key, value in {
-        "block_count": 2, "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": MLP,
+        "block_count": 2, "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": mlp,
         "attention.head_count": 8, "attention.head_count_kv": 2, "rope.dimension_count": 64,
     }.items():  # fmt: skip
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)
-    shapes = {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in SHAPES.items()}
+    shapes = {f"blk.{layer}.{name}": shape for layer in range(2) for name, shape in of_layer.items()}
     for name, shape in {**shapes, "token_embd": (VOCAB, HIDDEN)}.items():
         type_ = GGMLQuantizationType[others.get(name.rpartition(".")[2], kind)]
         writer.add_tensor(f"{name}.weight", random_blocks(type_, *shape), raw_dtype=type_)
@@ -87,13 +94,25 @@ def write_model(path: Path, kind: str, others: dict[str, str]) -> None:
     writer.close()
 
 
-def build(path: Path, parallel: ParallelContext, *, is_packed: bool) -> Model:
-    config = ModelConfig(model=str(path))
+def build(
+    path: Path, parallel: ParallelContext, *, is_packed: bool, quantization: Literal["int8"] | None = None
+) -> Model:
+    config = ModelConfig(model=str(path), quantization=quantization)
     info = load_model_info(config)
     blueprint = blueprint_for(config, info, torch.device("cpu")) if is_packed else blueprint_of(info)
     model = blueprint.build(parallel)
     blueprint.load(model, info, progress=False)
     return model
+
+
+def numbers_of(weight: PackedParameter) -> torch.Tensor:
+    """By a product each of whose sums has one term."""
+    return weight.linear(torch.eye(weight.matrix_shape[1])).T
+
+
+def check(weight: PackedParameter, numbers: torch.Tensor) -> None:
+    largest = numbers.abs().amax(dim=1, keepdim=True)
+    assert ((numbers_of(weight) - numbers).abs() <= 2**-22 * 16 * largest).all()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -123,6 +142,67 @@ def test_a_model(tmp_path: Path, kind: str, others: dict[str, str], joint: str, 
             if name == "embedding.weight":
                 assert isinstance(mine.rows, PackedRows)
                 assert torch.equal(mine.embed(torch.arange(len(mine))), numbers)
-            found = mine.linear(torch.eye(numbers.shape[1])).T  # each sum has one term
-            largest = numbers.abs().amax(dim=1, keepdim=True)
-            assert ((found - numbers).abs() <= 2**-22 * 16 * largest).all(), name
+            check(mine, numbers)
+
+
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=rounds_in_int8)])
+def test_what_cannot_stay_as_it_is(tmp_path: Path, quantization: Literal["int8"] | None) -> None:
+    """A rank's part that is no multiple of 256, and a matrix whose pieces have no form in common: they are unpacked, or
+    packed anew in 8 bits, and all else is left."""
+    path = tmp_path / "model.gguf"
+    write_model(path, "Q4_K", {"attn_v": "Q5_0"}, mlp=768)
+    for rank in range(2):
+        parallel = ParallelContext(rank, Grid(tensor_size=2))
+        model = build(path, parallel, is_packed=True, quantization=quantization)
+        whole = build(path, parallel, is_packed=False)
+        own = {name.removeprefix("layers.1."): weight for name, weight in model.named_parameters()}
+        numbers = {name.removeprefix("layers.1."): weight for name, weight in whole.named_parameters()}
+        assert own["mlp.gate_up.weight"].packing.name == "q4_k"
+        assert own["attention.output.weight"].packing.name == "q4_k"
+        for name in ("mlp.down.weight", "attention.qkv.weight"):
+            weight, expected = own[name], numbers[name]
+            if quantization is None:
+                assert not isinstance(weight, PackedParameter)
+                assert torch.equal(weight, expected)
+            else:
+                assert weight.packing == IN_8_BITS
+                off, largest = (
+                    each.abs().unflatten(1, (-1, 32)).amax(dim=2) for each in (numbers_of(weight) - expected, expected)
+                )
+                assert (off <= 0.502 / 127 * largest + 2**-25).all()  # a scale is the next float16
+
+
+@rounds_in_int8
+def test_in_int8(tmp_path: Path) -> None:
+    """Codes stay what they are; what multiplies them is rounded, which a number alone is not."""
+    path = tmp_path / "model.gguf"
+    write_model(path, "Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K"})
+    packed = build(path, ParallelContext(), is_packed=True, quantization="int8")
+    whole = build(path, ParallelContext(), is_packed=False)
+    for (name, mine), numbers in zip(packed.named_parameters(), whole.parameters(), strict=True):
+        if numbers.dim() == 2 and name != "embedding.weight":
+            assert isinstance(mine, PackedParameter)
+            assert mine.in_int8
+            check(mine, numbers)
+
+
+@pytest.mark.skipif(
+    not ops.fits_packed((64, 256), PACKINGS["q4_k"], torch.bfloat16, torch.device("cpu")),
+    reason="bfloat16 does not stay packed here",
+)
+@pytest.mark.parametrize("num_tokens", [1, 40])
+def test_in_bfloat16(tmp_path: Path, num_tokens: int) -> None:
+    """Few rows and many: as near to the products of its numbers as rounding leaves them."""
+    path = tmp_path / "model.gguf"
+    write_model(path, "Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K"})
+    with building(torch.device("cpu"), torch.bfloat16):
+        packed = build(path, ParallelContext(), is_packed=True)
+    whole = build(path, ParallelContext(), is_packed=False)
+    for (name, mine), numbers in zip(packed.named_parameters(), whole.parameters(), strict=True):
+        if numbers.dim() == 1:
+            continue
+        assert isinstance(mine, PackedParameter), name
+        x = torch.randn(num_tokens, numbers.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
+        exact = x.double() @ numbers.double().T
+        allowed = 2**-8 * exact.abs() + 2**-8 * (x.double().abs() @ numbers.double().abs().T)
+        assert ((mine.linear(x).double() - exact).abs() <= allowed).all(), name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import fp8, ops
-from quire.kernels.packed import BLOCK, PACKINGS, Packing
+from quire.kernels.packed import PACKINGS, Packing
 from quire.kernels.sampling import DTYPES, Draws, draw_tokens
 
 from .shapes import LayerShape
@@ -157,7 +157,7 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
             kinds.append((name, packing, in_int8))
     for kind, weight, in_int8 in kinds:
         for num_rows in sizes.rows:
-            bits = packing.blocks_bytes(8) // BLOCK if isinstance(weight, Packing) else 8 * weight.itemsize
+            bits = int(packing.bits_per_number) if isinstance(weight, Packing) else 8 * weight.itemsize
             work = linear_work(num_rows, out_features, in_features, size=dtype.itemsize, weight_bits=bits)
             yield Case(
                 "linear",

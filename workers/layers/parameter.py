@@ -39,7 +39,8 @@ class PackedSource(TensorSource, Protocol):
     packing: Packing
 
     def read_packed(self, index: Index) -> Tensor:
-        """The part that `index` cuts out, in whole blocks: [num_rows, row_bytes] uint8. See `kernels.packed`."""
+        """The part that `index` cuts out, in whole units of its packing: [num_rows, row_bytes] uint8. See
+        `kernels.packed`."""
         ...
 
 
@@ -177,7 +178,7 @@ class PackedParameter(_Packed):
 
     @staticmethod
     def can_pack(parameter: ShardedParameter, packing: Packing, device: torch.device, *, in_int8: bool) -> bool:
-        """Whether its pieces can be cut out in whole blocks, and it pays to multiply them so on a device."""
+        """Whether its pieces can be cut out in whole units, and it pays to multiply them so on a device."""
         pieces, (num_rows, num_columns) = parameter.pieces.values(), parameter.shape
         ends = [(piece.target[0].stop, ROWS) for piece in pieces]
         ends += [(end, packing.unit) for piece in pieces for end in (piece.source[1].start, piece.source[1].stop)]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +85,18 @@ class _GGUFSource:
         step = max(1, _AT_ONCE // self.shape[1])
         for start in range(0, len(raw), step):
             rows = np.require(raw[start : start + step], requirements=["C", "W"])
-            parts = split(torch.from_numpy(rows).view(-1, self._block[1]))
-
-            def columns(part: Tensor, num_rows: int = len(rows)) -> Tensor:
-                """Of what blocks have for each number, or each few of them: [num_rows, those of some columns]."""
-                of_rows = part.view(num_rows, -1)
-                each = self.shape[1] // of_rows.shape[1]
-                return of_rows[:, index[1].start // each : index[1].stop // each]
-
-            nested, least = tuple(columns(part) for part in parts.nested), parts.least
-            own = Parts(columns(parts.scales), None if least is None else columns(least), nested, columns(parts.codes))
-            packed[start : start + step] = assemble(packing, own)
+            scales, least, nested, codes = split(torch.from_numpy(rows).view(-1, self._block[1]))
+            own = partial(self._columns, num_rows=len(rows), columns=index[1])
+            least = None if least is None else own(least)
+            parts = Parts(own(scales), least, tuple(own(part) for part in nested), own(codes))
+            packed[start : start + step] = assemble(packing, parts)
         return packed
+
+    def _columns(self, part: Tensor, num_rows: int, columns: slice) -> Tensor:
+        """Of what blocks have for each number, or each few of them: [num_rows, those of some columns]."""
+        of_rows = part.view(num_rows, -1)
+        each = self.shape[1] // of_rows.shape[1]
+        return of_rows[:, columns.start // each : columns.stop // each]
 
     def _rearranged(self, raw: npt.NDArray[np.uint8], columns: slice, packing: Packing) -> Tensor:
         """Rows of blocks that have their scale and their least number, if any, before their codes."""
