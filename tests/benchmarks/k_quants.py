@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -20,10 +19,10 @@ from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
 from quire.cluster.bench.machine import describe_machine
 from quire.engine.config import ModelConfig
-from quire.engine.errors import QuireError
 from quire.engine.model_source import load_model_info
 
 from .peers.answers import Answers, num_equal, of_server
+from .peers.checkpoint import requantized
 from .peers.measure import Workload, load_server
 from .peers.programs import QUANTIZE
 from .peers.servers import MAX_MODEL_LEN, Server, engine_options, running, wait_until_at_rest
@@ -74,20 +73,6 @@ def _tensors(vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "output_norm", (HIDDEN,)
 
 
-def quantized(tool: Path, source: Path, kind: str) -> Path:
-    """`source` in another type, beside it, unless it is there. Raises `QuireError`."""
-    target = source.with_name(f"{source.stem}-{kind}.gguf")
-    if not target.is_file():
-        part = target.with_suffix(".part")  # whole or not there
-        command = (str(tool), "--allow-requantize", str(source), str(part), kind)
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
-        if done.returncode != 0:
-            part.unlink(missing_ok=True)
-            raise QuireError(f"{tool} failed:\n{done.stderr[-2000:]}")
-        part.rename(target)
-    return target
-
-
 def quire(model: Path, precision: str) -> Server:
     command = (sys.executable, "-m", "quire", "serve", "--port", "{port}", "--model", str(model))
     return Server("quire", (*command, *engine_options(precision)), "/ready")
@@ -135,8 +120,8 @@ def main() -> None:
         heads = [f"{load.concurrency} streams: {what}" for load in LOADS for what in ("tokens/s", "TTFT ms", "ITL ms")]
         print(f"\n| file, server | {' | '.join(heads)} |\n|{'---|' * (len(heads) + 1)}")
         for kind in args.types.split(","):
-            packed = quantized(tool, source, kind)
-            unpacked = quantized(tool, packed, "F32")
+            packed = requantized(tool, source, folder / f"{kind}.gguf", kind)
+            unpacked = requantized(tool, packed, folder / f"{kind}-float32.gguf", "F32")
             measure(f"{kind}, llama.cpp", llamacpp(args.llama_server, packed), folder, asks=False)
             found = {}
             for precision in PRECISIONS:

@@ -13,6 +13,7 @@ from gguf.quants import dequantize
 
 from quire.engine.config import ModelConfig
 from quire.engine.model_source import load_model_info
+from quire.engine.tokenizer import load_tokenizer
 from quire.kernels import ops
 from quire.kernels.packed import IN_8_BITS, PACKINGS, unpack
 from quire.workers.blueprints import blueprint_of
@@ -22,6 +23,7 @@ from quire.workers.models.model import Model
 from quire.workers.parallel import Grid, ParallelContext
 from quire.workers.quantization import blueprint_for
 from quire.workers.worker import building
+from tests.benchmarks import k_quants
 
 UNPACKED = ("IQ3_S", "TQ2_0")
 HALVES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,), "TQ2_0": (64,)}  # bytes; other types begin with theirs
@@ -206,3 +208,18 @@ def test_in_bfloat16(tmp_path: Path, num_tokens: int) -> None:
         exact = x.double() @ numbers.double().T
         allowed = 2**-8 * exact.abs() + 2**-8 * (x.double().abs() @ numbers.double().abs().T)
         assert ((mine.linear(x).double() - exact).abs() <= allowed).all(), name
+
+
+def test_the_model_of_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In small: a whole model with the default one's tokenizer, whose weights are not what that has."""
+    for name, size in {"HIDDEN": 128, "LAYERS": 2, "MLP": 192, "HEADS": 4, "KV_HEADS": 2, "HEAD_DIM": 32}.items():
+        monkeypatch.setattr(k_quants, name, size)
+    path = tmp_path / "model.gguf"
+    k_quants.write_model(path)
+    info = load_model_info(ModelConfig(model=str(path)))
+    own, default = load_tokenizer(info), load_tokenizer(load_model_info(ModelConfig(model="smollm2-135m-instruct")))
+    assert own.encode("Once upon a time") == default.encode("Once upon a time")
+    model = build(path, ParallelContext(), is_packed=False)
+    numbers = dict(model.named_parameters())
+    assert numbers["embedding.weight"].shape == (info.vocab_size, 128)
+    assert 0.019 < numbers["layers.1.mlp.down.weight"].std() < 0.021

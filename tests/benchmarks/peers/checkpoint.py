@@ -77,12 +77,18 @@ def gguf_file(folder: Path, precision: str, quantize: Path, model: str = "smollm
     packed = load_model_info(ModelConfig(model=model)).path
     if precision == "int8":
         return packed
-    target = folder / f"{precision}.gguf"
+    return requantized(
+        quantize, packed, folder / f"{precision}.gguf", {"float32": "F32", "bfloat16": "BF16"}[precision]
+    )
+
+
+def requantized(quantize: Path, source: Path, target: Path, kind: str) -> Path:
+    """`target`, a GGUF file with the numbers of another in a type of llama.cpp's, unless it is there. Raises
+    `QuireError`."""
     if not target.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_suffix(".part")  # whole or not there
-        kind = {"float32": "F32", "bfloat16": "BF16"}[precision]
-        command = (str(quantize), "--allow-requantize", str(packed), str(part), kind)
+        command = (str(quantize), "--allow-requantize", str(source), str(part), kind)
         done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False)
         if done.returncode != 0:
             part.unlink(missing_ok=True)
