@@ -55,12 +55,18 @@ def cpu_parts(programs: Mapping[str, Path], rounds: int) -> list[Part]:
     peers = "".join(f"{PEERS[name].option} {shlex.quote(str(path))} " for name, path in programs.items())
     own = "python -m tests.benchmarks"
     decodes = "--concurrency 8 --num-requests 64 --output-len 128"
+    k_quants = [
+        Part("k-quants", "K-quants, beside llama.cpp", f"{own}.k_quants {PEERS[name].option} {shlex.quote(str(path))}")
+        for name, path in programs.items()
+        if name == "llamacpp"
+    ]
     return [
         Part(
             "peers",
             "Beside peers, and the limits of the machine",
             f"{own}.peers {peers}--rounds {rounds} --folder {{folder}}/peers --json {{folder}}/peers.json",
         ),
+        *k_quants,
         Part("kernels-float32", "Operations of a layer, float32", "quire bench kernels --dtype float32", False),
         Part("kernels-bfloat16", "Operations of a layer, bfloat16", "quire bench kernels --dtype bfloat16", False),
         Part("operations-float32", "Operations of a step, float32", f"{own}.operations --precision float32"),
