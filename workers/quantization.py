@@ -96,16 +96,22 @@ class PackedBlueprint:
                 if packing is not None and ops.looks_up_packed(weight.dtype, self.device):
                     module.weight = PackedRows.like(weight, packing)
                 continue
-            # Numbers that cannot stay as they are packed, in int8 as any others.
+            # What cannot stay as it is packed is in int8 as what is not packed.
             otherwise = IN_8_BITS if self.in_int8 and not is_embedding else None
-            for chosen in (packing, otherwise):
-                if chosen is not None and PackedParameter.can_pack(weight, chosen, self.device, in_int8=self.in_int8):
-                    in_int8 = self.in_int8 and not is_head
-                    module.weight = PackedParameter.like(
-                        weight, chosen, self.device, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
-                    )
-                    break
+            chosen = self._first_that_fits(weight, packing, otherwise)
+            if chosen is not None:
+                in_int8 = self.in_int8 and not is_head
+                module.weight = PackedParameter.like(
+                    weight, chosen, self.device, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
+                )
         return model
+
+    def _first_that_fits(self, weight: ShardedParameter, *packings: Packing | None) -> Packing | None:
+        """None where none does."""
+        for each in packings:
+            if each is not None and PackedParameter.can_pack(weight, each, self.device, in_int8=self.in_int8):
+                return each
+        return None
 
     def _packing(self, name: str, weight: ShardedParameter) -> Packing | None:
         """How all of it is packed, by how the file has its pieces, which share one matrix."""
