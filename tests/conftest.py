@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,13 @@ os.environ.update(
         "COLUMNS": "120",
     }
 )
+
+
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    """What a test draws does not depend on those that its process has run before."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(11)
 
 
 @pytest.fixture(scope="session")
