@@ -1,23 +1,29 @@
 """Weights in the few bits per number that a file stores them in: some numbers of a row, side by side, share a scale.
 
-    number = scale * code + least        least: stored, or -8 * scale (codes of 4 bits), or 0 (8 bits, signed)
+    number = scale * code + least        least: stored, or that 8 is nothing (codes of 4 bits), or 32 (6 bits), or 0
+                                         (8 bits, signed)
 
 Numbers come in blocks of 32, in which all or each half of them, a group, share a scale. A scale and a least number are
 float16; or nested, as in llama.cpp's K-quants: a whole number of 8 bits times a float16 of 256 numbers.
 
 A row is packed into bytes: its scales' float16, those of its least numbers where these are stored; if nested the whole
-numbers of either, group by group; then its codes. Of 4 bits, byte i of a block holds the code of its number i in the
-lower half, and that of number 16 + i above.
+numbers of either, group by group; then its codes, block by block:
+
+    4 bits    byte i holds the code of number i in its lower half, and above it that of number `fold` + i, which is in
+              the same group: 16 bytes for 32 numbers of one, or 8 for either half of them
+    6 bits    12 bytes for either half: byte i holds the code of number i, and above it two bits of that of number
+              12 + i % 4, of which bytes 0 to 3 have the lowest
+    8 bits    a byte each
 
 These are the types of llama.cpp's files in another order (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md),
-with the names of those that have such a form, perhaps in fewer bits; which type becomes which is in
-`workers/loader/ggml_types.py`. Of all of them, scales and their products with codes are exact in float32, so that a
-number is rounded once, where one is computed at all.
+and what matrices of several types have in common. Which type becomes which is in `workers/loader/ggml_types.py`. Of all
+of them, scales and their products with codes are exact in float32, so that a number is rounded once, where one is
+computed at all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,10 +41,10 @@ class Packing:
     """One way to pack."""
 
     name: str
-    bits: int  # of a code: 4, or 8
+    bits: int  # of a code: 4, 6 or 8
     has_least: bool
     is_nested: bool = False
-    num_groups: int = 1  # of a block: 1, or of codes of 8 bits 2
+    num_groups: int = 1  # of a block: 1 or 2
 
     @property
     def unit(self) -> int:
@@ -83,6 +89,16 @@ class Packing:
         return self.num_kinds * self.num_groups if self.is_nested else 0
 
     @property
+    def zero(self) -> int:
+        """The code that means nothing where no least number is stored."""
+        return 0 if self.bits == 8 else 1 << (self.bits - 1)
+
+    @property
+    def fold(self) -> int:
+        """Numbers from one to that whose code is in the upper half of its byte, where codes have 4 bits."""
+        return BLOCK // 2 // self.num_groups
+
+    @property
     def code_bytes(self) -> int:
         """Of a block."""
         return BLOCK * self.bits // 8
@@ -92,18 +108,27 @@ class Packing:
         return 2 * self.num_kinds + (self.code_bytes + self.num_nested) * (self.unit // BLOCK)
 
 
+# By name: that of a type that has this form, perhaps in fewer bits; or, of what several types have in common alone, the
+# bits of a code, 1 where least numbers are stored, and how many numbers share a scale.
 PACKINGS = {
     packing.name: packing
     for packing in (
         Packing("q4_0", 4, False),
         Packing("q4_1", 4, True),
-        Packing("q5_1", 8, True),
+        Packing("q5_0", 6, False),
+        Packing("q5_1", 6, True),
         Packing("q8_0", 8, False),
-        Packing("q2_k", 8, True, is_nested=True, num_groups=2),
+        Packing("8_1_32", 8, True),
+        Packing("q2_k", 4, True, is_nested=True, num_groups=2),
+        Packing("q3_k", 4, False, is_nested=True, num_groups=2),
         Packing("q4_k", 4, True, is_nested=True),
-        Packing("q5_k", 8, True, is_nested=True),
-        Packing("q6_k", 8, False, is_nested=True, num_groups=2),
+        Packing("q5_k", 6, True, is_nested=True),
+        Packing("q6_k", 6, False, is_nested=True, num_groups=2),
         Packing("iq4_xs", 8, False, is_nested=True),
+        Packing("k6_1_16", 6, True, is_nested=True, num_groups=2),
+        Packing("k8_0_16", 8, False, is_nested=True, num_groups=2),
+        Packing("k8_1_16", 8, True, is_nested=True, num_groups=2),
+        Packing("k8_1_32", 8, True, is_nested=True),
     )
 }
 
@@ -112,8 +137,8 @@ IN_8_BITS = PACKINGS["q8_0"]  # what `pack` gives
 
 
 def common(packings: Iterable[Packing | None]) -> Packing | None:
-    """What holds the numbers of rows that are packed in any of some ways (`repack`), without rounding; of different
-    ones, in codes of 8 bits. None where there is none, or some are not packed."""
+    """What holds the numbers of rows that are packed in any of some ways (`repack`), without rounding, in the fewest
+    bits. None where there is none, or some are not packed."""
     different = set(packings)
     if len(different) == 1:
         return different.pop()
@@ -121,7 +146,7 @@ def common(packings: Iterable[Packing | None]) -> Packing | None:
     if len(some) < len(different) or len({packing.is_nested for packing in some}) > 1:
         return None
     wanted = (
-        8,
+        max(packing.bits for packing in some),
         any(packing.has_least for packing in some),
         some[0].is_nested,
         max(packing.num_groups for packing in some),
@@ -136,16 +161,13 @@ class Parts(NamedTuple):
     scales: Tensor  # [num_rows, groups, or units where they are nested] float16
     least: Tensor | None  # likewise, where least numbers are stored
     nested: tuple[Tensor, ...]  # what scales, and least numbers, are multiplied by: [num_rows, groups] int8
-    codes: Tensor  # [num_rows, numbers] int8; of 4 bits, 0 to 15
+    codes: Tensor  # [num_rows, numbers] int8; of 4 and 6 bits, from 0 on
 
 
 def assemble(packing: Packing, parts: Parts) -> Tensor:
     """[num_rows, row_bytes] uint8."""
     halves = [part.view(torch.uint8) for part in (parts.scales, parts.least) if part is not None]
-    codes = parts.codes.view(torch.uint8)
-    if packing.bits == 4:
-        lower, upper = codes.view(len(codes), -1, 2, BLOCK // 2).unbind(2)
-        codes = (lower | upper << 4).flatten(1)
+    codes = _joined(parts.codes.view(torch.uint8).reshape(len(parts.codes), -1, BLOCK), packing).flatten(1)
     return torch.cat([*halves, *(part.view(torch.uint8) for part in parts.nested), codes], dim=1)
 
 
@@ -154,24 +176,56 @@ def take_apart(rows: Tensor, packing: Packing) -> Parts:
     halves, nested, codes = packing.parts(rows)
     scales, *least = halves.contiguous().view(torch.float16).chunk(packing.num_kinds, dim=1)
     whole = nested.contiguous().view(torch.int8).chunk(packing.num_kinds, dim=1) if packing.is_nested else ()
-    if packing.bits == 8:
-        codes = codes.contiguous().view(torch.int8)
-    else:
-        pairs = codes.reshape(len(rows), codes.shape[1] // packing.code_bytes, BLOCK // 2)
-        codes = torch.cat([pairs & 15, pairs >> 4], dim=2).flatten(1).view(torch.int8)
+    blocks = codes.reshape(len(rows), codes.shape[1] // packing.code_bytes, packing.code_bytes)
+    codes = codes_of(blocks, packing).flatten(1).view(torch.int8)
     return Parts(scales, least[0] if least else None, tuple(whole), codes)
 
 
+def codes_of(blocks: Tensor, packing: Packing) -> Tensor:
+    """Of blocks' bytes, [..., code_bytes] uint8, the codes: [..., BLOCK] uint8."""
+    if packing.bits == 8:
+        return blocks
+    if packing.bits == 6:
+        threes = blocks.reshape(*blocks.shape[:-1], 2, 3, 4)
+        last = in_bytes((threes >> 6).unbind(-2), 2)
+        return torch.cat([threes & 63, last[..., None, :]], dim=-2).flatten(-3)
+    folded = blocks.reshape(*blocks.shape[:-1], packing.num_groups, packing.fold)
+    return torch.cat([folded & 15, folded >> 4], dim=-1).flatten(-2)
+
+
+def _joined(codes: Tensor, packing: Packing) -> Tensor:
+    """What `codes_of` took apart."""
+    if packing.bits == 8:
+        return codes
+    if packing.bits == 6:
+        fours = codes.view(*codes.shape[:-1], 2, 4, 4)
+        shifts = torch.arange(0, 6, 2, dtype=torch.uint8)[:, None]
+        return (fours[..., :3, :] | (fours[..., 3:, :] >> shifts) << 6).flatten(-3)
+    lower, upper = codes.view(*codes.shape[:-1], packing.num_groups, 2, packing.fold).unbind(-2)
+    return (lower | upper << 4).flatten(-2)
+
+
+def in_bytes(fields: Sequence[Tensor], bits: int) -> Tensor:
+    """Of some numbers of so few bits, uint8, one behind the other in a byte, the first one lowest."""
+    joined = fields[0].clone()
+    for i, field in enumerate(fields[1:], 1):
+        joined |= field << bits * i
+    return joined
+
+
 def repack(rows: Tensor, packing: Packing, other: Packing) -> Tensor:
-    """Rows in the way that `common` found for theirs and others: the same numbers."""
+    """Rows in the way that `common` found for theirs and others: the same numbers. Raises `ValueError` where a least
+    number has to be stored that is no float16."""
     if packing == other:
         return rows
     scales, least, nested, codes = take_apart(rows, packing)
-    if packing.bits == 4 and not packing.has_least:
-        codes = codes - 8  # signed
+    if not packing.has_least and (other.bits == 8 or not other.has_least):
+        codes = codes + (other.zero - packing.zero)
     if other.has_least and least is None:
-        least = torch.zeros_like(scales)
-        nested = (*nested, *(torch.zeros_like(part) for part in nested))
+        least = torch.zeros_like(scales) if other.bits == 8 else -packing.zero * scales
+        if (least.isinf() & scales.isfinite()).any():
+            raise ValueError(f"scales of up to {scales.abs().amax():g} are too large to be packed as {other.name}")
+        nested = (*nested, *nested)
     repeats = other.num_groups // packing.num_groups
     nested = tuple(part.repeat_interleave(repeats, dim=1) for part in nested)
     return assemble(other, Parts(scales, least, nested, codes))
@@ -206,8 +260,8 @@ def unpack(rows: Tensor, packing: Packing) -> Tensor:
         each = NESTED_BLOCKS * packing.num_groups
         scales = scales.repeat_interleave(each, dim=1) * parts.nested[0]
         least = None if least is None else least.repeat_interleave(each, dim=1) * parts.nested[1]
-    elif packing.bits == 4 and least is None:
-        least = -8 * scales
+    if packing.zero and least is None:
+        least = -packing.zero * scales
     numbers = parts.codes.reshape(len(rows), num_groups, BLOCK // packing.num_groups).float()
     numbers *= scales[..., None]
     return (numbers if least is None else numbers.add_(least[..., None])).flatten(1)

@@ -24,7 +24,7 @@ from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
 from .byte_products import ONE_DIGIT, Way
-from .code_words import WIDTH, WORDS, ahead_of, blocks_of, codes_of, fetch, scales_of
+from .code_words import WIDTH, WORDS, ahead_of, blocks_of, codes_of, fetch, pair_of, scales_of, six_bits_of
 from .digits import rounding, unsigned
 from .features import IS_WIDE
 from .tile_product import STEP_BYTES, TILE
@@ -201,30 +201,37 @@ def _order(kind: Packing, in_pairs: bool) -> list[int]:
     """The numbers of a block as its lines have them."""
     if kind.bits == 8 or not in_pairs:
         return Way(kind, ONE_DIGIT).order
-    pairs = [(4 * half + line, 4 * half + 8 + line) for line in range(4) for half in range(2)]
+    pairs = [(pair, pair + 1) for pair in range(0, BLOCK // 2, 2)]
+    if kind.bits == 4:
+        pairs = [(pair_of(kind, line, half), pair_of(kind, line, half + 2)) for line in range(4) for half in range(2)]
     return [2 * pair + number for both in pairs for number in range(2) for pair in both]
 
 
-def _lines(b: ir.IRBuilder, kind: Packing, in_pairs: bool, packed: Any) -> list[Any]:
-    """What a packed line becomes: see `Way.lines`."""
+def _lines(b: ir.IRBuilder, kind: Packing, in_pairs: bool, codes: Any, unit: Any) -> list[Any]:
+    """Those of a unit: see `Way.lines`."""
     if kind.bits == 8 and in_pairs:  # words of one pair of each row, then of the next
-        both = b.bitcast(packed, WORDS)
+        both = load(b, b.add(codes, b.mul(unit, INT64(STEP_BYTES))), WORDS)
         return [unsigned(b, b.bitcast(take(b, both, [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]), INTS))]
-    return Way(kind, ONE_DIGIT).lines(b, packed)
+    if kind.bits == 6 and in_pairs:  # bytes of two pairs of each row
+        words = six_bits_of(b, codes, unit)
+        lows = [b.and_(each, splat(WORDS, 0x3F)) for each in words[::2]]
+        highs = [b.and_(b.shl(each, splat(WORDS, 8)), splat(WORDS, 0x3F00)) for each in words[1::2]]
+        return [b.bitcast(b.or_(*both), INTS) for both in zip(lows, highs, strict=True)]
+    return Way(kind, ONE_DIGIT).lines(b, codes, unit)
 
 
 def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any], x_blocks: Sequence[Any]) -> list[Any]:
     """Of the products of a block's codes, signed, and whole numbers of x: int32, [row of x][panel]."""
     way, starts = Way(kind, ONE_DIGIT), [codes_of(b, kind, block) for block in blocks]
-    own, num_lines = way.product, way.num_lines // way.num_packed_lines
+    own, num_lines = way.product, way.unit
     sums: list[Any] = [None] * (len(x_blocks) * WIDTH)
 
     def of_panels(panels: range) -> None:
-        def step(packed: Any, state: list[Any]) -> list[Any]:
-            found, place = list(state), b.mul(packed, INT64(STEP_BYTES))
-            codes = [_lines(b, kind, in_pairs, load(b, b.add(starts[j], place), INTS)) for j in panels]
+        def step(unit: Any, state: list[Any]) -> list[Any]:
+            found = list(state)
+            codes = [_lines(b, kind, in_pairs, starts[j], unit) for j in panels]
             for line in range(num_lines):
-                word = b.add(b.mul(packed, INT64(4 * num_lines)), INT64(4 * (_NUM_WORDS + line)))
+                word = b.add(b.mul(unit, INT64(4 * num_lines)), INT64(4 * (_NUM_WORDS + line)))
                 for i, x_block in enumerate(x_blocks):
                     some = load_repeated(b, b.add(x_block, word), INT32)
                     for number, lines in enumerate(codes, i * len(panels)):
@@ -234,13 +241,13 @@ def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any],
         offsets = [_NO_SUMS if way.has_signs else load_repeated(b, x_block, INT32, 4 * _OFFSET) for x_block in x_blocks]
         begun = [offset for offset in offsets for _ in panels]
         # Lines whose products do not wait for each other.
-        at_once = min(way.num_packed_lines, max(1, ROWS * own.panels // WIDTH // len(x_blocks)))
+        at_once = min(way.num_units, max(1, ROWS * own.panels // WIDTH // len(x_blocks)))
         found = loop_over(
             b,
-            INT64(way.num_packed_lines),
+            INT64(way.num_units),
             at_once,
             [own.start(each) for each in begun],
-            lambda packed, state: _steps(b, step, packed, at_once, state),
+            lambda unit, state: _steps(b, step, unit, at_once, state),
             may_unroll=False,
         )
         for number, each in enumerate(found):

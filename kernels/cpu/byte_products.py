@@ -6,13 +6,13 @@
     IN_FLOATS  AVX2: one product of float32 to a lane
 
 All but the last are of whole numbers, whose sums are exact: where CPUs take the same digits of x (`byte_rows`), they
-have the same sums. Two products of bytes may be more than 16 bits hold where codes have 8. Two digits of x are a word:
-words take one and a half times as long as one digit does in bytes. Three digits and codes of 8 bits would take longer
-than float32.
+have the same sums. Two products of bytes may be more than 16 bits hold where codes have 8, and more than two where they
+have 6. Two digits of x are a word: words take one and a half times as long as one digit does in bytes. Three digits and
+codes of 8 bits would take longer than float32.
 
-A panel has 16 rows. A line of a block's packed codes, 64 bytes, has four bytes of each row: four numbers, or eight of
-4 bits, the upper halves of which are half a block behind (`byte_dots.lay_out`). It becomes some lines to multiply, and
-x has its numbers in the order of these (`Way.order`).
+A panel has 16 rows. A line of a block's packed codes, 64 bytes, has four bytes of each row, in the order that `packed`
+has (`byte_dots.lay_out`). One becomes a unit of lines to multiply, or three of codes of 6 bits do, of which the fourth
+are in what the others leave. x has its numbers in the order of these lines (`Way.order`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from llvmlite import ir
 from ..packed import BLOCK, Packing
 from .digits import dot_int8, unsigned
 from .features import IS_WIDE, cpu_features
-from .vectors import FLOATS, INT8, INT16, INT32, INTS, LANES, call, fma, splat, take
+from .tile_product import STEP_BYTES
+from .vectors import BYTES, FLOATS, INT8, INT16, INT32, INT64, INTS, LANES, call, fma, load, splat, take
 
 THREE_DIGITS, TWO_DIGITS, ONE_DIGIT = 3, 2, 1  # of 8 bits each, of a number of x
 
@@ -74,31 +75,59 @@ class Way(NamedTuple):
         return BLOCK * self.product.number_bytes // 4
 
     @property
-    def num_packed_lines(self) -> int:
-        return BLOCK * self.kind.bits // 8 // 4
+    def num_units(self) -> int:
+        """Of a block of a panel."""
+        return {4: 4, 6: 2, 8: 8}[self.kind.bits]
+
+    @property
+    def unit(self) -> int:
+        """Lines to multiply that it has."""
+        return self.num_lines // self.num_units
 
     @property
     def order(self) -> list[int]:
         """The numbers of a block as its lines have them."""
         of_four = (0, 2, 1, 3) if self.product.number_bytes == 2 else range(4)
-        halves = (0, BLOCK // 2) if self.kind.bits == 4 else (0,)
-        return [first + half + i for first in range(0, BLOCK // len(halves), 4) for half in halves for i in of_four]
+        fold = self.kind.fold if self.kind.bits == 4 else 0
+        firsts = [
+            group + first + half
+            for group in range(0, BLOCK, 2 * fold or BLOCK)
+            for first in range(0, fold or BLOCK, 4)
+            for half in sorted({0, fold})
+        ]
+        return [first + i for first in firsts for i in of_four]
 
     @property
     def has_signs(self) -> bool:
         """Whether codes are multiplied with a sign; otherwise they are more by half of what their bits count."""
-        return self.kind.bits == 8 and self.product.number_bytes > 1
+        return self.kind.bits > 4 and self.product.number_bytes > 1
 
-    def lines(self, b: ir.IRBuilder, packed: Any) -> list[Any]:
-        """Those that a packed one becomes."""
-        found = [packed]
-        if self.kind.bits == 4:
-            low = splat(INTS, 0x0F0F0F0F)
-            found = [b.and_(packed, low), b.and_(b.lshr(packed, splat(INTS, 4)), low)]
+    def lines(self, b: ir.IRBuilder, codes: Any, unit: Any) -> list[Any]:
+        """Those of a unit, by its number, of the codes of a block, whose address is given."""
+        found = self._bytes(b, codes, unit)
         if self.product.number_bytes == 1:
-            return found if self.kind.bits == 4 else [unsigned(b, packed)]
+            return [unsigned(b, line) for line in found] if self.kind.bits == 8 else found
         split = _words_of if self.product.number_bytes == 2 else _floats_of
         return [part for line in found for part in split(b, line)]
+
+    def _bytes(self, b: ir.IRBuilder, codes: Any, unit: Any) -> list[Any]:
+        """Likewise, of a byte for each code."""
+        num_packed = 3 if self.kind.bits == 6 else 1
+        start = b.add(codes, b.mul(unit, INT64(num_packed * STEP_BYTES)))
+        packed = [load(b, b.add(start, INT64(i * STEP_BYTES)), INTS) for i in range(num_packed)]
+        if self.kind.bits == 8:
+            return packed
+        if self.kind.bits == 4:
+            low = splat(INTS, 0x0F0F0F0F)
+            return [b.and_(packed[0], low), b.and_(b.lshr(packed[0], splat(INTS, 4)), low)]
+        lines = [b.and_(line, splat(INTS, 0x3F3F3F3F)) for line in packed]
+        rests = [b.lshr(line, splat(INTS, 6 - 2 * i)) for i, line in enumerate(packed)]
+        fields = [b.and_(rest, splat(INTS, 0x03030303 << 2 * i)) for i, rest in enumerate(rests)]
+        lines.append(b.or_(b.or_(fields[0], fields[1]), fields[2]))
+        if self.has_signs:
+            zero = splat(BYTES, self.kind.zero)
+            lines = [b.bitcast(b.sub(b.bitcast(line, BYTES), zero), INTS) for line in lines]
+        return lines
 
 
 def has_products() -> bool:
@@ -172,8 +201,7 @@ _ON_AVX2 = {
     (4, THREE_DIGITS): IN_BYTES,
     (4, TWO_DIGITS): IN_WORDS,
     (4, ONE_DIGIT): IN_BYTES,
-    (8, THREE_DIGITS): IN_FLOATS,
-    (8, TWO_DIGITS): IN_WORDS,
-    (8, ONE_DIGIT): IN_WORDS,
+    **{(bits, THREE_DIGITS): IN_FLOATS for bits in (6, 8)},
+    **{(bits, digits): IN_WORDS for bits in (6, 8) for digits in (TWO_DIGITS, ONE_DIGIT)},
 }
 PRODUCTS = dict.fromkeys(_ON_AVX2, DOT) if "avx512vnni" in cpu_features() else _ON_AVX2  # by bits of a code, and digits

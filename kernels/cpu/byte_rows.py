@@ -54,8 +54,8 @@ _TOP = {THREE_DIGITS: 22, TWO_DIGITS: 14}
 
 
 def runs_of(way: Way) -> list[tuple[int, ...]]:
-    """Digits of x whose sums are one whole number: of codes of 8 bits and three digits, sums have 36 bits."""
-    if (way.kind.bits, way.num_digits) == (8, THREE_DIGITS):
+    """Digits of x whose sums are one whole number: with three digits, sums of codes of 6 bits have 34 bits."""
+    if way.kind.bits > 4 and way.num_digits == THREE_DIGITS:
         return [(0, 1), (2,)]
     return [tuple(range(way.num_digits))]
 

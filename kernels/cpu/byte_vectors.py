@@ -152,8 +152,8 @@ def _line(b: ir.IRBuilder, start: Any, number: int, panel: int) -> Any:
 def _unpack_block(b: ir.IRBuilder, way: Way, blocks: Sequence[Any], out: Any) -> None:
     for j, block in enumerate(blocks):
         codes, line = codes_of(b, way.kind, block), 0
-        for i in range(way.num_packed_lines):
-            for vector in way.lines(b, load(b, b.add(codes, INT64(STEP_BYTES * i)), INTS)):
+        for unit in range(way.num_units):
+            for vector in way.lines(b, codes, INT64(unit)):
                 store(b, vector, _line(b, out, line, j))
                 line += 1
         for group in range(way.kind.num_groups):
@@ -171,9 +171,9 @@ class _Unpacked:
     def __init__(self, b: ir.IRBuilder, way: Way, address: Any) -> None:
         self._b, self._way, self._address = b, way, address
 
-    def codes(self, line: Any, panel: int) -> list[Any]:
+    def codes(self, unit: Any, panel: int) -> list[Any]:
         b = self._b
-        start = b.add(self._address, b.mul(line, INT64(WIDTH * STEP_BYTES)))
+        start = b.add(self._address, b.mul(unit, INT64(WIDTH * STEP_BYTES)))
         return [load(b, _line(b, start, 0, panel), INTS)]
 
     def scale_and_middle(self, panel: int, group: int) -> tuple[Any, Any]:
@@ -182,17 +182,14 @@ class _Unpacked:
 
 
 class _Packed:
-    """Likewise, as it is packed: the addresses of a block of each panel. What a packed line becomes is given."""
+    """Likewise, as it is packed: the addresses of a block of each panel."""
 
     def __init__(self, b: ir.IRBuilder, way: Way, blocks: Sequence[Any]) -> None:
         self._b, self._way, self._blocks = b, way, blocks
-        self.unit = way.num_lines // way.num_packed_lines
+        self.unit = way.unit
 
-    def codes(self, line: Any, panel: int) -> list[Any]:
-        b = self._b
-        start = codes_of(b, self._way.kind, self._blocks[panel])
-        place = b.add(start, b.mul(line, INT64(STEP_BYTES // self.unit)))
-        return self._way.lines(b, load(b, place, INTS))
+    def codes(self, unit: Any, panel: int) -> list[Any]:
+        return self._way.lines(self._b, codes_of(self._b, self._way.kind, self._blocks[panel]), unit)
 
     def scale_and_middle(self, panel: int, group: int) -> tuple[Any, Any]:
         return scale_and_middle(self._b, self._way.kind, self._blocks[panel], group)
@@ -274,8 +271,10 @@ def _tile_of(way: Way, count: int) -> int:
 def _is_direct(way: Way, count: int) -> bool:
     """Whether codes are multiplied with so many rows as they are unpacked, in registers: where there are 32 of these;
     else where sums take half of those that they may. Digits that are multiplied one after the other unpack codes anew,
-    which takes less than to store and read them."""
+    which takes less than to store and read them; but not codes of 6 bits, where sums take all registers."""
     own = way.product
+    if way.kind.bits == 6 and way.num_digits != ONE_DIGIT and count * own.panels == own.most_sums:
+        return False
     return not own.is_narrow or 2 * count * own.panels * _parts_at_once(way) <= own.most_sums
 
 
@@ -328,15 +327,15 @@ def _dots(
 ) -> list[list[Any]]:
     """By part of x, what its products with a group's codes leave: [row of x][panel]. `start`: likewise, of any part."""
     own, count, part_size = way.product, len(start), part_bytes(way)
-    num_lines = way.num_lines // way.kind.num_groups
+    num_units = way.num_lines // way.kind.num_groups // block.unit
 
     def add(first: Any, num_units: int, state: list[Any]) -> list[Any]:
         found = list(state)
         for i in range(num_units):
-            unit = b.add(first, INT64(i * block.unit))
-            codes = [block.codes(unit, j) for j in panels]
+            unit = b.add(first, INT64(i))
+            codes, line = [block.codes(unit, j) for j in panels], b.mul(unit, INT64(block.unit))
             for number in range(block.unit):
-                place = b.mul(b.add(unit, INT64(number)), INT64(4))
+                place = b.mul(b.add(line, INT64(number)), INT64(4))
                 for p, part in enumerate(parts):
                     for row, x_block in enumerate(x_blocks):
                         some = load_repeated(b, b.add(x_block, place), INT32, part_size * part)
@@ -347,18 +346,18 @@ def _dots(
 
     state = [each for _ in parts for each in start]
     # Where sums start from nothing, a unit by itself, ahead of the loop, spares the additions of it.
-    ahead = block.unit if own.is_joint else 0
-    first_line = group * num_lines + ahead
+    ahead = 1 if own.is_joint else 0
+    first_unit = group * num_units + ahead
     if ahead:
-        state = add(INT64(group * num_lines), 1, state)
+        state = add(INT64(group * num_units), 1, state)
     at_once = 1  # units
     if not own.is_narrow:  # one digit's products are so few that the end of a loop takes a tenth of their time
-        all_units, some = num_lines // block.unit, max(1, ROWS // (len(x_blocks) * block.unit))
-        at_once = all_units if way.num_digits == ONE_DIGIT else min(all_units, some)
-    assert (num_lines - ahead) % (at_once * block.unit) == 0
+        some = max(1, ROWS // (len(x_blocks) * block.unit))
+        at_once = num_units if way.num_digits == ONE_DIGIT else min(num_units, some)
+    assert (num_units - ahead) % at_once == 0
 
     def step(first: Any, state: list[Any]) -> list[Any]:
-        return add(b.add(first, INT64(first_line)), at_once, state)
+        return add(b.add(first, INT64(first_unit)), at_once, state)
 
-    state = loop_over(b, INT64(num_lines - ahead), at_once * block.unit, state, step, may_unroll=False)
+    state = loop_over(b, INT64(num_units - ahead), at_once, state, step, may_unroll=False)
     return [state[p * count : (p + 1) * count] for p in range(len(parts))]

@@ -26,6 +26,7 @@ from .vectors import (
     LANES,
     call,
     fma,
+    in_order,
     load,
     load_repeated,
     loop_over,
@@ -131,19 +132,19 @@ def scales_of(b: ir.IRBuilder, packing: Packing, block: Block, group: int = 0) -
     return found
 
 
-def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Block) -> list[Any]:
-    """Of 16 rows whose codes have 4 bits."""
-    scale, *stored = scales_of(b, packing, block)
-    return [scale, *(stored or [b.fmul(scale, splat(FLOATS, -8.0))])]
+def scale_and_least(b: ir.IRBuilder, packing: Packing, block: Block, group: int = 0) -> list[Any]:
+    """Of 16 rows whose codes have fewer than 8 bits."""
+    scale, *stored = scales_of(b, packing, block, group)
+    return [scale, *(stored or [b.fmul(scale, splat(FLOATS, -float(packing.zero)))])]
 
 
 def scale_and_middle(b: ir.IRBuilder, packing: Packing, block: Block, group: int = 0) -> tuple[Any, Any]:
     """Of 16 rows: what the sums of a group's codes are multiplied with, and, where least numbers are stored, the sum of
-    the group's numbers of x. (Codes of 4 bits are taken for 8 less than they are: it is what 8 means.)"""
+    the group's numbers of x. (Codes are taken for `packing.zero` less than they are: it is what that one means.)"""
     scale, *stored = scales_of(b, packing, block, group)
     if not stored:
         return scale, None
-    return scale, fma(b, scale, splat(FLOATS, 8.0), stored[0]) if packing.bits == 4 else stored[0]
+    return scale, fma(b, scale, splat(FLOATS, float(packing.zero)), stored[0]) if packing.zero else stored[0]
 
 
 def x_sum_at(b: ir.IRBuilder, packing: Packing, address: Any) -> Any:
@@ -164,13 +165,36 @@ def total_at(b: ir.IRBuilder, totals: Any, row: int, panel: int) -> Any:
 def codes_of(b: ir.IRBuilder, packing: Packing, block: Block) -> Any:
     """The address of a block's codes. `codes` and `dots` have them, of 8 bits, as [pair of numbers][row of the
     panel][number of the pair]; of 4, as four lines of words, [row of the panel][number of the pair], whose bits from
-    4 * i on are of pair 4 * i + line."""
+    4 * i on are of `pair_of(line, i)`. Of 6 bits, three such lines have the eight pairs of either half: a word has two,
+    and above them four bits of the last two: the lower ones of the first, the upper ones of both, the lower ones of the
+    second."""
     return b.add(block.own, INT64(TILE * (packing.num_nested if packing.is_nested else 2 * packing.num_kinds)))
+
+
+def pair_of(packing: Packing, line: int, i: int) -> int:
+    """Which pair of numbers it is, where codes have 4 bits. Of a block that is two groups, a line has pairs of one."""
+    return 4 * i + line if packing.num_groups == 1 else 8 * (line // 2) + 2 * i + line % 2
+
+
+def six_bits_of(b: ir.IRBuilder, codes: Any, half: Any) -> list[Any]:
+    """By pair of one half of a block, codes of 6 bits and anything above them."""
+    start = b.add(codes, b.mul(half, INT64(3 * STEP_BYTES)))
+    lines = [load(b, b.add(start, INT64(STEP_BYTES * i)), WORDS) for i in range(3)]
+    found = [words for line in lines for words in (line, b.lshr(line, splat(WORDS, 6)))]
+    for line, shift in ((lines[0], 8), (lines[2], 10)):
+        field = b.and_(b.lshr(lines[1], splat(WORDS, shift)), splat(WORDS, 0x30))
+        found.append(b.or_(b.lshr(line, splat(WORDS, 12)), field))
+    return found
 
 
 def look_up(b: ir.IRBuilder, table: Any, places: Any) -> Any:
     """The words of a table of 32 at the places that the lower five bits of others say."""
     return call(b, "llvm.x86.avx512.permvar.hi.512", WORDS, [table, places])
+
+
+def look_up_in_two(b: ir.IRBuilder, tables: Sequence[Any], places: Any) -> Any:
+    """Likewise, of two tables, one behind the other, by six bits."""
+    return call(b, "llvm.x86.avx512.vpermi2var.hi.512", WORDS, [tables[0], places, tables[1]])
 
 
 def fetch(b: ir.IRBuilder, packing: Packing, block: Block, ahead: Any = _AHEAD) -> None:
@@ -255,8 +279,9 @@ def loop_over_pairs(
     """`state = body(pair, codes, state)` for all pairs of numbers of a group of some blocks, an int64 and what each
     block has of their codes, signed, as bfloat16: [row of the panel][number of the pair]."""
     unpackers = [_pairs(b, packing, block, as_numbers=False) for block in blocks]
-    at_once = unpackers[0][1] // 4  # a loop's turn is four pairs, whichever way codes lie
     count = unpackers[0][1] // packing.num_groups
+    # A loop's turn: four pairs, or eight of codes of 6 bits. A loop of two turns takes longer than none.
+    at_once = max(1, count // 4) if packing.num_groups == 1 else count
 
     def step(number: Any, state: list[Any]) -> list[Any]:
         for i in range(at_once):
@@ -265,14 +290,14 @@ def loop_over_pairs(
                 state = body(found[0][0], [vector for _, vector in found], state)
         return state
 
-    return loop_over(b, INT64(count), at_once, start, step, may_unroll=False)
+    return in_order(b, loop_over(b, INT64(count), at_once, start, step, may_unroll=False))
 
 
 def _pairs(
     b: ir.IRBuilder, packing: Packing, block: Block, *, as_numbers: bool
 ) -> tuple[Callable[[Any], Iterator[Pair]], int]:
     """What unpacks some pairs of a block, by a number of it, an LLVM value below the second result."""
-    codes = codes_of(b, packing, block)
+    codes, zero = codes_of(b, packing, block), 0 if as_numbers else packing.zero
     if packing.bits == 8:
         groups = _by_pairs(b, packing, block) if as_numbers else []
 
@@ -291,19 +316,41 @@ def _pairs(
 
         return of_bytes, BLOCK // 2
 
-    scale, least = scale_and_least(b, packing, block) if as_numbers else (None, None)
+    ways = [scale_and_least(b, packing, block, group) for group in range(packing.num_groups)] if as_numbers else []
+
+    def number_of(found: Any, half: Any) -> Any:
+        """Of codes, in bfloat16, of one half of a block's numbers: what is asked for."""
+        if not as_numbers:
+            return found
+        is_first = b.icmp_signed("<", half, INT64(1))
+        own = ways[0] if len(ways) == 1 else [b.select(is_first, *both) for both in zip(*ways, strict=True)]
+        bits = b.bitcast(found, INTS)
+        both = (b.shl(bits, splat(INTS, 16)), b.and_(bits, splat(INTS, -65536)))
+        return to_bfloat16_pairs(b, *(fma(b, b.bitcast(each, FLOATS), *own) for each in both))
+
+    if packing.bits == 6:
+        values = [_bfloat16(code - zero) for code in range(64)]
+        tables = [ir.Constant(WORDS, values[start : start + 2 * LANES]) for start in (0, 2 * LANES)]
+
+        def of_half(half: Any) -> Iterator[Pair]:
+            # Of a place in the tables six bits count: above them is anything.
+            for i, places in enumerate(six_bits_of(b, codes, half)):
+                found = number_of(look_up_in_two(b, tables, places), half)
+                yield b.add(b.mul(half, INT64(BLOCK // 4)), INT64(i)), found
+
+        return of_half, 2
+
     # Four bits of a place in it are a code, and one is of the next: anything.
-    table = ir.Constant(WORDS, 2 * [_bfloat16(code - (0 if as_numbers else 8)) for code in range(16)])
+    table = ir.Constant(WORDS, 2 * [_bfloat16(code - zero) for code in range(16)])
 
     def of_words(line: Any) -> Iterator[Pair]:
-        words = load(b, b.add(codes, b.mul(line, INT64(STEP_BYTES))), WORDS)
+        words, half = load(b, b.add(codes, b.mul(line, INT64(STEP_BYTES))), WORDS), b.lshr(line, INT64(1))
         for i in range(4):
             found = look_up(b, table, b.lshr(words, splat(WORDS, 4 * i)) if i else words)
-            if as_numbers:
-                bits = b.bitcast(found, INTS)
-                both = (b.shl(bits, splat(INTS, 16)), b.and_(bits, splat(INTS, -65536)))
-                found = to_bfloat16_pairs(b, *(fma(b, b.bitcast(each, FLOATS), scale, least) for each in both))
-            yield b.add(line, INT64(4 * i)), found
+            pair = b.add(line, INT64(4 * i))
+            if packing.num_groups > 1:
+                pair = b.add(b.add(b.mul(half, INT64(8)), b.and_(line, INT64(1))), INT64(2 * i))
+            yield pair, number_of(found, half)
 
     return of_words, 4
 

@@ -34,12 +34,12 @@ import torch
 from numba import carray, cfunc, njit, types
 from torch import Tensor
 
-from ..packed import BLOCK, PACKINGS, Packing, lay_panels
+from ..packed import BLOCK, PACKINGS, Packing, codes_of, in_bytes, lay_panels
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
 from .code_tiles import begin, block_bytes, end, lay_columns, multiply, multiply_unpacked, split_row, unpack
-from .code_words import FUSED, SCRATCH_BYTES, TOTALS_BYTES, WIDTH, fits
+from .code_words import FUSED, SCRATCH_BYTES, TOTALS_BYTES, WIDTH, fits, pair_of
 from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
@@ -100,12 +100,19 @@ def lay_out(rows: Tensor, packing: Packing) -> Tensor:
 
     def in_pairs(codes: Tensor) -> Tensor:
         if packing.bits == 8:  # [panel, block, pair of numbers, row, 2]
-            pairs: Tensor = codes.unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)
-            return pairs
-        numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (4, 4, 2))  # pairs 4 * i + line
-        numbers = numbers.permute(0, 2, 4, 1, 5, 3)  # [panel, block, line, row, number of the pair, i]
-        words: Tensor = numbers[..., ::2] | numbers[..., 1::2] << 4
-        return words
+            return codes.reshape(*codes.shape[:3], -1, 2).permute(0, 2, 3, 1, 4)
+        pairs = codes_of(codes, packing).unflatten(3, (-1, 2)).permute(0, 2, 3, 1, 4)  # [panel, block, pair, row, 2]
+        if packing.bits == 4:
+            lines = [[pair_of(packing, line, i) for line in range(4)] for i in range(4)]
+            parts = [pairs[:, :, of_lines] for of_lines in lines]  # by i: [panel, block, line, row, 2]
+            return torch.stack([in_bytes(parts[:2], 4), in_bytes(parts[2:], 4)], dim=5)
+        halves = pairs.unflatten(2, (2, 8)).unbind(3)  # by pair of a half: [panel, block, half, row, 2]
+        first, last = halves[6:]
+        rests = [first & 15, first >> 4 | last >> 4 << 2, last & 15]
+        words = []
+        for low, high, rest in zip(halves[:6:2], halves[1:6:2], rests, strict=True):
+            words.append(torch.stack([low | high << 6, high >> 2 | rest << 4], dim=5))
+        return torch.stack(words, dim=3)
 
     return lay_panels(rows, packing, TILE, in_pairs)
 

@@ -64,8 +64,8 @@ def _widened_half(bits: Any) -> Any:
 def _unpack_worker(packing: str, sources: str) -> Any:
     kind = PACKINGS[packing]
     bits, has_least, is_nested, num_kinds, unit = kind.bits, kind.has_least, kind.is_nested, kind.num_kinds, kind.unit
-    per_block, unit_bytes = kind.num_groups, kind.row_bytes(kind.unit)
-    code_bytes, group_size = kind.code_bytes // per_block, BLOCK // per_block
+    per_block, unit_bytes, zero, fold = kind.num_groups, kind.row_bytes(kind.unit), kind.zero, kind.fold
+    code_bytes, group_size = kind.code_bytes, BLOCK // per_block
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(packing)
@@ -89,23 +89,35 @@ def _unpack_worker(packing: str, sources: str) -> Any:
                 start = a.rows + place * row_bytes
                 halves = carray(pointer(start), (num_kinds, num_units), np.uint16)
                 nested = carray(pointer(start + nested_at), (num_kinds, num_groups), np.int8)
-                codes = carray(pointer(start + codes_at), (num_groups, code_bytes), np.int8 if bits == 8 else np.uint8)
+                codes = carray(pointer(start + codes_at), (num_blocks, code_bytes), np.int8 if bits == 8 else np.uint8)
                 for k in range(num_groups):
                     scale = _widened_half(halves[0, k // per_unit])
                     if is_nested:
                         scale *= np.float32(nested[0, k])
-                    least = np.float32(0.0) if bits == 8 else scale * np.float32(-8.0)
+                    least = scale * np.float32(-zero)
                     if has_least:
                         least = _widened_half(halves[num_kinds - 1, k // per_unit])
                         if is_nested:
                             least *= np.float32(nested[num_kinds - 1, k])
-                    for i in range(code_bytes):
-                        if bits == 8:
-                            number = np.float32(codes[k, i]) * scale
-                            row[group_size * k + i] = number + least if has_least else number
-                        else:
-                            row[group_size * k + i] = np.float32(codes[k, i] & 15) * scale + least
-                            row[group_size * k + code_bytes + i] = np.float32(codes[k, i] >> 4) * scale + least
+                    block, part, first_number = k // per_block, k % per_block, k * group_size
+                    if bits == 8:
+                        for i in range(group_size):
+                            number = np.float32(codes[block, part * group_size + i]) * scale
+                            row[first_number + i] = number + least if has_least else number
+                        continue
+                    if bits == 4:
+                        for i in range(fold):
+                            both = codes[block, part * fold + i]
+                            row[first_number + i] = np.float32(both & 15) * scale + least
+                            row[first_number + fold + i] = np.float32(both >> 4) * scale + least
+                        continue
+                    for half in range(group_size // 16):
+                        own, first_of_half = codes[block, 12 * (part + half) :], first_number + 16 * half
+                        for i in range(12):
+                            row[first_of_half + i] = np.float32(own[i] & 63) * scale + least
+                        for i in range(4):
+                            last = own[i] >> 6 | own[4 + i] >> 6 << 2 | own[8 + i] >> 6 << 4
+                            row[first_of_half + 12 + i] = np.float32(last) * scale + least
                 store_row(row, num_numbers, a.short, a.out + index * num_numbers * size)
 
     return worker

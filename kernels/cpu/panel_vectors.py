@@ -16,7 +16,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS, Packing
-from .code_words import Block, block_of, codes_of, fetch, scales_of
+from .code_words import Block, block_of, codes_of, fetch, scale_and_least, scales_of
 from .features import IS_WIDE
 from .tile_product import CLASSES, TILE
 from .vectors import (
@@ -68,51 +68,45 @@ class _Block(NamedTuple):
 
     @classmethod
     def at(cls, b: ir.IRBuilder, packing: Packing, place: Block) -> _Block:
-        found = [scales_of(b, packing, place, group) for group in range(packing.num_groups)]
-        scales, least = [each[0] for each in found], [each[1] for each in found if packing.has_least]
-        if packing.bits == 4 and not least:
-            least = [b.fmul(scale, splat(FLOATS, -8.0)) for scale in scales]
+        read = scales_of if packing.bits == 8 else scale_and_least
+        found = [read(b, packing, place, group) for group in range(packing.num_groups)]
+        scales, least = [each[0] for each in found], [each[1] for each in found if len(each) > 1]
         return cls(packing, scales, least, codes_of(b, packing, place))
 
-    def words(self, b: ir.IRBuilder, i: int) -> Any:
-        """CODES of 4 bits for each row."""
-        return load(b, b.add(self.codes, INT64(VECTOR_BYTES * i)), INTS)
-
-    def number(self, b: ir.IRBuilder, words: Any, shift: Any) -> Any:
-        """By the code of each row in its word, so many bits up."""
-        code = b.and_(b.lshr(words, shift), splat(INTS, 15))
-        return fma(b, b.sitofp(code, FLOATS), self.scales[0], self.least[0])
-
-    def number_of_byte(self, b: ir.IRBuilder, number: Any, group: int) -> Any:
-        """By codes of 8 bits; which number, int64, and the group that it is in."""
-        code = b.sext(load(b, b.add(self.codes, b.mul(number, INT64(PANEL))), INT8S), INTS)
+    def number(self, b: ir.IRBuilder, first: int, behind: Any) -> Any:
+        """Of each row, the number `behind` a `first` one: int64, which does not leave the vector that has its code."""
+        group = first * self.packing.num_groups // BLOCK
+        if self.packing.bits == 8:
+            place = b.add(self.codes, b.mul(b.add(behind, INT64(first)), INT64(PANEL)))
+            code = b.sext(load(b, place, INT8S), INTS)
+        else:
+            code = self._field(b, 0, 4, first, behind)
+            if self.packing.bits == 6:
+                code = b.or_(code, b.shl(self._field(b, BLOCK // CODES, 2, first, behind), splat(INTS, 4)))
         wide = b.sitofp(code, FLOATS)
         return fma(b, wide, self.scales[group], self.least[group]) if self.least else b.fmul(wide, self.scales[group])
+
+    def _field(self, b: ir.IRBuilder, vector: int, bits: int, first: int, behind: Any) -> Any:
+        """So many bits of its code, from a vector on."""
+        in_lane = 32 // bits
+        words = load(b, b.add(self.codes, INT64(VECTOR_BYTES * (vector + first // in_lane))), INTS)
+        shift = b.trunc(b.mul(b.add(behind, INT64(first % in_lane)), INT64(bits)), INT32)
+        return b.and_(b.lshr(words, broadcast(b, shift, LANES)), splat(INTS, (1 << bits) - 1))
 
 
 def _numbers(b: ir.IRBuilder, packing: Packing, place: Block, classes: range) -> Iterator[tuple[int, Any]]:
     """Those numbers of a block that some classes take: which, and a vector of them."""
-    block, words = _Block.at(b, packing, place), None
+    block = _Block.at(b, packing, place)
     for number in range(BLOCK):
-        if packing.bits == 4 and number % CODES == 0:
-            words = block.words(b, number // CODES)
-        if number % CLASSES not in classes:
-            continue
-        if packing.bits == 8:
-            yield number, block.number_of_byte(b, INT64(number), number * packing.num_groups // BLOCK)
-        else:
-            yield number, block.number(b, words, splat(INTS, 4 * (number % CODES)))
+        if number % CLASSES in classes:
+            yield number, block.number(b, number, INT64(0))
 
 
 def _numbers_of_class(b: ir.IRBuilder, packing: Packing, place: Block, which: Any) -> Iterator[Any]:
     """Those that one class takes, an int64."""
     block = _Block.at(b, packing, place)
     for first in range(0, BLOCK, CLASSES):
-        if packing.bits == 8:
-            yield block.number_of_byte(b, b.add(which, INT64(first)), first * packing.num_groups // BLOCK)
-        else:
-            shift = b.trunc(b.mul(b.add(which, INT64(first % CODES)), INT64(4)), INT32)
-            yield block.number(b, block.words(b, first // CODES), broadcast(b, shift, LANES))
+        yield block.number(b, first, which)
 
 
 def _block_at(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Block:

@@ -26,7 +26,7 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from ..packed import BLOCK, NESTED_BLOCKS, PACKINGS, Packing, lay_panels
+from ..packed import BLOCK, NESTED_BLOCKS, PACKINGS, Packing, codes_of, in_bytes, lay_panels
 from .claims import enter, take_item
 from .features import IS_WIDE
 from .intrinsics import pointer
@@ -45,7 +45,6 @@ from .packed_call import (
     run_product,
 )
 from .panel_vectors import (
-    CODES,
     FEW,
     PANEL,
     SIZES,
@@ -97,9 +96,14 @@ def lay_out(rows: Tensor, packing: Packing) -> Tensor:
     def in_vectors(codes: Tensor) -> Tensor:
         if packing.bits == 8:
             return codes.permute(0, 2, 3, 1)
-        numbers = torch.cat([codes & 15, codes >> 4], dim=3).unflatten(3, (-1, CODES))
-        pairs: Tensor = numbers[..., ::2] | numbers[..., 1::2] << 4  # [panel, row, block, vector, 4 bytes]
-        return pairs.permute(0, 2, 3, 1, 4)
+        numbers = codes_of(codes, packing)
+        fields = [(numbers & 15, 4)] + ([(numbers >> 4, 2)] if packing.bits == 6 else [])
+        # [panel, block, vector, row, 4 bytes]
+        vectors = [
+            in_bytes(field.unflatten(3, (-1, 4, 8 // bits)).unbind(5), bits).permute(0, 2, 3, 1, 4)
+            for field, bits in fields
+        ]
+        return torch.cat(vectors, dim=2)
 
     return lay_panels(rows, packing, PANEL, in_vectors)
 

@@ -84,6 +84,19 @@ def dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
     return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, [sums, *operands])
 
 
+def in_order(b: ir.IRBuilder, vectors: Sequence[Any]) -> list[Any]:
+    """The same vectors, of which none is used further before all are there: for LLVM, which else has what follows
+    behind each of them, where it has to wait for that one alone. The CPU sees nothing of it."""
+    kinds, count = [vector.type for vector in vectors], len(vectors)
+    nothing = ir.InlineAsm(
+        ir.FunctionType(ir.LiteralStructType(kinds), kinds),
+        "",
+        ",".join([*["=v"] * count, *map(str, range(count))]),
+    )
+    together = b.call(nothing, vectors)
+    return [b.extract_value(together, i) for i in range(count)]
+
+
 def sum_lanes(b: ir.IRBuilder, vectors: Sequence[Any]) -> Any:
     """The totals of four vectors, of float32 or int32, in one of four lanes.
 

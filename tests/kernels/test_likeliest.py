@@ -26,7 +26,9 @@ if {"avx512vnni", "avx512bf16"} <= cpu_features():
     KERNELS += [(dots, torch.bfloat16)]
 NAMES = [f"{kernel.__name__.rpartition('.')[2]}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
 kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=NAMES)
-packings = pytest.mark.parametrize("packing", [PACKINGS["q4_0"], PACKINGS["q8_0"]], ids=lambda each: each.name)
+packings = pytest.mark.parametrize(
+    "packing", [PACKINGS[name] for name in ("q4_0", "q5_0", "q8_0")], ids=lambda each: each.name
+)
 TOKENS, SIZE = 2000, 160  # an odd number of panels, and blocks that do not come in fours
 
 

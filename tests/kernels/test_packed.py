@@ -86,7 +86,7 @@ of_codes = pytest.mark.parametrize(("kernel", "dtype"), OF_CODES, ids=ids(OF_COD
 in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
 ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some of them come in more than one chunk
 # Of the others each has parts of these. All of them take part where a test says so, or takes little.
-SOME = ("q4_0", "q4_1", "q8_0", "q2_k")
+SOME = ("q4_0", "q4_1", "q8_0", "k6_1_16")
 OTHERS = tuple(sorted(PACKINGS.keys() - SOME))
 packings = pytest.mark.parametrize("packing", [PACKINGS[name] for name in SOME], ids=SOME)
 all_packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
@@ -108,7 +108,7 @@ kernels_of_packings, of_codes_of_packings = of_packings(KERNELS), of_packings(OF
 
 def most_by_codes(kernel: Any, packing: Packing) -> int:
     """Rows in bfloat16 with which numbers are not rounded: where sums are of codes, only so many."""
-    return {codes: {4: 16, 8: 32}[packing.bits], dots: dots.FEW_ROWS}.get(kernel, sys.maxsize)
+    return {codes: 16 if packing.bits == 4 else 32, dots: dots.FEW_ROWS}.get(kernel, sys.maxsize)
 
 
 def packed(packing: Packing, out_features: int, in_features: int, scale: float = 0.05) -> torch.Tensor:
@@ -151,7 +151,7 @@ def test_a_number_is_its_code_times_a_scale(packing: Packing) -> None:
     kinds = [each.float().repeat_interleave(count // units, dim=1) for each in halves]
     if packing.is_nested:
         kinds = [half * whole for half, whole in zip(kinds, nested, strict=True)]
-    codes = torch.arange(2 * units * packing.unit).view(2, -1) % (256 if packing.bits == 8 else 16)
+    codes = torch.arange(2 * units * packing.unit).view(2, -1) % (1 << packing.bits)
     parts = Parts(
         halves[0],
         halves[1] if packing.has_least else None,
@@ -162,7 +162,7 @@ def test_a_number_is_its_code_times_a_scale(packing: Packing) -> None:
     assert rows.shape[1] == packing.row_bytes(2 * packing.unit)
     assert packing.num_numbers(rows.shape[1]) == 2 * packing.unit
     signed = parts.codes.float().view(2, count, -1)
-    start = kinds[1] if packing.has_least else kinds[0] * (-8 if packing.bits == 4 else 0)
+    start = kinds[1] if packing.has_least else kinds[0] * {4: -8, 6: -32, 8: 0}[packing.bits]
     expected = signed * kinds[0][..., None] + start[..., None]
     assert torch.equal(unpack(rows, packing), expected.flatten(1))
     again = take_apart(rows, packing)
@@ -174,7 +174,14 @@ def test_a_number_is_its_code_times_a_scale(packing: Packing) -> None:
         assert torch.equal(found, given)
     # By hand: float16, what is nested, and codes.
     stored = codes.view(2, -1, 32)
-    stored = stored if packing.bits == 8 else stored[..., :16] | stored[..., 16:] << 4
+    if packing.bits == 4:
+        fold = 16 // packing.num_groups
+        lower = [i for i in range(32) if i // fold % 2 == 0]
+        stored = torch.stack([stored[..., i] | stored[..., i + fold] << 4 for i in lower], dim=-1)
+    elif packing.bits == 6:
+        lower = [i for i in range(32) if i % 16 < 12]
+        above = [stored[..., i // 16 * 16 + 12 + i % 4] >> i % 16 // 4 * 2 & 3 for i in lower]
+        stored = torch.stack([stored[..., i] | part << 6 for i, part in zip(lower, above, strict=True)], dim=-1)
     given = [each.view(torch.uint8) for each in (*halves[: packing.num_kinds], *parts.nested)]
     assert torch.equal(rows, torch.cat([*given, stored.flatten(1).to(torch.uint8)], dim=1))
 
@@ -192,10 +199,23 @@ def test_what_several_ways_have_in_common(packing: Packing) -> None:
         assert torch.equal(unpack(repack(rows, packing, both), both), unpack(rows, packing)), other
         assert both.num_groups == max(packing.num_groups, other.num_groups)
         assert both.has_least == (packing.has_least or other.has_least)
-        assert both.bits == (packing.bits if packing == other else 8)
+        assert both.bits == max(packing.bits, other.bits)
     assert common([packing]) == packing
     assert common([packing, None]) is None
     assert common([None]) is None
+
+
+def test_a_scale_too_large_for_a_least_number() -> None:
+    """Which is 32 times a Q6_K's where others have one: nothing is rounded, and nothing becomes infinite unnoticed."""
+    packing, both = PACKINGS["q6_k"], PACKINGS["k6_1_16"]
+    rows = packed(packing, 16, 256)
+    halves, _, _ = packing.parts(rows)
+    halves[3] = torch.tensor([2047.0]).half().view(torch.uint8)
+    assert torch.equal(unpack(repack(rows, packing, both), both), unpack(rows, packing))
+    halves[3] = torch.tensor([2048.0]).half().view(torch.uint8)
+    with pytest.raises(ValueError, match="scales of up to 2048 are too large to be packed as k6_1_16"):
+        repack(rows, packing, both)
+    assert torch.equal(unpack(repack(rows, packing, PACKINGS["k8_1_16"]), PACKINGS["k8_1_16"]), unpack(rows, packing))
 
 
 def test_what_is_packed_in_8_bits() -> None:
@@ -300,7 +320,7 @@ def test_what_multiplies_on_this_cpu(packing: Packing) -> None:
 
 
 def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
-    """By number, in float64, the sizes of what it is the sum of, if a code of 4 bits is one around 8. (Of 16 numbers
+    """By number, in float64, the sizes of what it is the sum of, if a code is one around `zero`. (Of 16 numbers
     with one scale, the sum is less beside what rounding takes from each than of 32: by the root of two.)"""
     parts = take_apart(rows, packing)
     per_half = packing.num_groups * packing.unit // BLOCK
@@ -310,8 +330,8 @@ def sizes(rows: torch.Tensor, packing: Packing) -> torch.Tensor:
     if packing.is_nested:
         kinds = [half * whole for half, whole in zip(kinds, parts.nested, strict=True)]
     scales, *least = kinds
-    middle = (8 * scales if packing.bits == 4 else 0) + least[0] if least else torch.zeros_like(scales)
-    of_codes = 128 * scales.abs() if packing.bits == 8 else 8 * scales.abs()
+    middle = packing.zero * scales + least[0] if least else torch.zeros_like(scales)
+    of_codes = (packing.zero or 128) * scales.abs()
     whole = (of_codes + middle.abs()).repeat_interleave(BLOCK // packing.num_groups, dim=1)
     return whole * packing.num_groups**0.5
 
@@ -375,7 +395,7 @@ def rounded(shape: tuple[int, int], packing: Packing, kernel: Any, dtype: torch.
 
 @pytest.mark.parametrize("top", [1.0, 1.9765625, 8290432 / 2**22, 1.98437488, 1.9843751, 1.9921875, 1.9999999])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-@pytest.mark.parametrize("name", ["q4_0", "q8_0"])
+@pytest.mark.parametrize("name", ["q4_0", "q5_0", "q8_0"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.skipif(not HAS_BYTES, reason="this CPU does not multiply bytes")
 def test_the_largest_sums_of_bytes(dtype: torch.dtype, name: str, sign: float, top: float) -> None:
@@ -383,10 +403,15 @@ def test_the_largest_sums_of_bytes(dtype: torch.dtype, name: str, sign: float, t
     hold little more than their sum, and those of 16 than that of half of them. `top` lies on both sides of where the
     next power of two takes over; all digits of the third are -126 and -128 where it is negative."""
     packing, x = PACKINGS[name], torch.full((2, 64), sign * top).to(dtype)
+    digits = byte_products.THREE_DIGITS if dtype == torch.float32 else byte_products.TWO_DIGITS
+    if name == "q5_0" and byte_products.Way(packing, digits).product.number_bytes == 4:
+        pytest.skip("products of x as it is are no whole numbers, and each sum of them is rounded")
     rows = torch.zeros(32, packing.row_bytes(64), dtype=torch.uint8)
     halves, _, codes_ = packing.parts(rows)
     halves.copy_(torch.full((32, 2), 0.5).half().view(torch.uint8))
-    for byte, code in ((0x80, -128), (0x7F, 127)) if packing.bits == 8 else ((0, -8), (0xFF, 7)):
+    for byte, code in {4: ((0, -8), (0xFF, 7)), 6: ((0, -32), (0xFF, 31)), 8: ((0x80, -128), (0x7F, 127))}[
+        packing.bits
+    ]:
         codes_.fill_(byte)
         exact = x.double() @ unpack(rows, packing).double().T
         assert exact[0, 0] == x.double()[0, 0] * 64 * code / 2

@@ -121,10 +121,11 @@ def check(weight: PackedParameter, numbers: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     ("kind", "others", "joint"),
     [
-        ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}, "q2_k"),  # Q4_K_M
-        ("Q5_K", {"attn_v": "Q6_K", "token_embd": "Q6_K"}, "q2_k"),
-        ("Q3_K", {"attn_v": "Q5_K", "attn_output": "Q4_K"}, "q2_k"),
-        ("IQ4_XS", {"attn_v": "Q5_K"}, "q5_k"),
+        ("Q4_K", {"attn_v": "Q6_K", "ffn_down": "Q6_K", "token_embd": "Q6_K"}, "k6_1_16"),  # Q4_K_M
+        ("Q5_K", {"attn_v": "Q6_K", "token_embd": "Q6_K"}, "k6_1_16"),
+        ("Q3_K", {"attn_v": "Q5_K", "attn_output": "Q4_K"}, "k6_1_16"),
+        ("Q2_K", {"attn_v": "Q4_K", "ffn_down": "Q3_K", "token_embd": "Q6_K"}, "q2_k"),
+        ("IQ4_XS", {"attn_v": "Q5_K", "ffn_down": "Q3_K"}, "k8_1_32"),
         ("Q6_K", {}, "q6_k"),
     ],
 )

@@ -273,7 +273,7 @@ def test_pieces_that_are_packed_differently(tmp_path: Path) -> None:
     whole = native.build(ParallelContext())
     native.load(whole, info, progress=False)
     assert isinstance(attention.qkv.weight, PackedParameter)
-    assert attention.qkv.weight.packing.name == "q5_1"
+    assert attention.qkv.weight.packing.name == "8_1_32"
     assert torch.equal(numbers_of(attention.qkv.weight), whole.layers["0"].attention.qkv.weight)
     assert attention.output.weight.packing.name == "q4_1"
     path = _tiny_gguf(tmp_path, GGMLQuantizationType.Q4_1, {"v_proj": GGMLQuantizationType.F16})
@@ -344,7 +344,7 @@ def test_packed_weights_in_int8(tmp_path: Path, kind: str, tied: bool) -> None:
         assert weight.in_int8 is not is_head
         numbers, expected = numbers_of(weight), numbers_of(theirs[name])
         is_joint = others and name.endswith("qkv.weight")
-        assert weight.packing.name == ("q8_0" if kind == "F16" else "q5_1" if is_joint else "q4_1")
+        assert weight.packing.name == ("q8_0" if kind == "F16" else "8_1_32" if is_joint else "q4_1")
         if kind != "F16":
             torch.testing.assert_close(numbers, expected, rtol=0 if is_head else 2**-22, atol=0)
         else:

@@ -1,7 +1,8 @@
 """Quantized types of GGUF files in the ways that `kernels.packed` has, by the numbers that they stand for.
 
 A type has blocks of 32 numbers, or of 256 whose scales are nested. What is the same number is the same code and scale
-here, so that nothing is rounded; codes of 5 and 6 bits, and those that are looked up in a table, take 8.
+here, so that nothing is rounded; codes of 2 and 3 bits take 4, those of 5 bits 6, and those that are looked up in a
+table 8.
 Layout: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Types that are not here (IQ1 to IQ3 look up
 several numbers at once) are unpacked by the `gguf` package.
 """
@@ -43,13 +44,18 @@ def _signed(codes: Tensor, less: int = 0) -> Tensor:
     return codes.contiguous().view(torch.int8) - less
 
 
+def _moved(codes: Tensor, zero: int, packing: Packing) -> Tensor:
+    """Codes of which `zero` means nothing, as those of a packing."""
+    return _signed(codes, zero - packing.zero)
+
+
 def _looked_up(codes: Tensor) -> Tensor:
     return torch.tensor(_LOOKED_UP, dtype=torch.int8)[codes.long()]
 
 
 def _q5_0(blocks: Tensor) -> Parts:
     codes = _fields(blocks[:, 6:], 4, 16) | _fields(blocks[:, 2:6], 1, 1) << 4
-    return Parts(_float16(blocks, 0), None, (), _signed(codes, 16))
+    return Parts(_float16(blocks, 0), None, (), _moved(codes, 16, PACKINGS["q5_0"]))
 
 
 def _q5_1(blocks: Tensor) -> Parts:
@@ -75,7 +81,7 @@ def _q2_k(blocks: Tensor) -> Parts:
 def _q3_k(blocks: Tensor) -> Parts:
     scales = _fields(blocks[:, 96:104], 4, 8) | _fields(blocks[:, 104:108], 2, 4) << 4
     codes = _fields(blocks[:, 32:96], 2, 32) | _fields(blocks[:, :32], 1, 32) << 2
-    return Parts(_float16(blocks, 108), None, (_signed(scales, 32),), _signed(codes, 4))
+    return Parts(_float16(blocks, 108), None, (_signed(scales, 32),), _moved(codes, 4, PACKINGS["q3_k"]))
 
 
 def _with_least(blocks: Tensor, codes: Tensor) -> Parts:
@@ -97,19 +103,19 @@ def _q5_k(blocks: Tensor) -> Parts:
 
 def _q6_k(blocks: Tensor) -> Parts:
     codes = _fields(blocks[:, :128], 4, 64) | _fields(blocks[:, 128:192], 2, 32) << 4
-    return Parts(_float16(blocks, 208), None, (_signed(blocks[:, 192:208]),), _signed(codes, 32))
+    return Parts(_float16(blocks, 208), None, (_signed(blocks[:, 192:208]),), _moved(codes, 32, PACKINGS["q6_k"]))
 
 
 TYPES: Mapping[int, Stored] = {
     Type.Q4_0: Stored(PACKINGS["q4_0"]),
     Type.Q4_1: Stored(PACKINGS["q4_1"]),
     Type.Q8_0: Stored(PACKINGS["q8_0"]),
-    Type.Q5_0: Stored(PACKINGS["q8_0"], _q5_0),
+    Type.Q5_0: Stored(PACKINGS["q5_0"], _q5_0),
     Type.Q5_1: Stored(PACKINGS["q5_1"], _q5_1),
     Type.IQ4_NL: Stored(PACKINGS["q8_0"], _iq4_nl),
     Type.IQ4_XS: Stored(PACKINGS["iq4_xs"], _iq4_xs),
     Type.Q2_K: Stored(PACKINGS["q2_k"], _q2_k),
-    Type.Q3_K: Stored(PACKINGS["q6_k"], _q3_k),
+    Type.Q3_K: Stored(PACKINGS["q3_k"], _q3_k),
     Type.Q4_K: Stored(PACKINGS["q4_k"], _q4_k),
     Type.Q5_K: Stored(PACKINGS["q5_k"], _q5_k),
     Type.Q6_K: Stored(PACKINGS["q6_k"], _q6_k),
