@@ -4,13 +4,13 @@
 
     some numbers of a row of x, in all lanes    dot    as many codes of each row of a panel    ->    sums, int32
 
-A block of a row of x is `x_block_bytes`: words, float32: what a whole number is worth, what is added to its sums
-(int32), where codes are unpacked without a sign, and the sums of the squares of what rounding took from x, and of x, in
-units of that worth; then 32 numbers, whole ones of -127 to 127, in the order of codes (see `byte_products`). Behind
+A block of a row of x is `x_block_bytes`: words, float32: what a whole number is worth, and the sums of the squares of
+what rounding took from x, and of x, in units of that worth; by group what is added to its sums (int32), where codes are
+unpacked without a sign; then 32 numbers, whole ones of -127 to 127, in the order of codes (see `byte_products`). Behind
 the last block is how far a product may be from what it is computed as, float32, for each unit of the length of a row
 of the weight, and then of what was taken from that row.
 
-Everything works on addresses. Packings have no least numbers, and one scale for a block.
+Everything works on addresses. Packings have no least numbers.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .vectors import (
 
 ROWS = 8 if IS_WIDE else 4  # of x at a time: a block's sums stay in registers
 assert 2 * 4 * ROWS <= STEP_BYTES, "bounds have more than the line that is kept for them"
-FACTOR, _OFFSET, LOST, SIZE, _NUM_WORDS = range(5)  # words of a block
+FACTOR, LOST, SIZE, _OFFSETS = range(4)  # words of a block
 
 _AT_ONCE = 4  # blocks of x that are rounded together
 _COUNTS = tuple(count for count in (1, 2, 4, 8) if count <= ROWS)  # of rows, that something is generated for
@@ -68,7 +68,12 @@ _NO_SUMS = splat(INTS, 0)
 
 def x_block_bytes(kind: Packing) -> int:
     """Whole lines of the cache."""
-    return -(-4 * (_NUM_WORDS + Way(kind, ONE_DIGIT).num_lines) // STEP_BYTES) * STEP_BYTES
+    return -(-4 * (_num_words(kind) + Way(kind, ONE_DIGIT).num_lines) // STEP_BYTES) * STEP_BYTES
+
+
+def _num_words(kind: Packing) -> int:
+    """Before the numbers of a block."""
+    return _OFFSETS + kind.num_groups
 
 
 @intrinsic(prefer_literal=True)
@@ -103,17 +108,17 @@ def round_row(
                 lost.append(b.fadd(*(b.fmul(half, half) for half in less)))
                 sizes.append(b.fadd(*(b.fmul(half, half) for half in scaled)))
                 rounded.append([b.fptosi(half, INTS) for half in whole])
-            offsets = sum_lanes(b, [b.add(*halves) for halves in rounded])
-            words = {
-                FACTOR: factors,
-                _OFFSET: b.mul(offsets, splat(offsets.type, -middle)),
-                LOST: sum_lanes(b, lost),
-                SIZE: sum_lanes(b, sizes),
-            }
+            words = {FACTOR: factors, LOST: sum_lanes(b, lost), SIZE: sum_lanes(b, sizes)}
+            by_group = [[b.add(*halves) for halves in rounded]]
+            if kind.num_groups > 1:
+                by_group = [list(halves) for halves in zip(*rounded, strict=True)]
+            for group, numbers_of_group in enumerate(by_group):
+                totals = sum_lanes(b, numbers_of_group)
+                words[_OFFSETS + group] = b.mul(totals, splat(totals.type, -middle))
             for i, number in enumerate(numbers):
                 target = b.add(out, b.mul(number, INT64(x_block_bytes(kind))))
                 halves = [b.trunc(half, lanes) for half in rounded[i]]
-                store(b, take(b, halves[0], places, halves[1]), b.add(target, INT64(4 * _NUM_WORDS)))
+                store(b, take(b, halves[0], places, halves[1]), b.add(target, INT64(4 * _num_words(kind))))
                 for word, values in words.items():
                     store(b, b.extract_element(values, INT32(i)), b.add(target, INT64(4 * word)))
             return []
@@ -162,14 +167,15 @@ def bound(
                     ahead = ahead_of(b, kind, panel_step, num_blocks, k)
                     for block in blocks:
                         fetch(b, kind, block, ahead)
-                sums = _sums(b, kind, in_pairs, blocks, x_blocks)
-                scales = [scales_of(b, kind, block)[0] for block in blocks]
-                found = []
-                for i, x_block in enumerate(x_blocks):
-                    factor = load_repeated(b, x_block, FLOAT, 4 * FACTOR)
-                    for j, scale in enumerate(scales):
-                        number = b.fmul(b.sitofp(sums[i * WIDTH + j], FLOATS), factor)
-                        found.append(fma(b, number, scale, totals[i * WIDTH + j]))
+                found = list(totals)
+                for group in range(kind.num_groups):
+                    sums = _sums(b, kind, in_pairs, blocks, x_blocks, group)
+                    scales = [scales_of(b, kind, block, group)[0] for block in blocks]
+                    for i, x_block in enumerate(x_blocks):
+                        factor = load_repeated(b, x_block, FLOAT, 4 * FACTOR)
+                        for j, scale in enumerate(scales):
+                            number = b.fmul(b.sitofp(sums[i * WIDTH + j], FLOATS), factor)
+                            found[i * WIDTH + j] = fma(b, number, scale, found[i * WIDTH + j])
                 return found
 
             totals = loop_over(b, num_blocks, 1, [splat(FLOATS, 0.0)] * (count * WIDTH), step)
@@ -220,31 +226,34 @@ def _lines(b: ir.IRBuilder, kind: Packing, in_pairs: bool, codes: Any, unit: Any
     return Way(kind, ONE_DIGIT).lines(b, codes, unit)
 
 
-def _sums(b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any], x_blocks: Sequence[Any]) -> list[Any]:
-    """Of the products of a block's codes, signed, and whole numbers of x: int32, [row of x][panel]."""
+def _sums(
+    b: ir.IRBuilder, kind: Packing, in_pairs: bool, blocks: Sequence[Any], x_blocks: Sequence[Any], group: int
+) -> list[Any]:
+    """Of the products of a group's codes, signed, and whole numbers of x: int32, [row of x][panel]."""
     way, starts = Way(kind, ONE_DIGIT), [codes_of(b, kind, block) for block in blocks]
-    own, num_lines = way.product, way.unit
+    own, num_lines, num_units = way.product, way.unit, way.num_units // kind.num_groups
     sums: list[Any] = [None] * (len(x_blocks) * WIDTH)
 
     def of_panels(panels: range) -> None:
-        def step(unit: Any, state: list[Any]) -> list[Any]:
-            found = list(state)
+        def step(k: Any, state: list[Any]) -> list[Any]:
+            found, unit = list(state), b.add(k, INT64(group * num_units))
             codes = [_lines(b, kind, in_pairs, starts[j], unit) for j in panels]
             for line in range(num_lines):
-                word = b.add(b.mul(unit, INT64(4 * num_lines)), INT64(4 * (_NUM_WORDS + line)))
+                word = b.add(b.mul(unit, INT64(4 * num_lines)), INT64(4 * (_num_words(kind) + line)))
                 for i, x_block in enumerate(x_blocks):
                     some = load_repeated(b, b.add(x_block, word), INT32)
                     for number, lines in enumerate(codes, i * len(panels)):
                         found[number] = own.dot(b, some, lines[line], found[number])
             return found
 
-        offsets = [_NO_SUMS if way.has_signs else load_repeated(b, x_block, INT32, 4 * _OFFSET) for x_block in x_blocks]
+        offset_at = 4 * (_OFFSETS + group)
+        offsets = [_NO_SUMS if way.has_signs else load_repeated(b, x_block, INT32, offset_at) for x_block in x_blocks]
         begun = [offset for offset in offsets for _ in panels]
         # Lines whose products do not wait for each other.
-        at_once = min(way.num_units, max(1, ROWS * own.panels // WIDTH // len(x_blocks)))
+        at_once = min(num_units, max(1, ROWS * own.panels // WIDTH // len(x_blocks)))
         found = loop_over(
             b,
-            INT64(way.num_units),
+            INT64(num_units),
             at_once,
             [own.start(each) for each in begun],
             lambda unit, state: _steps(b, step, unit, at_once, state),

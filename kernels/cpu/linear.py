@@ -191,8 +191,7 @@ def linear_gated_packed(
 def bounds_packed(packing: Packing, dtype: torch.dtype) -> bool:
     """See `ops.bounds_packed`."""
     way = _CHOOSING.get(_packed_kernel(packing, dtype, in_int8=False))
-    is_bounded = not packing.has_least and packing.num_groups == 1
-    return way is not None and is_bounded and way.pays(packing, dtype)
+    return way is not None and not packing.has_least and way.pays(packing, dtype)
 
 
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:

@@ -27,15 +27,20 @@ if {"avx512vnni", "avx512bf16"} <= cpu_features():
 NAMES = [f"{kernel.__name__.rpartition('.')[2]}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
 kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=NAMES)
 packings = pytest.mark.parametrize(
-    "packing", [PACKINGS[name] for name in ("q4_0", "q5_0", "q8_0")], ids=lambda each: each.name
+    "packing", [PACKINGS[name] for name in ("q4_0", "q5_0", "q8_0", "q6_k")], ids=lambda each: each.name
 )
 TOKENS, SIZE = 2000, 160  # an odd number of panels, and blocks that do not come in fours
+
+
+def size_of(packing: Packing) -> int:
+    """SIZE, or what can be packed so."""
+    return -(-SIZE // packing.unit) * packing.unit
 
 
 def head(packing: Packing, seed: int = 0, *, scale: float = 0.02) -> torch.Tensor:
     """Rows of any codes; least numbers are zero."""
     generator = torch.Generator().manual_seed(seed)
-    size = -(-SIZE // packing.unit) * packing.unit
+    size = size_of(packing)
     rows = torch.zeros(TOKENS, packing.row_bytes(size), dtype=torch.uint8)
     halves, nested, codes = packing.parts(rows)
     num_scales = size // packing.unit
@@ -48,8 +53,8 @@ def head(packing: Packing, seed: int = 0, *, scale: float = 0.02) -> torch.Tenso
     return rows
 
 
-def hidden(num_rows: int, seed: int = 1, size: int = SIZE) -> torch.Tensor:
-    return torch.randn(num_rows, size, generator=torch.Generator().manual_seed(seed))
+def hidden(num_rows: int, packing: Packing, seed: int = 1) -> torch.Tensor:
+    return torch.randn(num_rows, size_of(packing), generator=torch.Generator().manual_seed(seed))
 
 
 def both(kernel: Any, x: torch.Tensor, rows: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, torch.Tensor]:
@@ -77,7 +82,7 @@ def pairs_of(logits: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33])
 def test_it_is_the_token_of_all_logits(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     for seed in range(8):
-        found, expected = both(kernel, hidden(num_rows, seed).to(dtype), head(packing, seed), packing)
+        found, expected = both(kernel, hidden(num_rows, packing, seed).to(dtype), head(packing, seed), packing)
         assert torch.equal(found, expected)
 
 
@@ -90,7 +95,7 @@ def test_few_pairs_are_multiplied_where_tokens_stand_out(
     """Rows of x that point to some token each, as those of a model do."""
     rows = head(packing)
     wanted = torch.randint(TOKENS, (num_rows,), generator=torch.Generator().manual_seed(3))
-    x = (unpack(rows, packing)[wanted] + hidden(num_rows) / 10).to(dtype)
+    x = (unpack(rows, packing)[wanted] + hidden(num_rows, packing) / 10).to(dtype)
     found, expected = both(kernel, x, rows, packing)
     assert torch.equal(found, expected)
     assert torch.equal(found, wanted)
@@ -102,7 +107,7 @@ def test_few_pairs_are_multiplied_where_tokens_stand_out(
 @packings
 @pytest.mark.parametrize("num_rows", [1, 8, 9, 16, 17])
 def test_only_what_is_chosen_is_multiplied(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
-    weight, x = kernel.lay_out(head(packing), packing), hidden(num_rows).to(dtype)
+    weight, x = kernel.lay_out(head(packing), packing), hidden(num_rows, packing).to(dtype)
     logits = kernel.linear(x, weight, None, packing, torch.float32)
     chosen = (torch.rand(-(-TOKENS // PAIR), generator=torch.Generator().manual_seed(5)) < 0.3).to(torch.uint8)
     for last in (0, 1):
@@ -123,7 +128,7 @@ def test_of_equal_ones_it_is_the_first(places: list[int], packing: Packing, kern
     """The highest logit is there several times: within a panel, in panels far apart, and in the odd one."""
     rows = head(packing)
     numbers = unpack(rows, packing)
-    x = hidden(6) / 10 + numbers[300]
+    x = hidden(6, packing) / 10 + numbers[300]
     rows[places], rows[300] = rows[300].clone(), 0
     found, expected = both(kernel, x.to(dtype), rows, packing)
     assert torch.equal(found, expected)
@@ -136,10 +141,11 @@ def test_tokens_that_are_hard_to_tell_apart(packing: Packing, kernel: Any, dtype
     """All rows of the head are one another's but for a code or two: nothing stands out."""
     rows, generator = head(packing)[:1].expand(TOKENS, -1).clone(), torch.Generator().manual_seed(4)
     for _ in range(2):
-        places = torch.randint(rows.shape[1] - SIZE * packing.bits // 8, rows.shape[1], (TOKENS,), generator=generator)
+        first = rows.shape[1] - size_of(packing) * packing.bits // 8  # of the codes
+        places = torch.randint(first, rows.shape[1], (TOKENS,), generator=generator)
         rows[torch.arange(TOKENS), places] ^= 1
     for seed in range(4):
-        found, expected = both(kernel, hidden(9, seed).to(dtype), rows, packing)
+        found, expected = both(kernel, hidden(9, packing, seed).to(dtype), rows, packing)
         assert torch.equal(found, expected)
 
 
@@ -148,7 +154,7 @@ def test_tokens_that_are_hard_to_tell_apart(packing: Packing, kernel: Any, dtype
 @pytest.mark.parametrize("size", [1e-45, 1e-30, 1e-20, 1e-6, 1e6, 1e20, 1e34, 3e36, 1e38])
 def test_rows_of_any_size(size: float, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """Also beside one another, and in the blocks of one row. Above 2^115 the kernels' own sums may overflow."""
-    x = hidden(6)
+    x = hidden(6, packing)
     x[1] *= size
     x[2, :40] *= size
     x[3, 7] *= size
@@ -164,13 +170,13 @@ def test_rows_of_any_size(size: float, packing: Packing, kernel: Any, dtype: tor
 def test_what_is_not_finite(broken: float, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """In x, all pairs of its row are looked at; in a scale of tokens, the first of these may have an infinite
     logit, as of all logits."""
-    x = hidden(5).to(dtype)
+    x = hidden(5, packing).to(dtype)
     x[2, 70] = broken
     found, expected = both(kernel, x, head(packing), packing)
     assert torch.equal(found, expected)
     rows = head(packing)
     rows[[1500, 1800], :2] = torch.tensor([broken]).half().view(torch.uint8)
-    found, expected = both(kernel, hidden(5).to(dtype), rows, packing)
+    found, expected = both(kernel, hidden(5, packing).to(dtype), rows, packing)
     assert torch.equal(found, expected)
     assert 1500 in found.tolist()
 
@@ -202,10 +208,11 @@ def test_what_the_kernel_rounds_is_bounded_too(
     """Rounding takes nothing from x, whose numbers are whole with 127 in each block, and next to nothing from tenths
     of these. With 24 rows, `dots` rounds numbers of the weight; what `byte_dots` may take from bfloat16 is allowed
     for."""
-    x = torch.randint(-3, 4, (num_rows, SIZE), generator=torch.Generator().manual_seed(6)).float()
+    x = torch.randint(-3, 4, (num_rows, size_of(packing)), generator=torch.Generator().manual_seed(6)).float()
     x[:, ::BLOCK] = 127.0
     x[1::2] *= 0.1
     rows, x = head(packing), x.to(dtype)
+    packing.parts(rows)[1].fill_(32)
     logits = kernel.linear(x, kernel.lay_out(rows, packing), None, packing, torch.float32)
     upper, lower = bounds(kernel, x, rows, packing)
     tops = torch.stack([part.amax(dim=1) for part in pairs_of(logits)], dim=1)
@@ -220,14 +227,16 @@ def test_what_the_kernel_rounds_is_bounded_too(
 def test_what_two_digits_lose_is_bounded(packing: Packing) -> None:
     """Numbers that lie in the middle between two that two digits have, all to one side, and that 8 bits have not at
     all: what is bounded is not what x gives, but what the kernel does."""
-    rows, x = torch.zeros(TOKENS, packing.row_bytes(SIZE), dtype=torch.uint8), torch.full((2, SIZE), 1.5 * 2.0**-14)
-    halves, _, codes = packing.parts(rows)
-    halves.copy_(torch.full((TOKENS, SIZE // BLOCK), 0.5).half().view(torch.uint8))
+    size = size_of(packing)
+    rows, x = torch.zeros(TOKENS, packing.row_bytes(size), dtype=torch.uint8), torch.full((2, size), 1.5 * 2.0**-14)
+    halves, nested, codes = packing.parts(rows)
+    halves.copy_(torch.full((TOKENS, size // packing.unit), 0.5).half().view(torch.uint8))
+    nested.fill_(1)
     codes.fill_(0x7F if packing.bits == 8 else 0xFF)
-    x[:, ::BLOCK] = 1.0
+    x[:, :: BLOCK // packing.num_groups] = 1.0
     x = x.bfloat16()
     logits = byte_dots.linear(x, byte_dots.lay_out(rows, packing), None, packing, torch.float32)
-    assert (logits > 1.0005 * x.float() @ unpack(rows, packing).T).all()
+    assert (logits > (1 + 0.0005 / packing.num_groups) * x.float() @ unpack(rows, packing).T).all()
     upper, _ = bounds(byte_dots, x, rows, packing)
     assert (logits.amax(dim=1, keepdim=True) <= upper).all()
 
@@ -265,11 +274,15 @@ def test_a_graph_looks_anew(num_rows: int, dtype: torch.dtype) -> None:
     """At other panels each time; what it has left of the last time's logits is not seen."""
     packing = PACKINGS["q8_0"]
     rows = head(packing)
-    weight, own, x = ops.lay_out_packed(rows, packing, dtype), lengths(rows, packing), hidden(num_rows).to(dtype)
+    weight, own, x = (
+        ops.lay_out_packed(rows, packing, dtype),
+        lengths(rows, packing),
+        hidden(num_rows, packing).to(dtype),
+    )
     out = torch.zeros(num_rows, dtype=torch.int64)
     graph = capture(lambda: out.copy_(ops.likeliest_packed(x, weight, packing, own)), Pool())
     for seed in range(20):
-        x.copy_(unpack(rows, packing)[seed * 90 : seed * 90 + num_rows] + hidden(num_rows, seed))
+        x.copy_(unpack(rows, packing)[seed * 90 : seed * 90 + num_rows] + hidden(num_rows, packing, seed))
         graph()
         assert torch.equal(out, likeliest_tokens(ops.linear_packed(x, weight, packing, out_dtype=torch.float32)))
 
@@ -283,7 +296,7 @@ def test_any_packing_on_any_backend(backend: str, dtype: torch.dtype, packing: P
     with forced_backend(backend):
         weight = ops.lay_out_packed(rows, packing, dtype)
         for num_rows in (0, 1, 2, 8, 40):
-            x = hidden(num_rows, size=packing.num_numbers(rows.shape[1])).to(dtype)
+            x = hidden(num_rows, packing).to(dtype)
             logits = ops.linear_packed(x, weight, packing, out_dtype=torch.float32)
             assert torch.equal(
                 ops.likeliest_packed(x, weight, packing, lengths(rows, packing)), likeliest_tokens(logits)
@@ -299,4 +312,4 @@ def test_lengths(packing: Packing) -> None:
     with pytest.raises(
         ValueError, match=r"lengths must be \[2, 2000\] float32, contiguous, got \[2, 2000\] torch.bfloat16"
     ):
-        ops.likeliest_packed(hidden(2), rows, packing, expected.bfloat16())
+        ops.likeliest_packed(hidden(2, packing), rows, packing, expected.bfloat16())
