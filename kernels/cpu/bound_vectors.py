@@ -109,12 +109,10 @@ def round_row(
                 sizes.append(b.fadd(*(b.fmul(half, half) for half in scaled)))
                 rounded.append([b.fptosi(half, INTS) for half in whole])
             words = {FACTOR: factors, LOST: sum_lanes(b, lost), SIZE: sum_lanes(b, sizes)}
-            by_group = [[b.add(*halves) for halves in rounded]]
-            if kind.num_groups > 1:
-                by_group = [list(halves) for halves in zip(*rounded, strict=True)]
-            for group, numbers_of_group in enumerate(by_group):
-                totals = sum_lanes(b, numbers_of_group)
-                words[_OFFSETS + group] = b.mul(totals, splat(totals.type, -middle))
+            by_group = list(zip(*rounded, strict=True)) if kind.num_groups > 1 else [[b.add(*each) for each in rounded]]
+            for word, of_group in enumerate(by_group, _OFFSETS):
+                totals = sum_lanes(b, of_group)
+                words[word] = b.mul(totals, splat(totals.type, -middle))
             for i, number in enumerate(numbers):
                 target = b.add(out, b.mul(number, INT64(x_block_bytes(kind))))
                 halves = [b.trunc(half, lanes) for half in rounded[i]]

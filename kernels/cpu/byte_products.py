@@ -75,9 +75,14 @@ class Way(NamedTuple):
         return BLOCK * self.product.number_bytes // 4
 
     @property
+    def packed_lines(self) -> int:
+        """Of a unit."""
+        return 3 if self.kind.bits == 6 else 1
+
+    @property
     def num_units(self) -> int:
         """Of a block of a panel."""
-        return {4: 4, 6: 2, 8: 8}[self.kind.bits]
+        return self.kind.code_bytes // 4 // self.packed_lines
 
     @property
     def unit(self) -> int:
@@ -87,14 +92,10 @@ class Way(NamedTuple):
     @property
     def order(self) -> list[int]:
         """The numbers of a block as its lines have them."""
-        of_four = (0, 2, 1, 3) if self.product.number_bytes == 2 else range(4)
-        fold = self.kind.fold if self.kind.bits == 4 else 0
-        firsts = [
-            group + first + half
-            for group in range(0, BLOCK, 2 * fold or BLOCK)
-            for first in range(0, fold or BLOCK, 4)
-            for half in sorted({0, fold})
-        ]
+        of_four, firsts = (0, 2, 1, 3) if self.product.number_bytes == 2 else range(4), list(range(0, BLOCK, 4))
+        if self.kind.bits == 4:
+            lower = [first for first in firsts if first // self.kind.fold % 2 == 0]
+            firsts = [first + half for first in lower for half in (0, self.kind.fold)]
         return [first + i for first in firsts for i in of_four]
 
     @property
@@ -112,9 +113,8 @@ class Way(NamedTuple):
 
     def _bytes(self, b: ir.IRBuilder, codes: Any, unit: Any) -> list[Any]:
         """Likewise, of a byte for each code."""
-        num_packed = 3 if self.kind.bits == 6 else 1
-        start = b.add(codes, b.mul(unit, INT64(num_packed * STEP_BYTES)))
-        packed = [load(b, b.add(start, INT64(i * STEP_BYTES)), INTS) for i in range(num_packed)]
+        start = b.add(codes, b.mul(unit, INT64(self.packed_lines * STEP_BYTES)))
+        packed = [load(b, b.add(start, INT64(i * STEP_BYTES)), INTS) for i in range(self.packed_lines)]
         if self.kind.bits == 8:
             return packed
         if self.kind.bits == 4:
