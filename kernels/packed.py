@@ -138,7 +138,7 @@ IN_8_BITS = PACKINGS["q8_0"]  # what `pack` gives
 
 def common(packings: Iterable[Packing | None]) -> Packing | None:
     """What holds the numbers of rows that are packed in any of some ways (`repack`), without rounding, in the fewest
-    bits. None where there is none, or some are not packed."""
+    bits, unless scales are larger than any model's. None where there is none, or some are not packed."""
     different = set(packings)
     if len(different) == 1:
         return different.pop()
@@ -215,7 +215,7 @@ def in_bytes(fields: Sequence[Tensor], bits: int) -> Tensor:
 
 def repack(rows: Tensor, packing: Packing, other: Packing) -> Tensor:
     """Rows in the way that `common` found for theirs and others: the same numbers. Raises `ValueError` where a least
-    number has to be stored that is no float16."""
+    number has to be stored that is no float16: with scales from 2048 on, or 8192 of codes of 4 bits."""
     if packing == other:
         return rows
     scales, least, nested, codes = take_apart(rows, packing)
@@ -223,8 +223,10 @@ def repack(rows: Tensor, packing: Packing, other: Packing) -> Tensor:
         codes = codes + (other.zero - packing.zero)
     if other.has_least and least is None:
         least = torch.zeros_like(scales) if other.bits == 8 else -packing.zero * scales
-        if (least.isinf() & scales.isfinite()).any():
-            raise ValueError(f"scales of up to {scales.abs().amax():g} are too large to be packed as {other.name}")
+        if (too_large := scales[least.isinf() & scales.isfinite()].abs()).numel() > 0:
+            raise ValueError(
+                f"scales of up to {too_large.amax():g}, which are too large for least numbers as {other.name} has them"
+            )
         nested = (*nested, *nested)
     repeats = other.num_groups // packing.num_groups
     nested = tuple(part.repeat_interleave(repeats, dim=1) for part in nested)

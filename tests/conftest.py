@@ -23,7 +23,7 @@ os.environ.update(
 
 @pytest.fixture(autouse=True)
 def same_numbers() -> None:
-    """What a test draws does not depend on those that its process has run before."""
+    """What a test draws from torch does not depend on those that its process has run before."""
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(11)
 

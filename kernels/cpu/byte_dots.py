@@ -17,7 +17,7 @@ finite while no number of x is above 2^115.
 
 A dot product multiplies four digits in each lane, so that three digits take three quarters of the products of float32;
 to scale the sums takes the rest. What is won is that codes stay codes: 64 are unpacked by a mask, where 16 numbers take
-four instructions. (With AVX2, x in float32 and codes of 8 bits are multiplied as float32, as they would take longer.)
+four instructions. (With AVX2, x in float32 and codes of 6 and 8 bits are multiplied as float32.)
 
 On two cores of a Zen 4 with AVX-512 it is no slower than `panels` for any number of rows. With AVX2 alone, eight rows
 and fewer take less time; many take a fourteenth more in float32, and three tenths less in bfloat16

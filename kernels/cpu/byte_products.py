@@ -1,14 +1,14 @@
 """Sums of products of a block's codes and numbers of x, by what this CPU has for them:
 
     DOT        bytes: four products are added to each lane of 32 bits, by one instruction
-    IN_BYTES   AVX2, codes of 4 bits: two to a lane of 16, which holds a block's; then both lanes of a row to one of 32
+    IN_BYTES   AVX2, codes of 4 bits: two to a lane of 16, which holds a group's; then both lanes of a row to one of 32
     IN_WORDS   AVX2: two products of words to a lane of 32 bits
     IN_FLOATS  AVX2: one product of float32 to a lane
 
 All but the last are of whole numbers, whose sums are exact: where CPUs take the same digits of x (`byte_rows`), they
-have the same sums. Two products of bytes may be more than 16 bits hold where codes have 8, and more than two where they
+have the same sums. Two products of bytes may be more than 16 bits hold where codes have 8, and a group's where they
 have 6. Two digits of x are a word: words take one and a half times as long as one digit does in bytes. Three digits and
-codes of 8 bits would take longer than float32.
+codes of 8 bits would take longer than float32. (Those of 6 bits go with them, which was not measured.)
 
 A panel has 16 rows. A line of a block's packed codes, 64 bytes, has four bytes of each row, in the order that `packed`
 has (`byte_dots.lay_out`). One becomes a unit of lines to multiply, or three of codes of 6 bits do, of which the fourth
@@ -163,7 +163,8 @@ def _add_pairs(b: ir.IRBuilder, words: Any, others: Any) -> Any:
 
 
 def _dot_bytes(b: ir.IRBuilder, x: Any, codes: Any, sums: Any) -> Any:
-    """Of 32 products of codes of 4 bits and numbers of 8, sixteen come to one word: 16 * 15 * 128 is less than 2^15."""
+    """Of 32 products of codes of 4 bits and numbers of 8, sixteen come to one word: 16 * 15 * 128 is less than 2^15.
+    (Or of 16 eight.)"""
     return b.add(sums, _by_halves(b, "llvm.x86.avx2.pmadd.ub.sw", (_BYTES_OF_HALF, _WORDS_OF_HALF), codes, x))
 
 

@@ -329,9 +329,9 @@ def _dots(
     own, count, part_size = way.product, len(start), part_bytes(way)
     num_units = way.num_lines // way.kind.num_groups // block.unit
 
-    def add(first: Any, num_units: int, state: list[Any]) -> list[Any]:
+    def add(first: Any, count_of_units: int, state: list[Any]) -> list[Any]:
         found = list(state)
-        for i in range(num_units):
+        for i in range(count_of_units):
             unit = b.add(first, INT64(i))
             codes, line = [block.codes(unit, j) for j in panels], b.mul(unit, INT64(block.unit))
             for number in range(block.unit):

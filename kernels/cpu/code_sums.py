@@ -5,7 +5,8 @@
 
     total += scale * C + middle * (sum of the 32 numbers of x)
 
-Codes of 4 bits are taken for 8 less than they are, so that `middle`, where least numbers are stored, is what 8 means.
+Codes are taken for `packing.zero` less than they are, so that `middle`, where least numbers are stored, is what that
+code means.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ scales multiply the sums of a block's 32 products, which have one scale here (wi
     x  --split-->  1 or 3 parts  --times the codes of 32 rows of the weight-->  sums  --times scales-->  totals
 
     float32     x in three parts, which sum up to it from 2^-103 on; sums and totals in float32
-    bfloat16    x as it is; likewise. Many rows, that is more than TILE of codes of 4 bits and than FUSED * TILE of 8,
-                are multiplied with numbers, rounded to bfloat16: they have the bits of weights in bfloat16
+    bfloat16    x as it is; likewise. Many rows, that is more than TILE of codes of 4 bits and than FUSED * TILE of
+                others, are multiplied with numbers, rounded to bfloat16: they have the bits of weights in
+                bfloat16
 
 What is rounded is rounded to float32, as products of float32 are; where least numbers are stored, what is summed up is
 of the size of the largest number that its block could have, and not of each. Three instructions for matrix tiles take

@@ -66,6 +66,7 @@ _SHIFTS = ir.Constant(WORDS, [4 * (i // 8) for i in range(2 * LANES)])  # to a r
 
 def have_tables(packing: Packing, num_parts: int) -> bool:
     """Whether numbers are looked up, where `of_packed` multiplies them with x in so many parts."""
+    assert packing.num_groups == 1, "a block's numbers come by one table for each row"
     return num_parts == 1 and packing.bits == 4
 
 

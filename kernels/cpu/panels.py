@@ -8,6 +8,9 @@ would take. So 16 rows of it, a panel, are packed again when they are loaded, su
 
     codes   [block][vector][row of the panel][8 numbers]   --unpack-->   [number][row of the panel] float32
 
+That is for codes of 4 bits. Of 6 bits, vectors of the lower four are followed by vectors of the upper two, which have
+16 numbers; of 8 bits, a vector is bytes of one number.
+
 Few rows of x are multiplied with numbers as they are unpacked, in registers. With more, a thread unpacks the numbers of
 a class, SPAN / 4 of one or two panels, which then stand in its first cache, and multiplies them with all rows of x.
 

@@ -1,6 +1,6 @@
 """`byte_dots` of x in 8 bits: each number is a whole multiple of 1/127 of the largest of those that meet the same
 scales, one digit instead of two or three, of which each takes an instruction; and a weight's codes are what they were.
-(Codes of 8 bits take AVX2 as long with one digit as with two; the results are those of other CPUs.)"""
+(Codes of 6 and 8 bits take AVX2 as long with one digit as with two; the results are those of other CPUs.)"""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def dot_bfloat16(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
 
 def in_order(b: ir.IRBuilder, vectors: Sequence[Any]) -> list[Any]:
     """The same vectors, of which none is used further before all are there: for LLVM, which else has what follows
-    behind each of them, where it has to wait for that one alone. The CPU sees nothing of it."""
+    behind each of them, where it has to wait for that one alone. The CPU sees nothing of it. For AVX-512 alone."""
     kinds, count = [vector.type for vector in vectors], len(vectors)
     nothing = ir.InlineAsm(
         ir.FunctionType(ir.LiteralStructType(kinds), kinds),

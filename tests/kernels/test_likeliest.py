@@ -26,8 +26,10 @@ if {"avx512vnni", "avx512bf16"} <= cpu_features():
     KERNELS += [(dots, torch.bfloat16)]
 NAMES = [f"{kernel.__name__.rpartition('.')[2]}-{str(dtype)[6:]}" for kernel, dtype in KERNELS]
 kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=NAMES)
-packings = pytest.mark.parametrize(
-    "packing", [PACKINGS[name] for name in ("q4_0", "q5_0", "q8_0", "q6_k")], ids=lambda each: each.name
+SOME = ("q4_0", "q8_0", "q6_k")
+packings, more_packings = (
+    pytest.mark.parametrize("packing", [PACKINGS[name] for name in names], ids=names)
+    for names in (SOME, (*SOME, "q3_k", "q5_0"))
 )
 TOKENS, SIZE = 2000, 160  # an odd number of panels, and blocks that do not come in fours
 
@@ -78,7 +80,7 @@ def pairs_of(logits: torch.Tensor) -> list[torch.Tensor]:
 
 
 @kernels
-@packings
+@more_packings
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33])
 def test_it_is_the_token_of_all_logits(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     for seed in range(8):
@@ -136,7 +138,7 @@ def test_of_equal_ones_it_is_the_first(places: list[int], packing: Packing, kern
 
 
 @kernels
-@packings
+@more_packings
 def test_tokens_that_are_hard_to_tell_apart(packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """All rows of the head are one another's but for a code or two: nothing stands out."""
     rows, generator = head(packing)[:1].expand(TOKENS, -1).clone(), torch.Generator().manual_seed(4)
@@ -182,7 +184,7 @@ def test_what_is_not_finite(broken: float, packing: Packing, kernel: Any, dtype:
 
 
 @kernels
-@packings
+@more_packings
 @pytest.mark.parametrize("num_rows", [1, 7, 24])
 def test_no_product_is_out_of_bounds(num_rows: int, packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """Rows whose rounding loses as much as it can, in the direction of the token."""

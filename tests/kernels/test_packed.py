@@ -85,8 +85,9 @@ kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=ids(KERNELS)
 of_codes = pytest.mark.parametrize(("kernel", "dtype"), OF_CODES, ids=ids(OF_CODES))
 in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
 ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some of them come in more than one chunk
-# Of the others each has parts of these. All of them take part where a test says so, or takes little.
-SOME = ("q4_0", "q4_1", "q8_0", "k6_1_16")
+# With all bits of a code, one group and two, least numbers or none. Others combine these otherwise, and take part where
+# a test says so, or takes little.
+SOME = ("q4_0", "q4_1", "q8_0", "q2_k", "k6_1_16")
 OTHERS = tuple(sorted(PACKINGS.keys() - SOME))
 packings = pytest.mark.parametrize("packing", [PACKINGS[name] for name in SOME], ids=SOME)
 all_packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
@@ -213,7 +214,9 @@ def test_a_scale_too_large_for_a_least_number() -> None:
     halves[3] = torch.tensor([2047.0]).half().view(torch.uint8)
     assert torch.equal(unpack(repack(rows, packing, both), both), unpack(rows, packing))
     halves[3] = torch.tensor([2048.0]).half().view(torch.uint8)
-    with pytest.raises(ValueError, match="scales of up to 2048 are too large to be packed as k6_1_16"):
+    with pytest.raises(
+        ValueError, match="scales of up to 2048, which are too large for least numbers as k6_1_16 has them"
+    ):
         repack(rows, packing, both)
     assert torch.equal(unpack(repack(rows, packing, PACKINGS["k8_1_16"]), PACKINGS["k8_1_16"]), unpack(rows, packing))
 
@@ -534,7 +537,7 @@ def test_of_many_rows_each_thread_has_its_own(num_rows: int, num_chunks: int, ke
 @all_packings
 def test_the_reference_agrees(packing: Packing, dtype: torch.dtype, num_rows: int) -> None:
     size = whole_units(packing, 576)
-    rows, x, bias = packed(packing, 80, size), inputs(num_rows, size).to(dtype), inputs(1, 80)[0].to(dtype)
+    rows, x, bias = packed(packing, 80, size), inputs(num_rows, size).to(dtype), torch.randn(80).to(dtype)
     with forced_backend("reference"):
         assert ops.fits_packed((80, size), packing, dtype, torch.device("cpu"))
         expected = ops.linear_packed(x, ops.lay_out_packed(rows, packing, dtype), packing, bias)
@@ -610,7 +613,7 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
         ops.linear_gated_packed(x, weight, PACKINGS["q4_1"], None, "swish")
 
 
-@of_codes_of_packings
+@of_packings(OF_CODES, ("q4_1", "q8_0", "k6_1_16"))  # with all bits: what comes behind sums does not know how they came
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 100])
 def test_gated_bits_are_those_of_both_steps(
