@@ -22,6 +22,7 @@ _STRING, _ARRAY = 8, 9
 # What bytes that mean something else lead to: lengths beyond the file, kinds that nobody knows, a text for a number.
 _DAMAGED = (struct.error, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _MAX_DIMS = 4
+_MOST_FLOATS = 4096  # of a vector that is read as a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,16 @@ class GGUFFile:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
+
+    def floats(self, name: str) -> list[float]:
+        """The numbers of a small vector in float32. Raises `ValueError` when the tensor is something else."""
+        tensor = self.tensors[name]
+        if tensor.type_id != 0 or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FLOATS:
+            raise ValueError(f"{name} is no vector in float32 of up to {_MOST_FLOATS} numbers")
+        with self.path.open("rb") as file:
+            file.seek(tensor.offset)
+            data = file.read(4 * tensor.shape[0])
+        return list(struct.unpack(f"<{tensor.shape[0]}f", data))
 
 
 def read_gguf(path: Path) -> GGUFFile:

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 from .config import ModelConfig
 from .errors import ConfigError
-from .gguf_file import GGUFFile, read_gguf
+from .gguf_config import gguf_config, gguf_generation
+from .gguf_file import read_gguf
 from .known_decoders import check_known_decoder
 from .pooling import PoolingParams
 from .pooling_source import pooling_of
@@ -56,8 +57,6 @@ SUPPORTED_ARCHITECTURES = (
     "OlmoeForCausalLM",
 )
 
-_GGUF_ARCHITECTURES = {"llama": ("LlamaForCausalLM", "llama")}  # general.architecture -> class, model_type
-_GGUF_FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}  # general.file_type of unquantized files
 _CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "max_seq_len", "seq_length", "n_ctx")
 _HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 _GENERATION_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -117,7 +116,8 @@ def _read_info(path: Path, config: ModelConfig) -> ModelInfo:
     if path.is_dir():
         hf_config, generation = _read_directory(path)
     else:
-        hf_config, generation = gguf_config(read_gguf(path)), {}
+        file = read_gguf(path)
+        hf_config, generation = gguf_config(file), gguf_generation(file)
     _check_quantization(path, hf_config)
     implementation, hf_config = _choose_implementation(path, hf_config, config.implementation)
     try:
@@ -239,57 +239,3 @@ def _sampling_defaults(generation: dict[str, Any]) -> dict[str, float]:
     if not generation.get("do_sample", True):
         return {}
     return {key: generation[key] for key in _GENERATION_DEFAULTS if isinstance(generation.get(key), int | float)}
-
-
-def gguf_config(file: GGUFFile) -> dict[str, Any]:
-    """GGUF metadata in the terms of a Hugging Face `config.json`. Raises `ConfigError` on an unknown architecture."""
-    metadata = file.metadata
-    architecture = metadata.get("general.architecture")
-    if architecture not in _GGUF_ARCHITECTURES:
-        known = ", ".join(_GGUF_ARCHITECTURES)
-        raise ConfigError(f"model: the architecture of {file.path} ({architecture}) is not supported; {known} is.")
-    class_name, model_type = _GGUF_ARCHITECTURES[architecture]
-
-    def get(key: str, default: Any = None) -> Any:
-        value = metadata.get(f"{architecture}.{key}", default)
-        if value is None:
-            raise ConfigError(f"model: {file.path} has no metadata {architecture}.{key}.")
-        return value
-
-    num_heads, hidden_size = get("attention.head_count"), get("embedding_length")
-    scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in file.tensors:
-        raise ConfigError(f"model: {file.path} uses scaled rotary positions, which are not read from GGUF files yet.")
-    return {
-        "architectures": [class_name],
-        "model_type": model_type,
-        "hidden_size": hidden_size,
-        "intermediate_size": get("feed_forward_length"),
-        "num_hidden_layers": _gguf_num_layers(file, get("block_count")),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": get("attention.head_count_kv", num_heads),
-        "head_dim": get("attention.key_length", get("rope.dimension_count", hidden_size // num_heads)),
-        "max_position_embeddings": get("context_length"),
-        # Stored as float32; six digits are what the number was before (1e-05, not 9.999999747378752e-06).
-        "rms_norm_eps": float(f"{get('attention.layer_norm_rms_epsilon'):.6g}"),
-        "rope_theta": get("rope.freq_base", 10000.0),
-        "vocab_size": file.tensors["token_embd.weight"].shape[0] if "token_embd.weight" in file.tensors else 0,
-        "tie_word_embeddings": "output.weight" not in file.tensors,
-        "hidden_act": "silu",
-        "torch_dtype": _GGUF_FILE_TYPES.get(metadata.get("general.file_type", 1), "bfloat16"),
-        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _gguf_eos_token_ids(metadata),
-    }
-
-
-def _gguf_num_layers(file: GGUFFile, block_count: int) -> int:
-    """Raises `ConfigError` before a damaged number makes anyone build more layers than there can be."""
-    if not 0 < block_count <= len(file.tensors):
-        raise ConfigError(f"model: {file.path} claims {block_count} layers and holds {len(file.tensors)} tensors.")
-    return block_count
-
-
-def _gguf_eos_token_ids(metadata: dict[str, Any]) -> list[int]:
-    """End of text and end of turn, which llama.cpp keeps apart and both of which end an answer."""
-    keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
-    return list(dict.fromkeys(metadata[key] for key in keys if key in metadata))

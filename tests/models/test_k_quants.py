@@ -54,7 +54,8 @@ def test_parts_of_a_tensor(tmp_path: Path, kind: str, monkeypatch: pytest.Monkey
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with open_gguf(path, head_dim=16) as tensors:
+    llama = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "head_dim": 16}
+    with open_gguf(path, llama) as tensors:
         source = tensors["model.layers.0.mlp.down_proj.weight"]
         assert source.shape == (48, 768)
         part = source.read((slice(2, 5), slice(100, 300)))
@@ -80,7 +81,7 @@ def write_model(path: Path, kind: str, others: dict[str, str], mlp: int = MLP) -
     writer = GGUFWriter(path, "llama")
     for key, value in {
         "block_count": 2, "context_length": 256, "embedding_length": HIDDEN, "feed_forward_length": mlp,
-        "attention.head_count": 8, "attention.head_count_kv": 2, "rope.dimension_count": 64,
+        "attention.head_count": 8, "attention.head_count_kv": 2, "attention.key_length": 64,
     }.items():  # fmt: skip
         writer.add_uint32(f"llama.{key}", value)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-6)

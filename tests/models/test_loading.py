@@ -208,7 +208,7 @@ def numbers_of(parameter: torch.nn.Parameter) -> torch.Tensor:
 
 def packed_parts(path: Path, kind: GGMLQuantizationType) -> None:
     """Packed parts have the numbers of parts that were unpacked."""
-    with open_gguf(path, head_dim=16) as tensors:
+    with open_gguf(path, info_of(path).hf_config) as tensors:
         for name, source in tensors.items():
             packing = source.packing
             assert (packing is not None) is (kind.name.startswith("Q") and len(source.shape) == 2), name

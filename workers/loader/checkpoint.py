@@ -23,5 +23,5 @@ def strange_type(source: TensorSource) -> str | None:
 def open_checkpoint(info: ModelInfo) -> AbstractContextManager[dict[str, TensorSource]]:
     """The tensors of a model's files. Raises `ConfigError` when a file is damaged."""
     if info.format == "gguf":
-        return open_gguf(info.path, info.hf_config["head_dim"])
+        return open_gguf(info.path, info.hf_config)
     return open_safetensors(info.path)

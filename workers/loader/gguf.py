@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,36 +19,29 @@ from quire.engine.gguf_file import GGUFTensor, read_gguf
 from quire.kernels.packed import BLOCK, Packing, Parts, assemble
 
 from ..layers.parameter import Index, TensorSource
+from ..models.families import Family, HFConfig, family_of
 
-_LLAMA_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_INTERLEAVED_IN_FILE = ("attn_q", "attn_k")
+# llama.cpp rotates neighbouring channels of these, which their checkpoints do not: rows of Q and K are stored to match.
+_INTERLEAVED = {"llama", "granite", "smollm3"}
+# Norms of these are stored as what they multiply by; their checkpoints have that minus one.
+_NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
+_OF_POSITIONS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # see `gguf_config`
 _AT_ONCE = 1 << 23  # numbers that are taken apart together
 
 
 @dataclass(frozen=True, slots=True)
 class _GGUFSource:
-    """A tensor in a memory map. Rows (dimension 0) are cut before they are dequantized, columns after.
+    """A tensor in a memory map. Rows (of one expert, where it has three dimensions) are cut before they are
+    dequantized, columns after.
 
-    llama.cpp rotates neighbouring channels and stores the rows of Q and K to match: per head, row 2i is ours i and row
-    2i + 1 is ours i + head_dim / 2. `head_dim` is set where that has to be undone; slices are then whole heads.
+    Where `head_dim` is set rows are interleaved: per head, row 2i of the file is ours i, and row 2i + 1 is ours
+    i + head_dim / 2. Slices are then whole heads.
     """
 
     data: npt.NDArray[np.uint8]  # the whole file
     tensor: GGUFTensor
-    head_dim: int | None
+    head_dim: int | None = None
+    added: float = 0.0  # to what the checkpoint has
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -68,10 +60,12 @@ class _GGUFSource:
         from gguf.quants import dequantize
 
         rows: npt.NDArray[Any] = dequantize(self._rows(index), GGMLQuantizationType(self.tensor.type_id))
-        rows = self._in_our_order(rows)
-        values = rows[:, index[-1]] if len(index) > 1 else rows[0, index[0]]
+        values = self._in_our_order(rows)[:, index[-1]] if len(index) > 1 else self._in_our_order(rows.T)[index[0], 0]
+        if self.added:
+            values = values - np.float32(self.added)
         # F32 is not dequantized: `values` is then a window on the file, which torch may not hold.
-        return torch.from_numpy(np.require(values, requirements=["C", "W"]))
+        values = np.require(values, requirements=["C", "W"])
+        return torch.from_numpy(values.reshape(1, *values.shape) if len(index) > 2 else values)
 
     def read_packed(self, index: Index) -> Tensor:
         """See `PackedSource`."""
@@ -114,10 +108,13 @@ class _GGUFSource:
         return GGML_QUANT_SIZES[GGMLQuantizationType(self.tensor.type_id)]
 
     def _rows(self, index: Index) -> npt.NDArray[np.uint8]:
-        """[num_rows, row_bytes], as they lie in the file; of a vector, one."""
+        """[num_rows, row_bytes], as they lie in the file. A vector is one; of three dimensions, the first has one."""
         block_size, block_bytes = self._block
         row_bytes = self.shape[-1] // block_size * block_bytes
-        first, last = (index[0].start, index[0].stop) if len(index) > 1 else (0, 1)
+        first, last = (index[-2].start, index[-2].stop) if len(index) > 1 else (0, 1)
+        if len(index) > 2:
+            before = index[0].start * self.shape[1]
+            first, last = before + first, before + last
         start, stop = self.tensor.offset + first * row_bytes, self.tensor.offset + last * row_bytes
         return self.data[start:stop].reshape(last - first, row_bytes)
 
@@ -128,11 +125,13 @@ class _GGUFSource:
 
 
 @contextmanager
-def open_gguf(path: Path, head_dim: int) -> Iterator[dict[str, TensorSource]]:
-    """The tensors of a GGUF file of the Llama architecture. Raises `ConfigError` when the file is cut short."""
+def open_gguf(path: Path, config: HFConfig) -> Iterator[dict[str, TensorSource]]:
+    """The tensors of a GGUF file by the names of a checkpoint. Raises `ConfigError` when the file is cut short."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     file = read_gguf(path)
+    architecture, family = file.metadata.get("general.architecture"), family_of(config)[1]
+    names = _checkpoint_names(architecture, config["num_hidden_layers"], family)
     data = np.memmap(path, dtype=np.uint8, mode="r")
     sources: dict[str, TensorSource] = {}
     for tensor in file.tensors.values():
@@ -143,16 +142,22 @@ def open_gguf(path: Path, head_dim: int) -> Iterator[dict[str, TensorSource]]:
         end = tensor.offset + int(np.prod(tensor.shape)) // block_size * block_bytes
         if end > len(data):
             raise ConfigError(f"model: {path} is cut short: it has {len(data)} bytes, {tensor.name} needs {end}.")
-        name, interleaved = _checkpoint_name(tensor.name)
-        sources[name] = _GGUFSource(data, tensor, head_dim if interleaved else None)
+        if tensor.name in _OF_POSITIONS:
+            continue
+        module, _, kind = tensor.name.rpartition(".")
+        interleaved = architecture in _INTERLEAVED and module.endswith((".attn_q", ".attn_k"))
+        added = 1.0 if architecture in _NORMS_PLUS_ONE and module.endswith("norm") else 0.0
+        name = f"{names[module]}.{kind}" if module in names else tensor.name
+        sources[name] = _GGUFSource(data, tensor, config["head_dim"] if interleaved else None, added)
     yield sources
 
 
-def _checkpoint_name(name: str) -> tuple[str, bool]:
-    """`blk.3.attn_q.weight` -> (`model.layers.3.self_attn.q_proj.weight`, interleaved). Unknown names stay."""
-    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
-    if match is None or match[2] not in _LLAMA_NAMES:
-        return name, False
-    layer, module, kind = match.groups()
-    prefix = "" if layer is None else f"model.layers.{layer}."
-    return f"{prefix}{_LLAMA_NAMES[module]}.{kind}", module in _INTERLEAVED_IN_FILE
+def _checkpoint_names(architecture: Any, num_layers: int, family: Family) -> dict[str, str]:
+    """What modules in a GGUF file are called in a checkpoint of this family: of all names that the `gguf` package
+    translates into one, the one that has a place (the longest: a prefix may be left out)."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    (known,) = (key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    mapping = get_tensor_name_map(known, num_layers).mapping
+    placed = sorted((name for name in mapping if family.place(f"{name}.weight") is not None), key=len)
+    return {mapping[name][1]: name for name in placed}

@@ -9,10 +9,12 @@ from .family import Family, HFConfig, Place, name_map
 from .llama import ATTENTION, GATED_MLP, NORMS, QK_NORM, TOP, llama, mistral, qwen3
 from .reading import activation, rms_norm, with_attention
 
-# Written by transformers 5 where it is told not to keep the original names.
+# Written by transformers 5 where it is told not to keep the original names; GGUF files have gate and up apart.
 _STACKED_EXPERTS = {
     "mlp.gate": Place("mlp.router"),
     "mlp.experts.gate_up_proj": Place("mlp.gate_up", ("gate", "up"), stacked=True),
+    "mlp.experts.gate_proj": Place("mlp.gate_up", ("gate",), stacked=True),
+    "mlp.experts.up_proj": Place("mlp.gate_up", ("up",), stacked=True),
     "mlp.experts.down_proj": Place("mlp.down", ("down",), stacked=True),
 }
 _EXPERTS = _STACKED_EXPERTS | {

@@ -1,0 +1,172 @@
+"""A GGUF file of each architecture is the model that its checkpoint is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFWriter
+from gguf_files import SHIFTED, write_gguf
+from tiny_families import TINY_FAMILIES, TinyFamily
+
+from quire.engine.config import ModelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.gguf_config import ARCHITECTURES
+from quire.engine.model_source import load_model_info
+from quire.workers.layers.rotary import inverse_frequencies
+from quire.workers.loader.load import load_weights
+from quire.workers.models.decoder import Decoder
+from quire.workers.models.families import family_of
+from quire.workers.models.spec import ChannelScaling, DecoderSpec, LayerSpec
+from quire.workers.parallel import ParallelContext
+
+
+def changed(name: str, **settings: Any) -> TinyFamily:
+    family = TINY_FAMILIES[name]
+    return replace(family, settings={**family.settings, **settings})
+
+
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+# Files do not say these: windows of Mistral, Qwen 2 and StarCoder 2, and the scale of queries of Gemma 2 and 3.
+CASES: Mapping[str, tuple[str, TinyFamily]] = {
+    "llama": ("llama", TINY_FAMILIES["llama"]),
+    "llama, biases": ("llama", changed("llama", attention_bias=True, mlp_bias=True)),
+    "llama, tied": ("llama", changed("llama", tie_word_embeddings=True)),
+    "llama, linear": ("llama", TINY_FAMILIES["llama-linear"]),
+    "llama, yarn": ("llama", TINY_FAMILIES["llama-yarn"]),
+    "mistral": ("llama", changed("mistral", sliding_window=None)),
+    "mixtral": ("llama", TINY_FAMILIES["mixtral"]),
+    "qwen2": ("qwen2", TINY_FAMILIES["qwen2"]),
+    "qwen3": ("qwen3", TINY_FAMILIES["qwen3"]),
+    "qwen3moe": ("qwen3moe", changed("qwen3-moe", mlp_only_layers=[])),
+    "gemma": ("gemma", TINY_FAMILIES["gemma"]),
+    "gemma2": ("gemma2", changed("gemma2", query_pre_attn_scalar=16)),
+    "gemma3": ("gemma3", changed("gemma3", query_pre_attn_scalar=16)),
+    "phi3": ("phi3", TINY_FAMILIES["phi3"]),
+    "phi3, short": ("phi3", TINY_FAMILIES["phi3-short"]),
+    "phi3, long": ("phi3", TINY_FAMILIES["phi3-long"]),
+    "granite": ("granite", TINY_FAMILIES["granite"]),
+    "smollm3": ("smollm3", TINY_FAMILIES["smollm3"]),
+    "olmo2": ("olmo2", TINY_FAMILIES["olmo2"]),
+    "olmoe": ("olmoe", changed("olmoe", clip_qkv=None)),
+    "glm4": ("glm4", TINY_FAMILIES["glm4"]),
+    "cohere": ("command-r", TINY_FAMILIES["cohere"]),
+    "cohere2": ("cohere2", TINY_FAMILIES["cohere2"]),
+    "stablelm": ("stablelm", TINY_FAMILIES["stablelm"]),
+    "starcoder2": ("starcoder2", changed("starcoder2", sliding_window=None)),
+}
+
+
+def loaded(path: Path, max_model_len: int) -> Decoder:
+    info = load_model_info(ModelConfig(model=str(path), max_model_len=max_model_len))
+    family = family_of(info.hf_config)[1]
+    model = Decoder(family.decoder_spec(info.hf_config, info.max_model_len), ParallelContext())
+    load_weights(model, family, info, progress=False)
+    return model
+
+
+def with_rounded_magnitudes(spec: DecoderSpec) -> DecoderSpec:
+    """What sines and cosines are multiplied with is stored in float32."""
+
+    def rounded(layer: LayerSpec) -> LayerSpec:
+        rotary = layer.attention.rotary
+        if rotary is not None:
+            rotary = replace(rotary, magnitude=round(rotary.magnitude, 6))
+        return replace(layer, attention=replace(layer.attention, rotary=rotary))
+
+    return replace(spec, layers=tuple(map(rounded, spec.layers)))
+
+
+def test_all_architectures_are_tried() -> None:
+    assert {architecture for architecture, _ in CASES.values()} == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_file_is_what_its_checkpoint_is(tmp_path: Path, case: str) -> None:
+    """The same decoder, and the same bits in all weights."""
+    architecture, family = CASES[case]
+    family.make(tmp_path)
+    write_gguf(tmp_path, architecture, tmp_path / "model.gguf")
+    ours, expected = (loaded(path, family.max_model_len) for path in (tmp_path / "model.gguf", tmp_path))
+    assert with_rounded_magnitudes(ours.spec) == with_rounded_magnitudes(expected.spec)
+    parameters = dict(expected.named_parameters())
+    assert dict(ours.named_parameters()).keys() == parameters.keys()
+    for name, parameter in ours.named_parameters():
+        if architecture in SHIFTED and "norm" in name:
+            # 1 + w was rounded when the file was written; it is what activations are multiplied by.
+            assert torch.equal(1.0 + parameter, 1.0 + parameters[name]), name
+        else:
+            assert torch.equal(parameter, parameters[name]), name
+
+
+def test_llama_3_is_rotated_by_its_factors(tmp_path: Path) -> None:
+    family = changed("llama", rope_parameters=LLAMA_3 | {"original_max_position_embeddings": 64})
+    family.make(tmp_path)
+    write_gguf(tmp_path, "llama", tmp_path / "model.gguf")
+    ours, expected = (
+        loaded(path, family.max_model_len).spec.layers[0].attention.rotary
+        for path in (tmp_path / "model.gguf", tmp_path)
+    )
+    assert ours is not None
+    assert expected is not None
+    assert isinstance(ours.scaling, ChannelScaling)
+    assert len(set(ours.scaling.factors)) > 2  # short wavelengths, long ones, and between them
+    torch.testing.assert_close(inverse_frequencies(ours), inverse_frequencies(expected), rtol=1e-6, atol=0)
+
+
+def write(path: Path, architecture: str, num_layers: int = 1, **metadata: Any) -> None:
+    writer = GGUFWriter(path, architecture)
+    sizes = {"block_count": num_layers, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64}
+    heads = {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5}
+    for key, value in {**sizes, **heads, **metadata}.items():
+        name = key if "." in key and key.split(".")[0] in ("general", "split") else f"{architecture}.{key}"
+        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](name, value)
+    writer.add_tensor("token_embd.weight", torch.zeros(8, 64).numpy())
+    for layer in range(num_layers):
+        writer.add_tensor(f"blk.{layer}.attn_norm.weight", torch.zeros(64).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "message"),
+    [
+        ("mamba", {}, r"the architecture of .* \(mamba\) is not supported; llama, qwen2, .* are\."),
+        ("llama", {"split.count": 3}, r"is one of 3 parts.*llama-gguf-split --merge"),
+        ("llama", {"rope.scaling.type": "twisted"}, r"scales rotary positions in a way that is not known \(twisted\)"),
+        (
+            "qwen3moe",
+            {"expert_count": 4, "expert_used_count": 2},
+            "has no metadata qwen3moe.expert_feed_forward_length",
+        ),
+        ("olmo2", {"attention.sliding_window": 32}, "is an OLMo 3, which is not read from GGUF files"),
+        ("command-r", {"attention.layer_norm_epsilon": 1e-5}, "has no metadata command-r.logit_scale"),
+    ],
+)
+def test_refused_files(tmp_path: Path, architecture: str, metadata: dict[str, Any], message: str) -> None:
+    write(tmp_path / "m.gguf", architecture, **metadata)
+    with pytest.raises(ConfigError, match=message):
+        load_model_info(ModelConfig(model=str(tmp_path / "m.gguf")))
+
+
+def test_advised_sampling(tmp_path: Path) -> None:
+    advice = {"general.sampling.temp": 0.6, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.05}
+    write(tmp_path / "m.gguf", "llama", **advice)
+    info = load_model_info(ModelConfig(model=str(tmp_path / "m.gguf")))
+    assert info.generation_defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+
+
+@pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3", 62)])
+def test_scale_of_queries_of_gemma(tmp_path: Path, architecture: str, num_layers: int) -> None:
+    """Of the largest models it is the hidden size per head, of others the size of a head."""
+    for layers, expected in ((num_layers, 16), (num_layers - 1, 32)):
+        window = {"attention.sliding_window": 32, "attention.key_length": 32}
+        write(tmp_path / "m.gguf", architecture, layers, **window)
+        info = load_model_info(ModelConfig(model=str(tmp_path / "m.gguf")))
+        assert info.hf_config["query_pre_attn_scalar"] == expected
