@@ -14,7 +14,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .elementwise import HeadNorms, Rotation
-    from .ops import AttentionMetadata
+    from .ops import AttentionMetadata, ExpertMatrices
     from .packed import Packing
     from .sampling import Draws
 
@@ -123,12 +123,10 @@ class Backend(Protocol):
         x: Tensor,
         chosen: Tensor,
         routing: Tensor,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: ExpertMatrices,
+        down: ExpertMatrices,
         *,
         activation: str,
-        gate_up_scales: Tensor | None,
-        down_scales: Tensor | None,
         num_experts_in_all: int | None,
     ) -> Tensor: ...
 

@@ -22,7 +22,7 @@ A batch is mixed: each request brings `query_len >= 1` new tokens, whose keys an
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -323,16 +323,35 @@ def choose_experts(
     return backend_for(logits.device).choose_experts(logits, experts_per_token, renormalize=renormalize, slots=slots)
 
 
+class ExpertMatrices(NamedTuple):
+    """A matrix [rows, columns] of each expert.
+
+    weight: [num_experts, rows, columns], contiguous (in float32 rows may lie apart, as in `linear`); or, packed, uint8
+        [num_experts, rows, row_bytes], each matrix as of `linear_packed`.
+    scales: of weights in 8 bits, [num_experts, rows] float32, what each row is multiplied by.
+    packing, in_int8: of packed weights, as of `linear_packed`.
+    """
+
+    weight: Tensor
+    scales: Tensor | None = None
+    packing: Packing | None = None
+    in_int8: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[num_experts, rows, columns]."""
+        num_experts, num_rows, size = self.weight.shape
+        return num_experts, num_rows, size if self.packing is None else self.packing.num_numbers(size)
+
+
 def experts(
     x: Tensor,
     chosen: Tensor,
     routing: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     *,
     activation: str,
-    gate_up_scales: Tensor | None = None,
-    down_scales: Tensor | None = None,
     num_experts_in_all: int | None = None,
 ) -> Tensor:
     """Each token's sum over its experts of `routing * down(activation(gate(x)) * up(x))`. Modifies no argument.
@@ -342,11 +361,10 @@ def experts(
         chosen: [num_tokens, experts_per_token] int64; which of the experts, each at most once per token. What is
             outside of 0 .. num_experts - 1 stands for an expert that is elsewhere, and adds nothing.
         routing: [num_tokens, experts_per_token] float32.
-        gate_up: [num_experts, 2 * size, hidden_size], gate above up, contiguous; the dtype of `x`, or int8 or
-            `fp8.DTYPE` with scales.
-        down: [num_experts, hidden_size, size], likewise. (In float32 the rows of both may lie apart, as in `linear`.)
+        gate_up: 2 * size rows, gate above up, and hidden_size columns; in the dtype of `x`, in int8 or `fp8.DTYPE` with
+            scales, or packed where `fits_packed` agrees.
+        down: hidden_size rows and size columns, likewise.
         activation: one of `activation.ACTIVATIONS`.
-        gate_up_scales, down_scales: [num_experts, rows] float32; row r of a matrix in 8 bits is multiplied by its own.
         num_experts_in_all: how many there are, here and elsewhere, that tokens are spread over, where that is known.
     Returns [num_tokens, hidden_size], a new tensor, the dtype of `x`.
     """
@@ -358,15 +376,7 @@ def experts(
     if chosen.shape != routing.shape or len(chosen) != len(x):
         raise ValueError(f"chosen {tuple(chosen.shape)} and routing {tuple(routing.shape)} do not fit {len(x)} tokens")
     return backend_for(x.device).experts(
-        x,
-        chosen,
-        routing,
-        gate_up,
-        down,
-        activation=activation,
-        gate_up_scales=gate_up_scales,
-        down_scales=down_scales,
-        num_experts_in_all=num_experts_in_all,
+        x, chosen, routing, gate_up, down, activation=activation, num_experts_in_all=num_experts_in_all
     )
 
 

@@ -84,7 +84,7 @@ class PackedBlueprint:
         model = self.native.build(parallel)
         embedding, head = getattr(model, "embedding", None), getattr(model, "head", None)
         for name, module in model.named_modules():
-            if not isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding):
+            if not isinstance(module, _QUANTIZED):
                 continue
             weight, is_head, is_embedding = module.weight, module is head, module is embedding
             if isinstance(module, VocabParallelEmbedding) and not (is_head or is_embedding):
@@ -97,7 +97,7 @@ class PackedBlueprint:
                     module.weight = PackedRows.like(weight, packing)
                 continue
             # What cannot stay as it is packed is in int8 as what is not packed.
-            otherwise = IN_8_BITS if self.in_int8 and not is_embedding else None
+            otherwise = IN_8_BITS if self.in_int8 and not (is_embedding or isinstance(module, ExpertWeights)) else None
             chosen = self._first_that_fits(weight, packing, otherwise)
             if chosen is not None:
                 in_int8 = self.in_int8 and not is_head

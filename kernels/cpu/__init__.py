@@ -1,6 +1,5 @@
 """CPU backend."""
 
-from ..reference.moe import choose_experts  # by torch's operators
 from .attention import paged_attention
 from .elementwise import activate_and_mul, add_rms_norm, angles, rms_norm, rotate, rotate_and_write_kv, write_kv
 from .linear import (
@@ -16,6 +15,7 @@ from .linear import (
 )
 from .look_up import look_up_packed, looks_up_packed
 from .moe import experts
+from .routing import choose_experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 from .tokens import keep_tokens, resolve_tokens
 

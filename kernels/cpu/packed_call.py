@@ -29,6 +29,7 @@ from .threads import run_call
     SHARE,
 ) = range(11)
 NUM_ARGUMENTS = SHARE + kv_prefetch.NUM_WORDS
+ProductArguments = ctypes.c_int64 * NUM_ARGUMENTS
 
 
 def run_product(
@@ -53,7 +54,7 @@ def run_product(
     """
     num_threads = torch.get_num_threads()
     claims = new_claims(num_threads)
-    arguments = (ctypes.c_int64 * NUM_ARGUMENTS)(
+    arguments = ProductArguments(
         x,
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),

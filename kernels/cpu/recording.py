@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -95,6 +96,34 @@ def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
         action(*tensors)
         if listener is not None:
             listener.add_action(partial(action, *map(borrowed, tensors)))
+
+
+def calls_of(action: Callable[[], object]) -> list[CompiledCall]:
+    """The compiled calls of `action`, which is done: none if not all of it is such calls."""
+    listener = _OnlyCalls([])
+    with recorded_by(listener):
+        action()
+    return listener.calls
+
+
+@dataclass(slots=True)
+class _OnlyCalls:
+    """Implements `Recorder`."""
+
+    calls: list[CompiledCall]
+    most_rows: int | None = None
+    is_more: bool = False
+
+    def add_call(self, call: CompiledCall) -> None:
+        if not self.is_more:
+            self.calls.append(call)
+
+    def add_preparation(self, action: Callable[[], object]) -> None:
+        self.add_action(action)
+
+    def add_action(self, action: Callable[[], object]) -> None:  # noqa: ARG002 (a name of the protocol)
+        self.is_more = True
+        self.calls.clear()
 
 
 def borrowed(tensor: Tensor, num_rows: int | None = None) -> Tensor:

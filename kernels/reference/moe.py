@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..activation import ACTIVATIONS
+from ..packed import unpack
+
+if TYPE_CHECKING:
+    from ..ops import ExpertMatrices
 
 
 def choose_experts(
@@ -24,26 +30,26 @@ def experts(
     x: Tensor,
     chosen: Tensor,
     routing: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     *,
     activation: str,
-    gate_up_scales: Tensor | None,
-    down_scales: Tensor | None,
     num_experts_in_all: int | None,  # noqa: ARG001
 ) -> Tensor:
     """See `ops.experts`."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for token, places in enumerate(chosen.tolist()):
         for index, expert in enumerate(places):
-            if 0 <= expert < len(down):
-                both = _matrix(gate_up, gate_up_scales, expert) @ x[token].float()
+            if 0 <= expert < len(down.weight):
+                both = _matrix(gate_up, expert) @ x[token].float()
                 gate, up = both.chunk(2)
                 inner = ACTIVATIONS[activation](gate) * up
-                out[token] += routing[token, index] * (_matrix(down, down_scales, expert) @ inner)
+                out[token] += routing[token, index] * (_matrix(down, expert) @ inner)
     return out.to(x.dtype)
 
 
-def _matrix(weights: Tensor, scales: Tensor | None, expert: int) -> Tensor:
-    matrix = weights[expert].float()
-    return matrix if scales is None else matrix * scales[expert, :, None]
+def _matrix(of: ExpertMatrices, expert: int) -> Tensor:
+    if of.packing is not None:
+        return unpack(of.weight[expert], of.packing)
+    matrix = of.weight[expert].float()
+    return matrix if of.scales is None else matrix * of.scales[expert, :, None]

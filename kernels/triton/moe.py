@@ -16,7 +16,7 @@ not depend on which program was first.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from . import tiles
 from .moe_kernels import add_kernel, choose_kernel, down_kernel, gate_up_kernel, sort_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
 from .sizes import cdiv, next_power_of_2
+
+if TYPE_CHECKING:
+    from ..ops import ExpertMatrices
 
 _FEW, _MANY = 512, 4096  # assignments that a program sorts at a time
 _FEATURES = 1024  # that a program adds
@@ -51,15 +54,13 @@ def experts(
     x: Tensor,
     chosen: Tensor,
     routing: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
+    gate_up: ExpertMatrices,
+    down: ExpertMatrices,
     *,
     activation: str,
-    gate_up_scales: Tensor | None,
-    down_scales: Tensor | None,
     num_experts_in_all: int | None,
 ) -> Tensor:
-    """See `ops.experts`."""
+    """See `ops.experts`. (No packed weight fits: `fits_packed`.)"""
     num_tokens, experts_per_token = chosen.shape
     num_experts, hidden_size, size = down.shape
     num_assignments = num_tokens * experts_per_token
@@ -80,19 +81,20 @@ def experts(
         "WEIGHT_FORMAT": PLAIN.value,
         **dot_options(x.dtype),
     }
-    if down.dtype == fp8.DTYPE:
-        gate_up, down = gate_up.view(torch.uint8), down.view(torch.uint8)
+    of_gate_up, of_down = gate_up.weight, down.weight
+    if of_down.dtype == fp8.DTYPE:
+        of_gate_up, of_down = of_gate_up.view(torch.uint8), of_down.view(torch.uint8)
         shared["WEIGHT_FORMAT"] = e4m3_format(x.device)
     inner = x.new_empty(num_assignments, size)
     gate_up_kernel[(most_tiles, cdiv(size, tile.block_n))](
-        inner, x, gate_up, ends if gate_up_scales is None else gate_up_scales, order, ends,
+        inner, x, of_gate_up, ends if gate_up.scales is None else gate_up.scales, order, ends,
         x.stride(0), size, hidden_size, EXPERTS_PER_TOKEN=experts_per_token, ACTIVATION=activation,
-        HAS_SCALES=gate_up_scales is not None, **shared,
+        HAS_SCALES=gate_up.scales is not None, **shared,
     )  # fmt: skip
     parts = torch.empty(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
     down_kernel[(most_tiles, cdiv(hidden_size, tile.block_n))](
-        parts, inner, down, ends if down_scales is None else down_scales, routing.contiguous(), order, ends,
-        size, hidden_size, HAS_SCALES=down_scales is not None, **shared,
+        parts, inner, of_down, ends if down.scales is None else down.scales, routing.contiguous(), order, ends,
+        size, hidden_size, HAS_SCALES=down.scales is not None, **shared,
     )  # fmt: skip
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     add_kernel[(num_tokens, cdiv(hidden_size, _FEATURES))](

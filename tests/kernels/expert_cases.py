@@ -147,5 +147,8 @@ def run_experts(arguments: dict[str, Tensor | str | int | None]) -> Tensor:
         made = empty(*args, **kwargs)
         return made.fill_(torch.nan) if made.is_floating_point() else made
 
+    given = {name: value for name, value in arguments.items() if not name.startswith(("gate_up", "down"))}
+    for name in ("gate_up", "down"):
+        given[name] = ops.ExpertMatrices(arguments[name], arguments.get(f"{name}_scales"))  # type: ignore[arg-type]
     with patch.object(torch, "empty", unwritten):
-        return ops.experts(**arguments)  # type: ignore[arg-type]
+        return ops.experts(**given)  # type: ignore[arg-type]

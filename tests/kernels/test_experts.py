@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from expert_cases import (
@@ -14,9 +19,18 @@ from expert_cases import (
     choice_problem,
     run_experts,
 )
+from torch import Tensor
 
 from quire.kernels import ops
+from quire.kernels.cpu import moe, routing
+from quire.kernels.cpu.graph import Graph, Pool, capture
+from quire.kernels.cpu.packed_call import ProductArguments
+from quire.kernels.cpu.program import Program
+from quire.kernels.cpu.recording import calls_of
 from quire.kernels.dispatch import forced_backend
+from quire.kernels.packed import IN_8_BITS, PACKINGS, Packing, pack, repack
+
+SIZES = {"hidden_size": 256, "size": 256}
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name)
@@ -69,3 +83,152 @@ def test_wrong_arguments_are_refused() -> None:
         ops.choose_experts(torch.zeros(3, 8, dtype=torch.float64), 2, renormalize=True)
     with pytest.raises(ValueError, match=r"slots must have shape \(3,\), got \(4,\)"):
         ops.choose_experts(torch.zeros(3, 8), 2, renormalize=True, slots=torch.arange(4))
+
+
+def packed(numbers: Tensor, packing: Packing) -> ops.ExpertMatrices:
+    """[num_experts, rows, columns], rounded to 8 bits; or, where scales are nested, random bytes of small scales."""
+    if packing.is_nested:
+        num_experts, num_rows, num_columns = numbers.shape
+        generator = torch.Generator().manual_seed(num_rows)
+        size = packing.row_bytes(num_columns)
+        rows = torch.randint(0, 256, (num_experts * num_rows, size), dtype=torch.uint8, generator=generator)
+        halves, _, _ = packing.parts(rows)
+        halves.copy_(torch.full((len(rows), halves.shape[1] // 2), 2e-5).half().view(torch.uint8))
+    else:
+        rows = repack(pack(numbers.flatten(0, 1)), IN_8_BITS, packing)
+    return ops.ExpertMatrices(rows.view(len(numbers), -1, rows.shape[1]), None, packing)
+
+
+def laid_out(of: ops.ExpertMatrices, dtype: torch.dtype, *, in_int8: bool = False) -> ops.ExpertMatrices:
+    assert of.packing is not None
+    each = [ops.lay_out_packed(rows, of.packing, dtype, in_int8=in_int8) for rows in of.weight]
+    return of._replace(weight=torch.stack(each), in_int8=in_int8)
+
+
+def packed_case(num_tokens: int, dtype: torch.dtype, kinds: tuple[str, str], **changes: int) -> dict[str, Any]:
+    """Arguments of `ops.experts` with rows of the file's order."""
+    arguments: dict[str, Any] = build_experts(ExpertCase(num_tokens, dtype=dtype, **SIZES, **changes))
+    for name, kind in zip(("gate_up", "down"), kinds, strict=True):
+        arguments[name] = packed(arguments[name].float(), PACKINGS[kind])
+    return arguments
+
+
+def of_backend(arguments: dict[str, Any], *, in_int8: bool = False) -> dict[str, Any]:
+    dtype = arguments["x"].dtype
+    return arguments | {name: laid_out(arguments[name], dtype, in_int8=in_int8) for name in ("gate_up", "down")}
+
+
+KINDS = [("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q3_k", "q5_k")]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 40])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+def test_packed_experts(kinds: tuple[str, str], dtype: torch.dtype, num_tokens: int) -> None:
+    arguments = packed_case(num_tokens, dtype, kinds, elsewhere=2)
+    with forced_backend("reference"):
+        expected = ops.experts(**arguments)
+    out = ops.experts(**of_backend(arguments))
+    scale = float(expected.abs().max())
+    assert scale > 1e-3
+    torch.testing.assert_close(out, expected, atol=scale * (2e-2 if dtype == torch.bfloat16 else 1e-5), rtol=0)
+
+
+def graph_of(arguments: dict[str, Any], logits: Tensor, out: Tensor, first: int = 0) -> Graph:
+    """What a layer does behind its router, on a rank that has experts from the first on."""
+
+    def layer() -> None:
+        num_chosen = arguments["chosen"].shape[1]
+        chosen, counts = ops.choose_experts(logits, num_chosen, renormalize=True)
+        chosen = chosen - first if first else chosen
+        out.copy_(ops.experts(**arguments | {"chosen": chosen, "routing": counts}))
+
+    return capture(layer, Pool())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 8, 12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [*KINDS, None], ids=lambda kinds: "-".join(kinds) if kinds else "unpacked")
+def test_a_record_of_experts(kinds: tuple[str, str] | None, dtype: torch.dtype, num_tokens: int) -> None:
+    """Whoever is chosen, and by how many: what is repeated is what is computed without a record. The first and the last
+    expert are elsewhere."""
+    if kinds is None:
+        arguments: dict[str, Any] = build_experts(ExpertCase(num_tokens, dtype=dtype, **SIZES))
+        arguments |= {name: ops.ExpertMatrices(arguments[name]) for name in ("gate_up", "down")}
+    else:
+        arguments = of_backend(packed_case(num_tokens, dtype, kinds))
+    generator = torch.Generator().manual_seed(1)
+    logits, out = torch.randn(num_tokens, 7, generator=generator), torch.empty_like(arguments["x"])
+    graph = graph_of(arguments, logits, out, first=1)
+    for attempt in range(20):
+        logits.copy_(torch.randn(logits.shape, generator=generator) * 3)
+        if attempt % 4 == 0:
+            logits[:, 2] += 100.0  # all choose one
+        arguments["x"].copy_(torch.randn(out.shape, generator=generator))
+        graph()
+        chosen, counts = ops.choose_experts(logits, 2, renormalize=True)
+        expected = ops.experts(**arguments | {"chosen": chosen - 1, "routing": counts})
+        if dtype == torch.float32:
+            assert torch.equal(out, expected)
+        else:
+            torch.testing.assert_close(out, expected, atol=float(expected.abs().max()) / 64, rtol=0)
+
+
+def test_decodes_of_packed_experts_are_one_program() -> None:
+    """Without Python between their calls; many rows are an action instead."""
+    for num_tokens, is_one in ((8, True), (12, False)):
+        arguments = of_backend(packed_case(num_tokens, torch.float32, ("q4_k", "q6_k")))
+        graph = graph_of(arguments, torch.zeros(num_tokens, 7), torch.empty_like(arguments["x"]))
+        has_slots = len(graph._actions) == 1 and isinstance(graph._actions[0], Program)
+        assert has_slots is (is_one and takes_one_call(arguments))
+
+
+def takes_one_call(arguments: dict[str, Any]) -> bool:
+    """On CPUs with matrix tiles, x is split by a call before."""
+    return moe._product_of(1, arguments["x"], arguments["gate_up"], "silu") is not None
+
+
+def test_padding_chooses_nobody() -> None:
+    chosen, counts = ops.choose_experts(torch.randn(3, 8), 2, renormalize=True, slots=torch.tensor([4, -1, 0]))
+    assert chosen[1].tolist() == [-1, -1]
+    assert counts[1].tolist() == [0.0, 0.0]
+    assert (counts[[0, 2]].sum(dim=1) - 1).abs().max() < 1e-6
+
+
+def test_results_are_written_once() -> None:
+    """Who has lost its core computes again what others read already: they never see anything else."""
+    num_tokens, num_experts = 8, 64
+    logits, x = torch.randn(num_tokens, num_experts), torch.randn(num_tokens, 64)
+    found: list[Tensor] = []
+    (choose,) = calls_of(lambda: found.extend(ops.choose_experts(logits, 8, renormalize=True)))
+    chosen, counts = found
+    rows, parts, out = torch.empty_like(chosen), torch.randn(num_tokens * 8, 64), torch.empty_like(x)
+    products = [ProductArguments() for _ in range(2 * 64)]
+    calls = torch.tensor([ctypes.addressof(each) for each in products]).view(64, 2)
+    weight = torch.zeros(num_experts, 4, 4, dtype=torch.uint8)
+    gathered, between = torch.empty(num_tokens * 8, 64), torch.empty(num_tokens * 8, 64)
+    sort = calls_of(lambda: routing.sort(chosen, x, gathered, rows, calls, ((weight, between), (weight, parts))))[0]
+    add_up = calls_of(lambda: routing.add_up(parts, rows, counts, out))[0]
+    told = [torch.frombuffer(each, dtype=torch.int64) for each in products]
+    for call, results in ((choose, found), (sort, [rows, *told]), (add_up, [out])):
+        expected = [result.clone() for result in results]
+        assert_unchanged_amid(call, lambda results=results, expected=expected: all(map(torch.equal, results, expected)))  # type: ignore[misc]
+
+
+def assert_unchanged_amid(call: Any, is_unchanged: Callable[[], bool]) -> None:
+    """While one thread repeats a call."""
+    alone = type(call.arguments)()
+    ctypes.memmove(ctypes.addressof(alone), ctypes.addressof(call.arguments), ctypes.sizeof(alone))
+    alone.claims, alone.num_threads, alone.grain = 0, 1, alone.num_rows
+
+    def repeat() -> None:
+        for _ in range(3_000):
+            call.function(ctypes.addressof(alone))
+
+    thread = threading.Thread(target=repeat)
+    thread.start()
+    try:
+        while thread.is_alive():
+            assert is_unchanged()
+    finally:
+        thread.join()

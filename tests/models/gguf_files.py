@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gguf import MODEL_ARCH_NAMES, GGUFWriter, RopeScalingType, get_tensor_name_map
+from gguf import MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, RopeScalingType, get_tensor_name_map
+from gguf.quants import quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -20,8 +21,10 @@ SHIFTED = {"gemma", "gemma2", "gemma3"}
 MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
-def write_gguf(directory: Path, architecture: str, path: Path) -> None:
-    """All of it in float32, without a tokenizer."""
+def write_gguf(
+    directory: Path, architecture: str, path: Path, kind: GGMLQuantizationType = GGMLQuantizationType.F32
+) -> None:
+    """Matrices in a type, but those of routers; all else in float32. Without a tokenizer."""
     config = json.loads((directory / "config.json").read_text())
     writer = GGUFWriter(path, architecture)
     _add_sizes(writer, config)
@@ -34,7 +37,11 @@ def write_gguf(directory: Path, architecture: str, path: Path) -> None:
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
-        writer.add_tensor(stored, _changed(name, tensor, config, architecture).contiguous().numpy())
+        numbers = _changed(name, tensor, config, architecture).contiguous().numpy()
+        if numbers.ndim == 1 or "ffn_gate_inp" in stored or kind == GGMLQuantizationType.F32:
+            writer.add_tensor(stored, numbers)
+        else:
+            writer.add_tensor(stored, quantize(numbers, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

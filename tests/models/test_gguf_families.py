@@ -9,20 +9,25 @@ from typing import Any
 
 import pytest
 import torch
-from gguf import GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import SHIFTED, write_gguf
 from tiny_families import TINY_FAMILIES, TinyFamily
+from torch import Tensor
 
 from quire.engine.config import ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.gguf_config import ARCHITECTURES
-from quire.engine.model_source import load_model_info
+from quire.engine.model_source import ModelInfo, load_model_info
+from quire.workers.blueprints import blueprint_of
+from quire.workers.layers.parameter import PackedParameter
 from quire.workers.layers.rotary import inverse_frequencies
 from quire.workers.loader.load import load_weights
 from quire.workers.models.decoder import Decoder
 from quire.workers.models.families import family_of
+from quire.workers.models.model import Model
 from quire.workers.models.spec import ChannelScaling, DecoderSpec, LayerSpec
-from quire.workers.parallel import ParallelContext
+from quire.workers.parallel import Grid, ParallelContext
+from quire.workers.quantization import blueprint_for
 
 
 def changed(name: str, **settings: Any) -> TinyFamily:
@@ -170,3 +175,60 @@ def test_scale_of_queries_of_gemma(tmp_path: Path, architecture: str, num_layers
         write(tmp_path / "m.gguf", architecture, layers, **window)
         info = load_model_info(ModelConfig(model=str(tmp_path / "m.gguf")))
         assert info.hf_config["query_pre_attn_scalar"] == expected
+
+
+def moe_file(folder: Path, kind: GGMLQuantizationType) -> ModelInfo:
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 96, "intermediate_size": 128, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "head_dim": 32, "mlp_only_layers": [], "num_local_experts": 6}
+    changed("qwen3-moe", **sizes, **heads).make(folder)
+    write_gguf(folder, "qwen3moe", folder / "model.gguf", kind)
+    return load_model_info(ModelConfig(model=str(folder / "model.gguf")))
+
+
+def built(info: ModelInfo, parallel: ParallelContext, *, is_packed: bool, **fields: Any) -> Model:
+    config = ModelConfig(model=str(info.path), **fields)
+    blueprint = blueprint_for(config, info, torch.device("cpu")) if is_packed else blueprint_of(info)
+    model = blueprint.build(parallel)
+    blueprint.load(model, info, progress=False)
+    return model
+
+
+class Apart(ParallelContext):
+    """A rank whose part of a sum is looked at."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_1, GGMLQuantizationType.Q8_0], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("expert_parallel", [None, False, True], ids=["one rank", "slices", "some experts"])
+def test_experts_stay_packed(tmp_path: Path, kind: GGMLQuantizationType, expert_parallel: bool | None) -> None:
+    """With the numbers that they have unpacked, on one rank and on two that share them. A slice of 48 of 96 columns is
+    no whole number of blocks, and is unpacked."""
+    info = moe_file(tmp_path, kind)
+    ranks = [ParallelContext()]
+    if expert_parallel is not None:
+        grid = Grid(tensor_size=2, expert_parallel=expert_parallel)
+        ranks = [Apart(rank, grid) for rank in range(2)]
+    whole = built(info, ParallelContext(), is_packed=False)
+    ours = [built(info, rank, is_packed=True) for rank in ranks]
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    for layer, expected in whole.layers.items():
+        mlps = [model.layers[layer].mlp for model in ours]
+        for mlp in mlps:
+            for matrices, is_cut in ((mlp.gate_up.weight, False), (mlp.down.weight, expert_parallel is False)):
+                assert isinstance(matrices, PackedParameter) is not is_cut
+                assert is_cut or matrices.packing.name == kind.name.lower()
+        found, wanted = sum(mlp(x) for mlp in mlps), expected.mlp(x)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_experts_in_int8(tmp_path: Path) -> None:
+    """What multiplies them is rounded to 8 bits where kernels do that; their numbers are those of the file."""
+    info = moe_file(tmp_path, GGMLQuantizationType.Q8_0)
+    whole = built(info, ParallelContext(), is_packed=False)
+    ours = built(info, ParallelContext(), is_packed=True, quantization="int8")
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    for mine, expected in zip(ours.layers.values(), whole.layers.values(), strict=True):
+        found, wanted = mine.mlp(x), expected.mlp(x)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-2 * float(wanted.abs().max()))

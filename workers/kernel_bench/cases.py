@@ -236,7 +236,12 @@ def experts_run(shape: LayerShape, chosen: Tensor, device: torch.device, dtype: 
     down = torch.randn(shape.num_experts, hidden_size, size, device=device, dtype=dtype)
     routing, chosen = torch.rand(chosen.shape, device=device), chosen.to(device)
     return lambda: ops.experts(
-        x, chosen, routing, gate_up, down, activation="silu", num_experts_in_all=shape.num_experts
+        x,
+        chosen,
+        routing,
+        *map(ops.ExpertMatrices, (gate_up, down)),
+        activation="silu",
+        num_experts_in_all=shape.num_experts,
     )
 
 

@@ -91,16 +91,13 @@ class MixtureOfExperts(nn.Module):
         chosen, routing = ops.choose_experts(
             self.router(x), spec.num_experts_per_token, renormalize=spec.renormalize, slots=slots
         )
-        gate_up, down = self.gate_up.weight, self.down.weight
         out = ops.experts(
             x,
             chosen - first if first else chosen,
             routing,
-            gate_up.data,
-            down.data,
+            self.gate_up.weight.matrices,
+            self.down.weight.matrices,
             activation=spec.activation,
-            gate_up_scales=gate_up.scales,
-            down_scales=down.scales,
             num_experts_in_all=spec.num_experts,
         )
         return self._parallel.all_reduce(out)

@@ -105,6 +105,11 @@ class ShardedParameter(nn.Parameter):
         return F.embedding(token_ids, self)
 
     @property
+    def matrices(self) -> ops.ExpertMatrices:
+        """Where it is one for each expert."""
+        return ops.ExpertMatrices(self.data, self.scales)
+
+    @property
     def matrix_shape(self) -> tuple[int, ...]:
         """Of the numbers in it, however they are stored."""
         return tuple(self.shape)
@@ -116,13 +121,13 @@ class ShardedParameter(nn.Parameter):
 
 
 class _Packed(ShardedParameter):
-    """A matrix whose rows are packed: [num_rows, row_bytes] uint8."""
+    """A matrix, or one per expert, whose rows are packed: [..., num_rows, row_bytes] uint8."""
 
     packing: Packing
 
     @property
     def matrix_shape(self) -> tuple[int, ...]:
-        return len(self), self.packing.num_numbers(self.shape[1])
+        return (*self.shape[:-1], self.packing.num_numbers(self.shape[-1]))
 
 
 class PackedRows(_Packed):
@@ -147,9 +152,9 @@ class PackedRows(_Packed):
 
 
 class PackedParameter(_Packed):
-    """A matrix as packed as in its file, or in what its pieces have in `common`, whose numbers are those that it would
-    have unpacked; or packed as it is read (`IN_8_BITS`). In memory, each row is `packing.row_bytes` long; the order of
-    bytes is a backend's (`ops.lay_out_packed`)."""
+    """A matrix, or one per expert, as packed as in its file, or in what its pieces have in `common`, whose numbers are
+    those that it would have unpacked; or packed as it is read (`IN_8_BITS`). In memory, each row is `packing.row_bytes`
+    long; the order of bytes is a backend's (`ops.lay_out_packed`)."""
 
     x_dtype: torch.dtype  # of what it is multiplied with
     in_int8: bool  # which may be rounded to 8 bits: see `ops.linear_packed`
@@ -168,8 +173,8 @@ class PackedParameter(_Packed):
         in_int8: bool,
     ) -> Self:
         """Room for the same pieces, which have a form that `can_pack` allows, for a model that will be on a device."""
-        num_rows, num_columns = parameter.shape
-        made = cls(torch.zeros(num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
+        *others, num_rows, num_columns = parameter.shape
+        made = cls(torch.zeros(*others, num_rows, packing.row_bytes(num_columns), dtype=torch.uint8), parameter.pieces)
         made.packing, made.x_dtype, made.in_int8 = packing, parameter.dtype, in_int8
         made.rows = PackedRows.like(parameter, packing) if is_looked_up else None
         if is_head and ops.bounds_packed(packing, parameter.dtype, device):
@@ -179,8 +184,8 @@ class PackedParameter(_Packed):
     @staticmethod
     def can_pack(parameter: ShardedParameter, packing: Packing, device: torch.device, *, in_int8: bool) -> bool:
         """Whether its pieces can be cut out in whole units, and it pays to multiply them so on a device."""
-        pieces, (num_rows, num_columns) = parameter.pieces.values(), parameter.shape
-        ends = [(piece.target[0].stop, ROWS) for piece in pieces]
+        pieces, (num_rows, num_columns) = parameter.pieces.values(), parameter.shape[-2:]
+        ends = [(piece.target[-2].stop, ROWS) for piece in pieces]
         ends += [(end, packing.unit) for piece in pieces for end in (piece.source[1].start, piece.source[1].stop)]
         fits = ops.fits_packed((num_rows, num_columns), packing, parameter.dtype, device, in_int8=in_int8)
         return fits and all(end % size == 0 for end, size in ends)
@@ -194,18 +199,22 @@ class PackedParameter(_Packed):
         if self.rows is not None:
             self.rows.weight_loader(source, piece)
         place, packed = self.pieces[piece], cast(PackedSource, source)
-        self._fill_rows(repack(packed.read_packed(place.source), stored, self.packing), place.target[0])
+        self._fill_rows(repack(packed.read_packed(place.source), stored, self.packing), place.target[:-1])
 
     def fill(self, values: Tensor, target: Index | None = None) -> None:
         """Pack `values`, whole rows, into a part of the parameter or all of it. Raises `ValueError` like `pack`."""
         assert self.packing == IN_8_BITS
         assert self.rows is None
-        self._fill_rows(pack(values), slice(None) if target is None else target[0])
+        self._fill_rows(pack(values), (slice(None),) if target is None else target[:-1])
 
-    def _fill_rows(self, rows: Tensor, target: slice) -> None:
+    def _fill_rows(self, rows: Tensor, target: Index) -> None:
         if self.lengths is not None:
-            self.lengths[:, target] = packed_lengths(rows, self.packing)
+            self.lengths[:, target[0]] = packed_lengths(rows, self.packing)
         self.data[target] = ops.lay_out_packed(rows, self.packing, self.x_dtype, in_int8=self.in_int8)
+
+    @property
+    def matrices(self) -> ops.ExpertMatrices:
+        return ops.ExpertMatrices(self.data, None, self.packing, self.in_int8)
 
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_packed(x, self.data, self.packing, bias, in_int8=self.in_int8)

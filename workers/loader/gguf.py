@@ -53,7 +53,7 @@ class _GGUFSource:
         from .ggml_types import TYPES
 
         stored = TYPES.get(self.tensor.type_id)
-        return stored.packing if stored is not None and len(self.shape) == 2 else None
+        return stored.packing if stored is not None and len(self.shape) > 1 else None
 
     def read(self, index: Index) -> Tensor:
         from gguf import GGMLQuantizationType
@@ -68,19 +68,19 @@ class _GGUFSource:
         return torch.from_numpy(values.reshape(1, *values.shape) if len(index) > 2 else values)
 
     def read_packed(self, index: Index) -> Tensor:
-        """See `PackedSource`."""
+        """See `PackedSource`. Of three dimensions, the rows of one expert."""
         from .ggml_types import TYPES
 
         packing, split = TYPES[self.tensor.type_id]
         raw = self._in_our_order(self._rows(index))
         if split is None:
-            return self._rearranged(raw, index[1], packing)
-        packed = torch.empty(len(raw), packing.row_bytes(index[1].stop - index[1].start), dtype=torch.uint8)
-        step = max(1, _AT_ONCE // self.shape[1])
+            return self._rearranged(raw, index[-1], packing)
+        packed = torch.empty(len(raw), packing.row_bytes(index[-1].stop - index[-1].start), dtype=torch.uint8)
+        step = max(1, _AT_ONCE // self.shape[-1])
         for start in range(0, len(raw), step):
             rows = np.require(raw[start : start + step], requirements=["C", "W"])
             scales, least, nested, codes = split(torch.from_numpy(rows).view(-1, self._block[1]))
-            own = partial(self._columns, num_rows=len(rows), columns=index[1])
+            own = partial(self._columns, num_rows=len(rows), columns=index[-1])
             least = None if least is None else own(least)
             parts = Parts(own(scales), least, tuple(own(part) for part in nested), own(codes))
             packed[start : start + step] = assemble(packing, parts)
@@ -89,7 +89,7 @@ class _GGUFSource:
     def _columns(self, part: Tensor, num_rows: int, columns: slice) -> Tensor:
         """Of what blocks have for each number, or each few of them: [num_rows, those of some columns]."""
         of_rows = part.view(num_rows, -1)
-        each = self.shape[1] // of_rows.shape[1]
+        each = self.shape[-1] // of_rows.shape[1]
         return of_rows[:, columns.start // each : columns.stop // each]
 
     def _rearranged(self, raw: npt.NDArray[np.uint8], columns: slice, packing: Packing) -> Tensor:

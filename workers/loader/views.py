@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
-from ..layers.parameter import Index, TensorSource
+from quire.kernels.packed import Packing
+
+from ..layers.parameter import Index, PackedSource, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,18 @@ class OfExpert:
     def shape(self) -> tuple[int, ...]:
         return (len(self.rows), self.source.shape[2])
 
+    @property
+    def packing(self) -> Packing | None:
+        """How it stays packed, if kernels know it."""
+        return getattr(self.source, "packing", None)
+
     def read(self, index: Index) -> Tensor:
+        return self.source.read(self._in_source(index))[0]
+
+    def read_packed(self, index: Index) -> Tensor:
+        """See `PackedSource`."""
+        return cast(PackedSource, self.source).read_packed(self._in_source(index))
+
+    def _in_source(self, index: Index) -> Index:
         rows = slice(self.rows.start + index[0].start, self.rows.start + index[0].stop)
-        return self.source.read((slice(self.expert, self.expert + 1), rows, index[1]))[0]
+        return slice(self.expert, self.expert + 1), rows, index[1]
