@@ -22,6 +22,7 @@ _SAMPLING = {  # how general.sampling calls the fields of generation_config.json
     "penalty_repeat": "repetition_penalty",
 }
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_LARGEST = 3.4e38  # of float32, about
 # Tokens that end an answer wherever they exist. Files name one or two; generation_config.json of the models names all.
 _ENDS = {
     "</s>",
@@ -33,6 +34,7 @@ _ENDS = {
     "<|eot_id|>",
     "<|eom_id|>",
     "<end_of_turn>",
+    "<|observation|>",
     "<EOT>",
     "<｜end▁of▁sentence｜>",
 }
@@ -52,15 +54,17 @@ class _Metadata:
         return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A number. Raises `ConfigError` where there is a text."""
-        value = self.file.metadata.get(f"{self._architecture}.{key}", default)
-        if isinstance(value, str):
+        """A number, or what stands for none. Raises `ConfigError` where there is something else."""
+        value = self.raw(key)
+        if value is None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"model: {self._architecture}.{key} of {self.file.path} is {value!r}, no number.")
-        return _as_written(value) if isinstance(value, float) else value
+        return _as_written(value)
 
-    @property
-    def rope_scaling_type(self) -> str:
-        return str(self.file.metadata.get(f"{self._architecture}.rope.scaling.type", "none"))
+    def raw(self, key: str) -> Any:
+        """Whatever there is; None of nothing."""
+        return self.file.metadata.get(f"{self._architecture}.{key}")
 
     def has(self, tensor: str) -> bool:
         return f"{tensor}.weight" in self.file.tensors or f"{tensor}.bias" in self.file.tensors
@@ -80,13 +84,14 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"model: the architecture of {file.path} ({architecture}) is not supported; {known} are.")
-    num_parts = file.metadata.get("split.count", 1)
-    if num_parts > 1:
+    num_parts = file.metadata.get("split.count")
+    if isinstance(num_parts, int) and num_parts > 1:
         raise ConfigError(
             f"model: {file.path} is one of {num_parts} parts, not read. `llama-gguf-split --merge` joins them."
         )
     class_name, model_type, own = ARCHITECTURES[architecture]
     metadata = _Metadata(file, architecture)
+    _check_text_only(metadata)
     config = {"architectures": [class_name], "model_type": model_type, **_common(metadata), **own(metadata)}
     return {key: value for key, value in config.items() if value is not None}
 
@@ -94,7 +99,18 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
 def gguf_generation(file: GGUFFile) -> dict[str, Any]:
     """What the file advises for sampling, in the terms of `generation_config.json`."""
     advised = {ours: file.metadata.get(f"general.sampling.{key}") for key, ours in _SAMPLING.items()}
-    return {key: _as_written(value) for key, value in advised.items() if isinstance(value, int | float)}
+    numbers = {key: value for key, value in advised.items() if isinstance(value, int | float)}
+    return {key: _as_written(value) for key, value in numbers.items() if not isinstance(value, bool)}
+
+
+def _check_text_only(metadata: _Metadata) -> None:
+    """Raises `ConfigError` on the text part of a model for images too, whose positions have several numbers each, and
+    on layers that predict more than the next token: both are stored under names of plain decoders."""
+    sections = metadata.raw("rope.dimension_sections")
+    if isinstance(sections, list) and any(sections):
+        raise ConfigError(f"model: {metadata.file.path} rotates positions in sections, which is not supported.")
+    if metadata.get("nextn_predict_layers", 0):
+        raise ConfigError(f"model: {metadata.file.path} has layers that predict further tokens, which are not read.")
 
 
 def _common(metadata: _Metadata) -> dict[str, Any]:
@@ -102,6 +118,8 @@ def _common(metadata: _Metadata) -> dict[str, Any]:
     embedding = file.tensors.get("token_embd.weight")
     rotary_dim = metadata.get("rope.dimension_count", head_dim)
     layer_norm_eps = metadata.get("attention.layer_norm_epsilon")
+    if layer_norm_eps is None:
+        metadata["attention.layer_norm_rms_epsilon"]  # one of both there is
     return {
         "hidden_size": metadata["embedding_length"],
         "intermediate_size": metadata["feed_forward_length"],
@@ -140,17 +158,18 @@ def _rope_scaling(metadata: _Metadata) -> dict[str, Any] | None:
         if metadata.has(short):
             return {
                 "rope_type": "longrope",
-                "short_factor": [_as_written(factor) for factor in metadata.file.floats(f"{short}.weight")],
-                "long_factor": [_as_written(factor) for factor in metadata.file.floats(f"{long}.weight")],
+                "short_factor": _rope_factors(metadata, short),
+                "long_factor": _rope_factors(metadata, long),
                 "original_max_position_embeddings": original,
                 "attention_factor": metadata.get("rope.scaling.attn_factor", 1.0),
             }
-    kind = metadata.rope_scaling_type
+    factor = metadata.get("rope.scaling.factor", metadata.get("rope.scale_linear"))  # the second of older files
+    kind = metadata.raw("rope.scaling.type") or ("linear" if factor else "none")
     match kind:
         case "none":
             return None
         case "linear":
-            return {"rope_type": "linear", "factor": metadata["rope.scaling.factor"]}
+            return {"rope_type": "linear", "factor": factor or 1.0}
         case "yarn":
             own = {
                 "attention_factor": metadata.get("rope.scaling.yarn_attn_factor"),
@@ -160,6 +179,16 @@ def _rope_scaling(metadata: _Metadata) -> dict[str, Any] | None:
             factor = metadata["rope.scaling.factor"]
             return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **own}
     raise ConfigError(f"model: {metadata.file.path} scales rotary positions in a way that is not known ({kind}).")
+
+
+def _rope_factors(metadata: _Metadata, name: str) -> list[float]:
+    """One for each pair of channels that is rotated."""
+    num_pairs = metadata.get("rope.dimension_count", metadata.head_dim) // 2
+    try:
+        factors = metadata.file.floats(f"{name}.weight", num_pairs)
+    except (LookupError, ValueError, OSError) as error:
+        raise ConfigError(f"model: {name}.weight of {metadata.file.path} cannot be used ({error}).") from error
+    return [_as_written(factor) for factor in factors]
 
 
 def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
@@ -175,7 +204,10 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
 
 
 def _as_written(value: float) -> float:
-    """The shortest decimal number that a float32 stands for: 1e-05, not 9.999999747378752e-06."""
+    """A whole number as it is; else the shortest decimal number that a float32 stands for: 1e-05, not
+    9.999999747378752e-06."""
+    if not isinstance(value, float) or not abs(value) < _LARGEST:
+        return value
     for digits in range(1, 10):
         shorter = float(f"{value:.{digits}g}")
         if struct.pack("<f", shorter) == struct.pack("<f", value):
@@ -188,9 +220,11 @@ def _nothing(_: _Metadata) -> dict[str, Any]:
 
 
 def _llama(metadata: _Metadata) -> dict[str, Any]:
-    """Mistral's models are Llamas here, and so is Mixtral."""
+    """Mistral's models are Llamas here, and so are Mixtral, and models of Qwen that were given Llama's names."""
     if not metadata.get("expert_count"):
-        return {}
+        tensors = metadata.file.tensors
+        is_qwen = "blk.0.attn_q.bias" in tensors and "blk.0.attn_output.bias" not in tensors
+        return {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"} if is_qwen else {}
     return {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", **_experts(metadata)}
 
 

@@ -22,7 +22,6 @@ _STRING, _ARRAY = 8, 9
 # What bytes that mean something else lead to: lengths beyond the file, kinds that nobody knows, a text for a number.
 _DAMAGED = (struct.error, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _MAX_DIMS = 4
-_MOST_FLOATS = 4096  # of a vector that is read as a list
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +42,17 @@ class GGUFFile:
     metadata: dict[str, Any]
     tensors: dict[str, GGUFTensor]
 
-    def floats(self, name: str) -> list[float]:
-        """The numbers of a small vector in float32. Raises `ValueError` when the tensor is something else."""
+    def floats(self, name: str, count: int) -> list[float]:
+        """A vector of so many numbers in float32. Raises `ValueError` when the tensor is something else."""
         tensor = self.tensors[name]
-        if tensor.type_id != 0 or len(tensor.shape) != 1 or tensor.shape[0] > _MOST_FLOATS:
-            raise ValueError(f"{name} is no vector in float32 of up to {_MOST_FLOATS} numbers")
+        if tensor.type_id != 0 or tensor.shape != (count,):
+            raise ValueError(f"it is no vector of {count} numbers in float32")
         with self.path.open("rb") as file:
             file.seek(tensor.offset)
-            data = file.read(4 * tensor.shape[0])
-        return list(struct.unpack(f"<{tensor.shape[0]}f", data))
+            data = file.read(4 * count)
+        if len(data) < 4 * count:
+            raise ValueError("the file ends before it does")
+        return list(struct.unpack(f"<{count}f", data))
 
 
 def read_gguf(path: Path) -> GGUFFile:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
+_STAY_APART = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's control tokens
 _SPACE = "▁"  # what SentencePiece has for a space
 
 _SHORTENED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -93,8 +94,14 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
             f"model: the tokenizer of {path} ({model}/{pre}) is not supported; SentencePiece (llama) is, and "
             f"byte-level BPE (gpt2) with {known}."
         )
+    # Spaces behind a turn's mark are not part of Phi-3's texts. Files do not say so; llama.cpp knows it, too.
+    takes_spaces = metadata.get("general.architecture") == "phi3" and model == "llama"
     tokenizer.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token, kind in typed if kind == _CONTROL]
+        [
+            AddedToken(token, special=True, normalized=False, rstrip=takes_spaces and token not in _STAY_APART)
+            for token, kind in typed
+            if kind == _CONTROL
+        ]
     )
     tokenizer.add_tokens([AddedToken(token, normalized=normalized) for token, kind in typed if kind == _USER_DEFINED])
     first = [metadata["tokenizer.ggml.bos_token_id"]] if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else []
@@ -112,7 +119,10 @@ def _byte_level(tokens: Sequence[str], metadata: Mapping[str, Any], cut: _Cut) -
 
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
     vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignore_merges))
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=cut.ignore_merges))
+    except Exception as error:  # the library's own, for merges that lead to no token, has no other type
+        raise ValueError(str(error)) from error
     if cut.nfc:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits_apart else []

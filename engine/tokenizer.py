@@ -64,13 +64,13 @@ def _from_gguf(info: ModelInfo) -> PreTrainedTokenizerFast:
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
     try:
         backend = gguf_tokenizer(info.path, metadata)
-    except (LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"model: {info.path} holds no complete tokenizer ({error}).") from error
-    names = {
-        f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if metadata.get(f"tokenizer.ggml.{key}_token_id", len(tokens)) < len(tokens)
-    }
+        names = {
+            f"{name}_token": tokens[metadata[f"tokenizer.ggml.{key}_token_id"]]
+            for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+            if metadata.get(f"tokenizer.ggml.{key}_token_id", len(tokens)) < len(tokens)
+        }
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"model: {info.path} holds no complete tokenizer ({error!r}).") from error
     tokenizer = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=backend,
         model_max_length=info.hf_config["max_position_embeddings"],

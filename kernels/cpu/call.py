@@ -19,7 +19,7 @@ from numba import carray, njit
 
 from .claims import enter, new_claims, take_item
 from .intrinsics import pointer
-from .recording import CompiledCall, Rows, recorder
+from .recording import CallPlaces, CompiledCall, Rows, recorder
 from .threads import run_call
 
 _SMALL_NS = 15_000  # less than this much work wakes no other thread
@@ -46,14 +46,22 @@ class RowFunction:
     """A compiled `function(address of its arguments)`, which takes `grain` rows at a time until none are left."""
 
     def __init__(
-        self, compiled: Callable[[], Any], arguments: Arguments, element_ns: float, *, is_idempotent: bool = False
+        self,
+        compiled: Callable[[], Any],
+        arguments: Arguments,
+        element_ns: float,
+        *,
+        is_idempotent: bool = False,
+        takes: str = "",
     ) -> None:
         """`compiled` gives the function when it is first needed. `element_ns` is about what one element of a row takes,
-        in nanoseconds. See `recording.CompiledCall`."""
+        in nanoseconds. `takes`: of a function that has an `out`, what it has as x in its `places`. See
+        `recording.CompiledCall`."""
         self._compiled = compiled
         self._structure = arguments.structure
         self._element_ns = element_ns
         self._is_idempotent = is_idempotent
+        self._places = CallPlaces(*map(self._offset, (takes, "out", "num_rows", "claims"))) if takes else None
 
     def compile(self) -> bool:
         """Now rather than with the first call. Whether it was on disk already."""
@@ -93,7 +101,8 @@ class RowFunction:
             grain = Rows(self._offset("grain"), times, per * num_threads, most)
             rows = (Rows(self._offset("num_rows"), times, per), grain)
             rows += () if also is None else (Rows(self._offset(also)),)
-        return CompiledCall(self._worker.ctypes, given, claims, rows, is_idempotent=self._is_idempotent)
+        call = CompiledCall(self._worker.ctypes, given, claims, rows, is_idempotent=self._is_idempotent)
+        return call if self._places is None else call._replace(places=self._places)
 
     def _offset(self, name: str) -> int:
         offset: int = getattr(self._structure, name).offset

@@ -341,7 +341,7 @@ _SOURCES = digest_of("call", "claims", "exponential", "float8", "intrinsics", "r
 # About what an element takes, in nanoseconds.
 _angles = RowFunction(partial(_angles_worker, _SOURCES), _ANGLES, 30.0, is_idempotent=True)
 _norm = RowFunction(partial(_norm_worker, _SOURCES), _NORM, 0.25, is_idempotent=True)
-_gate = RowFunction(partial(_gate_worker, _SOURCES), _GATE, 0.5, is_idempotent=True)
+_gate = RowFunction(partial(_gate_worker, _SOURCES), _GATE, 0.5, is_idempotent=True, takes="gate_up")
 _rotate = RowFunction(partial(_rotate_worker, _SOURCES), _ROTATE, 0.3)
 _write = RowFunction(partial(_write_worker, _SOURCES), _WRITE, 0.3, is_idempotent=True)
 FUNCTIONS = (_norm, _gate, _rotate, _write, _angles)

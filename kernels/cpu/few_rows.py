@@ -23,7 +23,7 @@ from torch import Tensor
 from .claims import enter, new_claims, take_item
 from .digits import META_BYTES, quantize_row
 from .features import HAS_LARGE_CACHE
-from .recording import CompiledCall, Rows
+from .recording import CallPlaces, CompiledCall, Rows
 from .sources import digest_of, filed_as
 from .threads import run_call
 from .tiles import FAR, FORMATS, IN_ORDER, TILE_ROWS, Format, Places, tile, widen_row
@@ -57,6 +57,7 @@ _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles
     _CLAIMS,
     _NUM_ARGUMENTS,
 ) = range(13)
+_PLACES = CallPlaces(x=8 * _X, out=8 * _OUT, num_rows=8 * _NUM_ROWS, claims=8 * _CLAIMS, weight=8 * _WEIGHT)
 
 
 def linear(
@@ -99,8 +100,10 @@ def linear(
         ctypes.addressof(claims),
     )
     rows = None if most_rows is None else (Rows(8 * _NUM_ROWS),)
+    is_told = most_rows is not None and form.parts == 1 and scales is None and bias is None  # all that it may need
     most_rows = min(most_rows or sys.maxsize, MAX_PREPARED if form.parts > 1 else sys.maxsize)
-    run_call(CompiledCall(_entry(name), arguments, claims, rows, is_idempotent=True, most_rows=most_rows))
+    call = CompiledCall(_entry(name), arguments, claims, rows, is_idempotent=True, most_rows=most_rows)
+    run_call(call._replace(places=_PLACES) if is_told else call)
     return out
 
 
@@ -196,6 +199,8 @@ def _compiled(name: str, sources: str) -> Any:
         a = carray(address, (_NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, in_features = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES]
         size, num_threads, claims = a[_ELEMENT_BYTES], a[_NUM_THREADS], a[_CLAIMS]
+        if num_rows == 0:  # see `moe`
+            return
         thread = enter(claims)
         first_x, weight_row = a[_X], in_features * weight_bytes
         x_row = in_features * x_bytes * parts + meta_bytes

@@ -1,31 +1,30 @@
 """A mixture of experts on CPU: each expert's tokens are one matrix.
 
 Which experts are needed is known when a router has chosen. While nobody records, that is looked at here, and their
-products are called one after the other. A record (`recording`) has to have its calls before: so it has slots, a pair
-of products for each expert that may be chosen, and a call before them that fills in what each of them multiplies:
+products are called one after the other. A record (`recording`) has to have its calls before: so it has slots, the
+products of each expert that may be chosen, and a call before them that fills in what each of them multiplies:
 
     sort | slot 0: gate_up, down | slot 1: gate_up, down | ... | add up
      |          ^                      ^
      +----------+----------------------+---- rows of x, weights, results; no rows for slots that are left over
 
-That is for weights that are packed, and as many tokens as take one call for each product. Others are one action.
+That is for as many tokens as take one call for each product, by a kernel that takes x as it is. Others are one action.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import codes
 from .claims import new_claims
 from .elementwise import activate_and_mul
 from .linear import linear, linear_fp8, linear_gated_packed, linear_int8, linear_packed
-from .packed_call import CLAIMS, ProductArguments
 from .recording import CompiledCall, as_one_action, calls_of, recorded_by, recorder
 from .routing import add_up, sort
 from .threads import run_call
@@ -47,7 +46,7 @@ def experts(
     """See `ops.experts`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if len(x) > 0:
-        chosen, routing = chosen.contiguous(), routing.contiguous()
+        x, chosen, routing = x.contiguous(), chosen.contiguous(), routing.contiguous()
         if not _record_slots(x, chosen, routing, gate_up, down, activation, out):
             as_one_action(partial(_one_by_one, gate_up, down, activation), x, chosen, routing, out)
     return out
@@ -82,17 +81,26 @@ def _one_by_one(
 
 def _gated(x: Tensor, of: ExpertMatrices, expert: int, activation: str) -> Tensor:
     if of.packing is None:
-        return activate_and_mul(_project(x, of, expert), activation)
+        return activate_and_mul(_project(x, of, expert, x.dtype), activation)
     return linear_gated_packed(x, of.weight[expert], of.packing, None, activation, of.in_int8)
 
 
-def _project(x: Tensor, of: ExpertMatrices, expert: int) -> Tensor:
+def _project(x: Tensor, of: ExpertMatrices, expert: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """In the dtype of x; of packed weights, which may be left in float32, in `dtype`."""
     if of.packing is not None:
-        return linear_packed(x, of.weight[expert], of.packing, None, torch.float32, of.in_int8)
+        return linear_packed(x, of.weight[expert], of.packing, None, dtype, of.in_int8)
     if of.scales is None:
         return linear(x, of.weight[expert], None)
     scaled = linear_int8 if of.weight.dtype == torch.int8 else linear_fp8
     return scaled(x, of.weight[expert], of.scales[expert], None)
+
+
+class _Stage(NamedTuple):
+    """One call of a slot, made for rows that nobody needs."""
+
+    call: CompiledCall
+    weight: Tensor | None  # of all experts, of one of which a call has the address
+    result: Tensor  # of the call
 
 
 def _record_slots(
@@ -109,40 +117,61 @@ def _record_slots(
     listener = recorder()
     if listener is None or listener.most_rows is not None:
         return False
-    (num_tokens, num_chosen), num_experts, size = chosen.shape, len(down.weight), down.shape[2]
-    with recorded_by(None):
-        first, second = _product_of(num_tokens, x, gate_up, activation), _product_of(num_tokens, x, down, "")
-        if first is None or second is None:
-            return False
-        num_slots = min(num_tokens * num_chosen, num_experts)
-        slots = [(_copied(first), _copied(second)) for _ in range(num_slots)]
-        addresses = torch.tensor([[ctypes.addressof(call.arguments) for call in slot] for slot in slots])
+    (num_tokens, num_chosen), num_experts = chosen.shape, len(down.weight)
     num_rows = num_tokens * num_chosen
+    with recorded_by(None):
+        stages = _stages(x, gate_up, down, activation)
+        slots = [[_copied(stage.call) for stage in stages] for _ in range(min(num_rows, num_experts))]
+    if not stages:
+        return False
     sorted_x, rows = x.new_empty(num_rows, x.shape[1]), torch.empty_like(chosen)
-    inner, parts = x.new_empty(num_rows, size), x.new_empty(num_rows, x.shape[1], dtype=torch.float32)
-    sort(chosen, x, sorted_x, rows, addresses, ((gate_up.weight, inner), (down.weight, parts)))
+    results = [x.new_empty(num_rows, stage.result.shape[1], dtype=stage.result.dtype) for stage in stages]
+    sort(chosen, num_experts, x, sorted_x, rows, slots, [stage.weight for stage in stages], results)
     for slot in slots:
         for call in slot:
             run_call(call)
-    add_up(parts, rows, routing, out)
+    add_up(results[-1], rows, routing, out)
     return True
 
 
-def _product_of(num_rows: int, x: Tensor, of: ExpertMatrices, activation: str) -> CompiledCall | None:
-    """The call that multiplies up to so many rows with an expert's matrix; None where it takes another, or several."""
-    if of.packing is None or (activation and not codes.fits_gated(of.shape[1], activation)):
+def _stages(x: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, activation: str) -> list[_Stage]:
+    """The calls of a slot that has up to as many rows as `x`; none where others may be needed."""
+    rows, both = torch.zeros_like(x), torch.zeros(len(x), gate_up.shape[1], dtype=x.dtype)
+    inner = torch.zeros(len(x), down.shape[2], dtype=x.dtype)
+    gated = _stage(partial(_gated, of=gate_up, expert=0, activation=activation), rows, gate_up.weight)
+    found = [gated]
+    if gated is None:  # it takes two
+        found = [
+            _stage(partial(_project, of=gate_up, expert=0, dtype=x.dtype), rows, gate_up.weight),
+            _stage(partial(activate_and_mul, activation=activation), both, None),
+        ]
+    found.append(_stage(partial(_project, of=down, expert=0), inner, down.weight))
+    stages = [stage for stage in found if stage is not None]
+    return stages if len(stages) == len(found) else []
+
+
+def _stage(function: Callable[[Tensor], Tensor], rows: Tensor, weight: Tensor | None) -> _Stage | None:
+    """None where it is not one call that takes the rows and the first expert's weight as they are, and gives what is
+    the result: no operator of torch was before or behind it."""
+    results: list[Tensor] = []
+    calls = calls_of(lambda: results.append(function(rows)))
+    places = calls[0].places if len(calls) == 1 else None
+    if places is None or calls[0].most_rows < len(rows):
         return None
-    rows = torch.zeros(num_rows, of.shape[2], dtype=x.dtype)
-    if activation:
-        calls = calls_of(partial(_gated, rows, of, 0, activation))
-    else:
-        calls = calls_of(partial(_project, rows, of, 0))
-    is_one = len(calls) == 1 and isinstance(calls[0].arguments, ProductArguments)
-    return calls[0] if is_one and calls[0].most_rows >= num_rows else None
+    given = {places.x: rows, places.out: results[0]}
+    if places.weight is not None and weight is not None:
+        given[places.weight] = weight
+    first = ctypes.addressof(calls[0].arguments)
+    has_them = all(
+        ctypes.c_int64.from_address(first + place).value == tensor.data_ptr() for place, tensor in given.items()
+    )
+    return _Stage(calls[0], weight, results[0]) if has_them else None
 
 
 def _copied(call: CompiledCall) -> CompiledCall:
     """With arguments of its own, which are told what it multiplies; it fetches nothing for others."""
-    arguments, claims = ProductArguments(*call.arguments), new_claims(torch.get_num_threads())
-    arguments[CLAIMS] = ctypes.addressof(claims)
+    assert call.places is not None
+    arguments, claims = type(call.arguments)(), new_claims(torch.get_num_threads())
+    ctypes.memmove(ctypes.addressof(arguments), ctypes.addressof(call.arguments), ctypes.sizeof(arguments))
+    ctypes.c_int64.from_address(ctypes.addressof(arguments) + call.places.claims).value = ctypes.addressof(claims)
     return call._replace(arguments=arguments, claims=claims, rows=None, prefetch=None)

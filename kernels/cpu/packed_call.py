@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import kv_prefetch
 from .claims import new_claims
-from .recording import CompiledCall, Rows
+from .recording import CallPlaces, CompiledCall, Rows
 from .threads import run_call
 
 # Places in the arguments of a worker, int64: addresses and sizes.
@@ -29,7 +29,7 @@ from .threads import run_call
     SHARE,
 ) = range(11)
 NUM_ARGUMENTS = SHARE + kv_prefetch.NUM_WORDS
-ProductArguments = ctypes.c_int64 * NUM_ARGUMENTS
+_PLACES = CallPlaces(x=8 * X, out=8 * OUT, num_rows=8 * NUM_ROWS, claims=8 * CLAIMS, weight=8 * WEIGHT)
 
 
 def run_product(
@@ -54,7 +54,7 @@ def run_product(
     """
     num_threads = torch.get_num_threads()
     claims = new_claims(num_threads)
-    arguments = ProductArguments(
+    arguments = (ctypes.c_int64 * NUM_ARGUMENTS)(
         x,
         weight.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -66,7 +66,7 @@ def run_product(
         0 if chosen is None else chosen.data_ptr(),
     )
     call = CompiledCall(entry, arguments, claims, (Rows(8 * NUM_ROWS),), is_idempotent=True)
-    call = call._replace(least_rows=least_rows, most_rows=most_rows)
+    call = call._replace(least_rows=least_rows, most_rows=most_rows, places=_PLACES)
     if fetches:
         place = ctypes.addressof(arguments) + 8 * SHARE
         call = call._replace(prefetch=kv_prefetch.Fetches(place, len(weight) * in_features))

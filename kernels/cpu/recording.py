@@ -29,6 +29,16 @@ class Rows(NamedTuple):
     most: int = sys.maxsize
 
 
+class CallPlaces(NamedTuple):
+    """Where a call has what it may be told when all others have been made (`moe`): bytes from its first argument."""
+
+    x: int
+    out: int
+    num_rows: int
+    claims: int
+    weight: int | None = None
+
+
 class CompiledCall(NamedTuple):
     """`function(address of the arguments)`, called by every thread at once; they divide the work by `claims`.
 
@@ -45,6 +55,7 @@ class CompiledCall(NamedTuple):
     prefetch: Any = None  # `kv_prefetch.Reads`, `Lists` or `Fetches`; None: it takes no part in that
     least_rows: int = 1  # with fewer, another function would be called,
     most_rows: int = sys.maxsize  # and with more
+    places: CallPlaces | None = None  # of a call that is of any rows up to `most_rows`, or none
 
 
 class Recorder(Protocol):
@@ -99,7 +110,8 @@ def as_one_action(action: Callable[..., object], *tensors: Tensor) -> None:
 
 
 def calls_of(action: Callable[[], object]) -> list[CompiledCall]:
-    """The compiled calls of `action`, which is done: none if not all of it is such calls."""
+    """The compiled calls of `action`, which is done; none if it is Python that has to run anew. Operators of torch
+    between them are not seen."""
     listener = _OnlyCalls([])
     with recorded_by(listener):
         action()

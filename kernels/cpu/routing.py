@@ -9,6 +9,8 @@
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import Tensor
 from ..reference import moe as reference
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .intrinsics import pointer
-from .packed_call import NUM_ARGUMENTS, NUM_ROWS, OUT, WEIGHT, X
+from .recording import CompiledCall, recorded_by
 from .row_vectors import copy_bytes
 from .rows import load_row, store_row
 from .sources import digest_of
@@ -32,10 +34,10 @@ _CHOOSE = Arguments(
     "logits", "stride", "short", "num_experts", "num_chosen", "renormalize", "slots", "chosen", "routing"
 )
 _SORT = Arguments(
-    "chosen", "num_tokens", "num_chosen", "num_experts", "x", "x_row", "sorted", "rows", "num_slots", "calls",
-    "weight_0", "expert_0", "out_0", "out_row_0", "weight_1", "expert_1", "out_1", "out_row_1",
+    "chosen", "num_tokens", "num_chosen", "num_experts", "x", "x_row", "sorted", "rows", "num_slots", "num_stages",
+    "told", "stages",
 )  # fmt: skip
-_ADD = Arguments("parts", "size", "num_chosen", "rows", "routing", "out", "short")
+_ADD = Arguments("parts", "short_parts", "size", "num_chosen", "rows", "routing", "out", "short")
 _CHOOSE_TYPE, _SORT_TYPE, _ADD_TYPE = _CHOOSE.dtype, _SORT.dtype, _ADD.dtype
 
 
@@ -58,50 +60,72 @@ def choose_experts(
 
 def sort(
     chosen: Tensor,
+    num_experts: int,
     x: Tensor,
     sorted_x: Tensor,
     rows: Tensor,
-    calls: Tensor,
-    products: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+    slots: Sequence[Sequence[CompiledCall]],
+    weights: Sequence[Tensor | None],
+    results: Sequence[Tensor],
 ) -> None:
-    """Tell calls what they multiply. All of it is memory that stays where it is.
+    """Tell calls what they compute (`recording.CallPlaces`). All of it is memory that stays where it is.
 
     Args:
         chosen: [num_tokens, experts_per_token] int64; what is none of the experts has no row.
         x: [num_tokens, size], of which `sorted_x` [num_tokens * experts_per_token, size] gets a row for each assignment
             to an expert that has several, those of an expert one behind the other.
         rows: [num_tokens, experts_per_token] int64, gets the row of each assignment in the results, or -1.
-        calls: [num_slots, 2] int64, addresses of arguments (`packed_call`). The first product of a slot gets the rows
-            of x of one expert, the second the results of the first; those of slots that are left over get no rows.
-        products: of either the weights, [num_experts, rows, row_bytes] uint8, and the results, [n, size], by
-            assignments.
+        slots: calls for one expert each, of which the first takes rows of x, and each other one what the one before it
+            has computed. Those of slots that are left over get no rows.
+        weights, results: by the calls of a slot, [num_experts, ...], and rows of all assignments, [n, ...].
     """
-    (weight_0, out_0), (weight_1, out_1) = products
+    with recorded_by(None):
+        told = torch.tensor([[_addresses(call) for call in slot] for slot in slots])
+        pairs = zip(weights, results, strict=True)
+        stages = torch.tensor([[*_steps(weight), *_steps(result)] for weight, result in pairs])
     num_tokens, num_chosen = chosen.shape
     call = _sort.call(
         num_tokens, num_tokens * num_chosen * x.shape[1],
-        chosen.data_ptr(), num_tokens, num_chosen, len(weight_0),
-        x.data_ptr(), x.stride(0) * x.itemsize, sorted_x.data_ptr(), rows.data_ptr(), len(calls), calls.data_ptr(),
-        weight_0.data_ptr(), weight_0[0].nbytes, out_0.data_ptr(), out_0[0].nbytes,
-        weight_1.data_ptr(), weight_1[0].nbytes, out_1.data_ptr(), out_1[0].nbytes,
+        chosen.data_ptr(), num_tokens, num_chosen, num_experts,
+        x.data_ptr(), x.stride(0) * x.itemsize, sorted_x.data_ptr(), rows.data_ptr(), len(slots), len(stages),
+        told.data_ptr(), stages.data_ptr(),
         per=num_tokens,
     )  # fmt: skip
-    call.arguments.kept = calls  # as long as the call is
+    call.arguments.kept = told, stages  # as long as the call is
     run_call(call)
 
 
+def _addresses(call: CompiledCall) -> tuple[int, int, int, int]:
+    """Of what it is told; 0 of the weight that it does not have."""
+    assert call.places is not None
+    places, first = call.places, ctypes.addressof(call.arguments)
+    weight = 0 if places.weight is None else first + places.weight
+    return first + places.x, weight, first + places.out, first + places.num_rows
+
+
+def _steps(tensor: Tensor | None) -> tuple[int, int]:
+    """Where it is, and bytes to what follows."""
+    return (0, 0) if tensor is None else (tensor.data_ptr(), tensor.stride(0) * tensor.itemsize)
+
+
 def add_up(parts: Tensor, rows: Tensor, routing: Tensor, out: Tensor) -> None:
-    """Fill `out` [num_tokens, size] with sums of rows of `parts` [n, size] float32, contiguous, in the order in which
-    they lie there. `rows` [num_tokens, experts_per_token]: int64, -1 of none; `routing`: what each is multiplied by."""
+    """Fill `out` [num_tokens, size] with sums of rows of `parts` [n, size], contiguous, in float32, in the order in
+    which they lie there. `rows` [num_tokens, experts_per_token]: int64, -1 of none; `routing`: what each is multiplied
+    by."""
     if out.dtype not in _COMPILED:
-        counts = torch.where(rows < 0, 0.0, routing)
-        out.copy_((parts[rows.clamp(min=0)] * counts[..., None]).sum(dim=1))
+        total = torch.zeros(out.shape, dtype=torch.float32)
+        order = rows.argsort(dim=1)
+        for place in order.unbind(dim=1):
+            row, count = (each.gather(1, place[:, None])[:, 0] for each in (rows, routing))
+            own = row >= 0
+            total[own] += parts[row[own]] * count[own, None]
+        out.copy_(total)
         return
     (num_tokens, num_chosen), size = rows.shape, out.shape[1]
     _add(
         num_tokens, num_chosen * size,
-        parts.data_ptr(), size, num_chosen, rows.data_ptr(), routing.data_ptr(), out.data_ptr(),
-        out.dtype == torch.bfloat16,
+        parts.data_ptr(), parts.dtype == torch.bfloat16, size, num_chosen, rows.data_ptr(), routing.data_ptr(),
+        out.data_ptr(), out.dtype == torch.bfloat16,
     )  # fmt: skip
 
 
@@ -192,24 +216,30 @@ def _sort_all(address: int) -> None:
             if counts[expert] > 1:
                 copy_bytes(x, a.sorted + row * a.x_row, a.x_row)
         rows[i] = row
-    calls, slot = carray(pointer(a.calls), (a.num_slots, 2), np.int64), 0
+    told = carray(pointer(a.told), (a.num_slots, a.num_stages, 4), np.int64)
+    stages, slot = carray(pointer(a.stages), (a.num_stages, 4), np.int64), 0
     for expert in range(a.num_experts):
         count = counts[expert]
         if count > 0:
             row = next_row[expert] - count
-            x, between = (only_x[expert] if count == 1 else a.sorted + row * a.x_row), a.out_0 + row * a.out_row_0
-            _tell(calls[slot, 0], x, a.weight_0 + expert * a.expert_0, between, count)
-            _tell(calls[slot, 1], between, a.weight_1 + expert * a.expert_1, a.out_1 + row * a.out_row_1, count)
+            taken = only_x[expert] if count == 1 else a.sorted + row * a.x_row
+            for stage in range(a.num_stages):
+                weight, of_expert, result, result_row = stages[stage]
+                _tell(told[slot, stage, 0], taken)
+                if weight != 0:
+                    _tell(told[slot, stage, 1], weight + expert * of_expert)
+                taken = result + row * result_row
+                _tell(told[slot, stage, 2], taken)
+                _tell(told[slot, stage, 3], count)
             slot += 1
     for left in range(slot, a.num_slots):
-        for product in range(2):
-            carray(pointer(calls[left, product]), (NUM_ARGUMENTS,), np.int64)[NUM_ROWS] = 0
+        for stage in range(a.num_stages):
+            _tell(told[left, stage, 3], 0)
 
 
 @njit(error_model="numpy")
-def _tell(call: int, x: int, weight: int, out: int, num_rows: int) -> None:
-    arguments = carray(pointer(call), (NUM_ARGUMENTS,), np.int64)
-    arguments[X], arguments[WEIGHT], arguments[OUT], arguments[NUM_ROWS] = x, weight, out, num_rows
+def _tell(place: int, number: int) -> None:
+    carray(pointer(place), (1,), np.int64)[0] = number
 
 
 def _add_worker(sources: str) -> Any:
@@ -220,7 +250,8 @@ def _add_worker(sources: str) -> Any:
         a = carray(pointer(address), (1,), _ADD_TYPE)[0]
         shape, out_row = (a.num_rows, a.num_chosen), a.size * (2 if a.short else 4)
         rows, routing = carray(pointer(a.rows), shape, np.int64), carray(pointer(a.routing), shape, np.float32)
-        total = np.empty(a.size, np.float32)
+        total, part = np.empty(a.size, np.float32), np.empty(a.size, np.float32)
+        part_row = a.size * (2 if a.short_parts else 4)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
@@ -234,7 +265,7 @@ def _add_worker(sources: str) -> Any:
                     if place < 0:
                         break
                     before = rows[token, place]
-                    part = carray(pointer(a.parts + before * a.size * 4), (a.size,), np.float32)
+                    load_row(a.parts + before * part_row, a.size, a.short_parts, part)
                     weight = routing[token, place]
                     for i in range(a.size):
                         total[i] += weight * part[i]
@@ -253,9 +284,7 @@ def _next_place(rows: Any, before: int) -> int:
     return best
 
 
-_SOURCES = digest_of(
-    "call", "claims", "exponential", "intrinsics", "packed_call", "row_vectors", "rows", "vectors", "walk"
-)
+_SOURCES = digest_of("call", "claims", "exponential", "intrinsics", "row_vectors", "rows", "vectors", "walk")
 # About what an element takes, in nanoseconds.
 _choose = RowFunction(partial(_choose_worker, _SOURCES), _CHOOSE, 20.0, is_idempotent=True)
 _sort = RowFunction(partial(_sort_worker, _SOURCES), _SORT, 0.2, is_idempotent=True)

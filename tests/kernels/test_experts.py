@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,10 +22,10 @@ from expert_cases import (
 )
 from torch import Tensor
 
-from quire.kernels import ops
-from quire.kernels.cpu import moe, routing
+from quire.kernels import fp8, ops
+from quire.kernels.cpu import matrix_tiles, moe, routing
 from quire.kernels.cpu.graph import Graph, Pool, capture
-from quire.kernels.cpu.packed_call import ProductArguments
+from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recording import calls_of
 from quire.kernels.dispatch import forced_backend
@@ -113,6 +114,11 @@ def packed_case(num_tokens: int, dtype: torch.dtype, kinds: tuple[str, str], **c
     return arguments
 
 
+def unpacked_case(num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
+    arguments: dict[str, Any] = build_experts(ExpertCase(num_tokens, dtype=dtype, **SIZES))
+    return arguments | {name: ops.ExpertMatrices(arguments[name]) for name in ("gate_up", "down")}
+
+
 def of_backend(arguments: dict[str, Any], *, in_int8: bool = False) -> dict[str, Any]:
     dtype = arguments["x"].dtype
     return arguments | {name: laid_out(arguments[name], dtype, in_int8=in_int8) for name in ("gate_up", "down")}
@@ -150,13 +156,39 @@ def graph_of(arguments: dict[str, Any], logits: Tensor, out: Tensor, first: int 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kinds", [*KINDS, None], ids=lambda kinds: "-".join(kinds) if kinds else "unpacked")
 def test_a_record_of_experts(kinds: tuple[str, str] | None, dtype: torch.dtype, num_tokens: int) -> None:
-    """Whoever is chosen, and by how many: what is repeated is what is computed without a record. The first and the last
-    expert are elsewhere."""
-    if kinds is None:
-        arguments: dict[str, Any] = build_experts(ExpertCase(num_tokens, dtype=dtype, **SIZES))
-        arguments |= {name: ops.ExpertMatrices(arguments[name]) for name in ("gate_up", "down")}
-    else:
-        arguments = of_backend(packed_case(num_tokens, dtype, kinds))
+    """Whoever is chosen, and by how many: what is repeated is what is computed without a record."""
+    arguments = unpacked_case(num_tokens, dtype)
+    check_record(arguments if kinds is None else of_backend(packed_case(num_tokens, dtype, kinds)))
+
+
+@pytest.mark.parametrize("widened", [False, True])
+@pytest.mark.parametrize("weights", [torch.int8, fp8.DTYPE])
+def test_a_record_of_experts_with_scales(weights: torch.dtype, widened: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each expert has its own. `widened`: as on CPUs that do not multiply bytes."""
+    if widened:
+        monkeypatch.setattr(sys.modules["quire.kernels.cpu.linear"], "_int8", lambda: "int8")
+    arguments: dict[str, Any] = build_experts(ExpertCase(3, weights=weights, **SIZES))
+    for name in ("gate_up", "down"):
+        arguments[name] = ops.ExpertMatrices(arguments[name], arguments.pop(f"{name}_scales"))
+    check_record(arguments)
+
+
+@pytest.mark.skipif(
+    not ops.fits_packed((64, 64), IN_8_BITS, torch.float32, torch.device("cpu"), in_int8=True),
+    reason="no kernel rounds x here",
+)
+def test_a_record_of_experts_in_int8() -> None:
+    check_record(of_backend(packed_case(5, torch.float32, ("q4_k", "q6_k")), in_int8=True))
+
+
+def test_a_record_of_rows_that_lie_apart() -> None:
+    arguments = unpacked_case(5, torch.float32)
+    check_record(arguments | {"x": torch.zeros(5, 300)[:, :256]})
+
+
+def check_record(arguments: dict[str, Any]) -> None:
+    """The first and the last expert are elsewhere."""
+    num_tokens, dtype = len(arguments["x"]), arguments["x"].dtype
     generator = torch.Generator().manual_seed(1)
     logits, out = torch.randn(num_tokens, 7, generator=generator), torch.empty_like(arguments["x"])
     graph = graph_of(arguments, logits, out, first=1)
@@ -174,18 +206,28 @@ def test_a_record_of_experts(kinds: tuple[str, str] | None, dtype: torch.dtype, 
             torch.testing.assert_close(out, expected, atol=float(expected.abs().max()) / 64, rtol=0)
 
 
-def test_decodes_of_packed_experts_are_one_program() -> None:
-    """Without Python between their calls; many rows are an action instead."""
-    for num_tokens, is_one in ((8, True), (12, False)):
+@pytest.mark.parametrize(("is_packed", "num_tokens", "is_one"), [(True, 8, True), (True, 12, False), (False, 24, True)])
+def test_decodes_of_experts_are_one_program(is_packed: bool, num_tokens: int, is_one: bool) -> None:
+    """Without Python between their calls; many rows are an action instead, and where x is split first (in matrix tiles)
+    all are."""
+    if (is_packed and matrix_tiles.are_available()) or not IS_X86:
+        is_one = False
+    arguments = unpacked_case(num_tokens, torch.float32)
+    if is_packed:
         arguments = of_backend(packed_case(num_tokens, torch.float32, ("q4_k", "q6_k")))
-        graph = graph_of(arguments, torch.zeros(num_tokens, 7), torch.empty_like(arguments["x"]))
-        has_slots = len(graph._actions) == 1 and isinstance(graph._actions[0], Program)
-        assert has_slots is (is_one and takes_one_call(arguments))
+    graph = graph_of(arguments, torch.zeros(num_tokens, 7), torch.empty_like(arguments["x"]))
+    has_slots = len(graph._actions) == 1 and isinstance(graph._actions[0], Program)
+    assert has_slots is is_one
 
 
-def takes_one_call(arguments: dict[str, Any]) -> bool:
-    """On CPUs with matrix tiles, x is split by a call before."""
-    return moe._product_of(1, arguments["x"], arguments["gate_up"], "silu") is not None
+def test_in_float16_sums_are_those_of_float32() -> None:
+    """On a rank that has no expert of any token, too."""
+    arguments = unpacked_case(3, torch.float32)
+    halves = {name: ops.ExpertMatrices(arguments[name].weight.half()) for name in ("gate_up", "down")}
+    found = ops.experts(**arguments | halves | {"x": arguments["x"].half()})
+    torch.testing.assert_close(found.float(), ops.experts(**arguments), atol=2e-2, rtol=0)
+    nowhere = ops.experts(**arguments | halves | {"x": arguments["x"].half(), "chosen": arguments["chosen"] + 100})
+    assert not nowhere.any()
 
 
 def test_padding_chooses_nobody() -> None:
@@ -203,13 +245,14 @@ def test_results_are_written_once() -> None:
     (choose,) = calls_of(lambda: found.extend(ops.choose_experts(logits, 8, renormalize=True)))
     chosen, counts = found
     rows, parts, out = torch.empty_like(chosen), torch.randn(num_tokens * 8, 64), torch.empty_like(x)
-    products = [ProductArguments() for _ in range(2 * 64)]
-    calls = torch.tensor([ctypes.addressof(each) for each in products]).view(64, 2)
-    weight = torch.zeros(num_experts, 4, 4, dtype=torch.uint8)
-    gathered, between = torch.empty(num_tokens * 8, 64), torch.empty(num_tokens * 8, 64)
-    sort = calls_of(lambda: routing.sort(chosen, x, gathered, rows, calls, ((weight, between), (weight, parts))))[0]
+    weight, gathered = torch.zeros(num_experts, 64, 64), torch.empty(num_tokens * 8, 64)
+    (product,) = calls_of(lambda: ops.linear(x, weight[0], None))
+    slots = [[moe._copied(product), moe._copied(product)] for _ in range(num_experts)]
+    sort = calls_of(
+        lambda: routing.sort(chosen, num_experts, x, gathered, rows, slots, [weight] * 2, [parts.clone(), parts])
+    )[0]
     add_up = calls_of(lambda: routing.add_up(parts, rows, counts, out))[0]
-    told = [torch.frombuffer(each, dtype=torch.int64) for each in products]
+    told = [torch.frombuffer(call.arguments, dtype=torch.int64) for slot in slots for call in slot]
     for call, results in ((choose, found), (sort, [rows, *told]), (add_up, [out])):
         expected = [result.clone() for result in results]
         assert_unchanged_amid(call, lambda results=results, expected=expected: all(map(torch.equal, results, expected)))  # type: ignore[misc]

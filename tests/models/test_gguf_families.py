@@ -11,13 +11,16 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf_files import SHIFTED, write_gguf
+from safetensors.torch import load_file, save_file
 from tiny_families import TINY_FAMILIES, TinyFamily
 from torch import Tensor
 
 from quire.engine.config import ModelConfig
 from quire.engine.errors import ConfigError
-from quire.engine.gguf_config import ARCHITECTURES
+from quire.engine.gguf_config import ARCHITECTURES, gguf_config
+from quire.engine.gguf_file import read_gguf
 from quire.engine.model_source import ModelInfo, load_model_info
+from quire.engine.sampling_params import SamplingParams
 from quire.workers.blueprints import blueprint_of
 from quire.workers.layers.parameter import PackedParameter
 from quire.workers.layers.rotary import inverse_frequencies
@@ -128,8 +131,11 @@ def write(path: Path, architecture: str, num_layers: int = 1, **metadata: Any) -
     sizes = {"block_count": num_layers, "context_length": 64, "embedding_length": 64, "feed_forward_length": 64}
     heads = {"attention.head_count": 4, "attention.layer_norm_rms_epsilon": 1e-5}
     for key, value in {**sizes, **heads, **metadata}.items():
+        if value is None:
+            continue
         name = key if "." in key and key.split(".")[0] in ("general", "split") else f"{architecture}.{key}"
-        {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)](name, value)
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        {**add, bool: writer.add_bool}[type(value)](name, value)
     writer.add_tensor("token_embd.weight", torch.zeros(8, 64).numpy())
     for layer in range(num_layers):
         writer.add_tensor(f"blk.{layer}.attn_norm.weight", torch.zeros(64).numpy())
@@ -152,6 +158,11 @@ def write(path: Path, architecture: str, num_layers: int = 1, **metadata: Any) -
         ),
         ("olmo2", {"attention.sliding_window": 32}, "is an OLMo 3, which is not read from GGUF files"),
         ("command-r", {"attention.layer_norm_epsilon": 1e-5}, "has no metadata command-r.logit_scale"),
+        ("glm4", {"rope.dimension_sections": [8, 4, 4, 0]}, "rotates positions in sections, which is not supported"),
+        ("glm4", {"nextn_predict_layers": 1}, "has layers that predict further tokens, which are not read"),
+        ("qwen2", {"attention.head_count": True}, r"qwen2\.attention\.head_count of .* is True, no number"),
+        ("qwen2", {"attention.head_count_kv": [2, 2]}, r"qwen2\.attention\.head_count_kv of .* is \[2, 2\], no number"),
+        ("qwen2", {"rope.scaling.type": "yarn"}, r"has no metadata qwen2\.rope\.scaling\.factor"),
     ],
 )
 def test_refused_files(tmp_path: Path, architecture: str, metadata: dict[str, Any], message: str) -> None:
@@ -165,6 +176,52 @@ def test_advised_sampling(tmp_path: Path) -> None:
     write(tmp_path / "m.gguf", "llama", **advice)
     info = load_model_info(ModelConfig(model=str(tmp_path / "m.gguf")))
     assert info.generation_defaults == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.05}
+    assert SamplingParams(**info.generation_defaults).top_k == 20  # type: ignore[arg-type]
+
+
+def test_no_epsilon(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "gemma", **{"attention.layer_norm_rms_epsilon": None})
+    with pytest.raises(ConfigError, match=r"has no metadata gemma\.attention\.layer_norm_rms_epsilon"):
+        load_model_info(ModelConfig(model=str(tmp_path / "m.gguf")))
+
+
+def test_positions_of_older_files(tmp_path: Path) -> None:
+    """They have a factor alone, which divides positions."""
+    write(tmp_path / "m.gguf", "llama", **{"rope.scale_linear": 4.0})
+    info = load_model_info(ModelConfig(model=str(tmp_path / "m.gguf")))
+    assert info.hf_config["rope_scaling"] == {"rope_type": "linear", "factor": 4.0}
+
+
+@pytest.mark.parametrize("damage", ["length", "cut"])
+def test_factors_that_cannot_be(tmp_path: Path, damage: str) -> None:
+    family = changed("llama", rope_parameters=LLAMA_3 | {"original_max_position_embeddings": 64})
+    family.make(tmp_path)
+    path = tmp_path / "model.gguf"
+    write_gguf(tmp_path, "llama", path)
+    if damage == "cut":
+        place = read_gguf(path).tensors["rope_freqs.weight"].offset
+        path.write_bytes(path.read_bytes()[: place + 5])
+        with pytest.raises(ConfigError, match="ends"):
+            load_model_info(ModelConfig(model=str(path)))
+        return
+    file = read_gguf(path)
+    file.metadata["llama.rope.dimension_count"] = 8
+    with pytest.raises(ConfigError, match=r"rope_freqs.weight of .* \(it is no vector of 4 numbers in float32\)"):
+        gguf_config(file)
+
+
+def test_a_qwen_with_the_names_of_llama(tmp_path: Path) -> None:
+    """Biases of queries, keys and values alone."""
+    changed("llama", attention_bias=True).make(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({k: v for k, v in tensors.items() if not k.endswith("o_proj.bias")}, tmp_path / "model.safetensors")
+    write_gguf(tmp_path, "llama", tmp_path / "model.gguf")
+    model = loaded(tmp_path / "model.gguf", 64)
+    assert model.spec.layers[0].attention.qkv_bias
+    assert not model.spec.layers[0].attention.output_bias
+    bias = dict(model.named_parameters())["layers.1.attention.qkv.bias"]
+    names = [f"model.layers.1.self_attn.{each}_proj.bias" for each in "qkv"]
+    assert torch.equal(bias, torch.cat([tensors[name] for name in names]))
 
 
 @pytest.mark.parametrize(("architecture", "num_layers"), [("gemma2", 46), ("gemma3", 62)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.gguf_config import gguf_config
 from quire.engine.gguf_file import GGUFFile, GGUFTensor
 from quire.engine.gguf_tokenizer import gguf_tokenizer
+from quire.engine.tokenizer import load_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 PATH = Path("model.gguf")
@@ -197,6 +199,17 @@ def test_sentencepiece_with_tokens_of_its_own() -> None:
     assert tokens == ["<s>", "<|user|>", "t", "he", "</s>", "a", "ttt", "a"]
 
 
+def test_spaces_behind_marks_of_phi3() -> None:
+    """They are none of its texts, but behind the three that its own tokenizer leaves as they are."""
+    metadata = sentencepiece(prefix=True)
+    text = "<|user|>\nthe</s>\n<s> the"
+    plain = gguf_tokenizer(PATH, metadata).encode(text, add_special_tokens=False).tokens
+    assert plain == ["<|user|>", "▁", "<0x0A>", "t", "he", "</s>", "▁", "<0x0A>", "<s>", "▁", "▁the"]
+    phi3 = gguf_tokenizer(PATH, {**metadata, "general.architecture": "phi3"})
+    tokens = [metadata["tokenizer.ggml.tokens"][i] for i in phi3.encode(text, add_special_tokens=False).ids]
+    assert tokens == ["<|user|>", "▁the", "</s>", "<s>", "▁", "▁the"]
+
+
 def test_bytes_that_are_written_out_are_text() -> None:
     """`<0x41>` in a text is six characters, none of which is a piece here, and no byte."""
     tokenizer = gguf_tokenizer(PATH, sentencepiece(prefix=False))
@@ -216,6 +229,25 @@ def test_refused_kinds(changes: dict[str, str], message: str) -> None:
         gguf_tokenizer(PATH, {**byte_level("qwen2"), **changes})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"tokenizer.ggml.merges": ["Ġ nowhere"]},
+        {"tokenizer.ggml.merges": [1, 2]},
+        {"tokenizer.ggml.token_type": [NORMAL]},
+        {"tokenizer.ggml.padding_token_id": "x"},
+        {"tokenizer.ggml.tokens": 7},
+    ],
+    ids=lambda changes: "-".join(map(str, next(iter(changes.items())))),
+)
+def test_damaged_metadata(changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata = {**byte_level("qwen2"), **changes}
+    monkeypatch.setattr("quire.engine.tokenizer.read_gguf", lambda path: GGUFFile(path, metadata, {}))
+    info = SimpleNamespace(path=PATH, format="gguf", hf_config={"max_position_embeddings": 64}, vocab_size=1000)
+    with pytest.raises(ConfigError, match=r"model.gguf holds no complete tokenizer"):
+        load_tokenizer(info)  # type: ignore[arg-type]
+
+
 def test_all_ends_of_an_answer() -> None:
     """The file's own first, then control tokens that are known to end a text or a turn."""
     tokens = ["a", "<|im_end|>", "<|endoftext|>", "<end_of_turn>", "<|eot_id|>", "</s>"]
@@ -225,6 +257,7 @@ def test_all_ends_of_an_answer() -> None:
         "general.architecture": "qwen2",
         **{f"qwen2.{key}": size for key, size in sizes.items()},
         "qwen2.attention.head_count": 2,
+        "qwen2.attention.layer_norm_rms_epsilon": 1e-6,
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.eos_token_id": 5,
