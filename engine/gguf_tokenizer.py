@@ -6,6 +6,7 @@ here are those of the models' own tokenizer.json; transformers' conversion of GG
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from tokenizers import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
 _STAY_APART = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's control tokens
@@ -87,6 +90,8 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         # Where texts are changed as a whole, these are too; a prefix would be put before each of them.
         normalized = not with_prefix
     elif model == "gpt2" and pre in _CUTS:
+        if "tokenizer.ggml.pre" not in metadata:
+            logger.warning("%s does not say how texts are cut (tokenizer.ggml.pre): they are as for GPT-2", path)
         tokenizer, add_bos, normalized = _byte_level(tokens, metadata, _CUTS[pre]), _CUTS[pre].add_bos, False
     else:
         known = ", ".join(_CUTS)

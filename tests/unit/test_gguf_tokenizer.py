@@ -79,6 +79,15 @@ def test_where_texts_are_cut(pre: str, expected: list[str]) -> None:
     assert words(pre, CAMEL) == expected
 
 
+def test_what_an_old_file_leaves_open_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    metadata = byte_level("gpt-2")
+    tokenizer = gguf_tokenizer(PATH, metadata)
+    assert not caplog.records
+    del metadata["tokenizer.ggml.pre"]
+    assert gguf_tokenizer(PATH, metadata).encode(CAMEL).ids == tokenizer.encode(CAMEL).ids
+    assert "model.gguf does not say how texts are cut (tokenizer.ggml.pre)" in caplog.text
+
+
 @pytest.mark.parametrize("pre", ["gpt-2", "llama-bpe", "dbrx", "qwen2", "tekken", "gpt-4o", "command-r"])
 def test_byte_level_texts_come_back(pre: str) -> None:
     """Composed first where the model's tokenizer does that."""
