@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from .errors import ConfigError
-from .gguf_file import GGUFFile
+from .gguf_file import GGUFFile, TokenType
 
 _FILE_TYPES = {0: "float32", 1: "float16", 32: "bfloat16"}  # general.file_type of unquantized files
 _SAMPLING = {  # how general.sampling calls the fields of generation_config.json
@@ -21,7 +21,6 @@ _SAMPLING = {  # how general.sampling calls the fields of generation_config.json
     "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _LARGEST = 3.4e38  # of float32, about
 # Tokens that end an answer wherever they exist. Files name one or two; generation_config.json of the models names all.
 _ENDS = {
@@ -198,7 +197,7 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     named = [
         token_id
         for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if token in _ENDS and kind in (_CONTROL, _USER_DEFINED)
+        if token in _ENDS and kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
     ]
     return list(dict.fromkeys([*(metadata[key] for key in keys if key in metadata), *named]))
 

@@ -10,10 +10,21 @@ from __future__ import annotations
 import mmap
 import struct
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`, of those that matter here."""
+
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    BYTE = 6
+
 
 _SCALARS = {
     0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d",

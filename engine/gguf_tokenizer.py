@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
+from .gguf_file import TokenType
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # tokenizer.ggml.token_type
 _STAY_APART = ("<unk>", "<s>", "<|endoftext|>")  # of Phi-3's control tokens
 _SPACE = "▁"  # what SentencePiece has for a space
 
@@ -105,10 +105,12 @@ def gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> Tokenizer:
         [
             AddedToken(token, special=True, normalized=False, rstrip=takes_spaces and token not in _STAY_APART)
             for token, kind in typed
-            if kind == _CONTROL
+            if kind == TokenType.CONTROL
         ]
     )
-    tokenizer.add_tokens([AddedToken(token, normalized=normalized) for token, kind in typed if kind == _USER_DEFINED])
+    tokenizer.add_tokens(
+        [AddedToken(token, normalized=normalized) for token, kind in typed if kind == TokenType.USER_DEFINED]
+    )
     first = [metadata["tokenizer.ggml.bos_token_id"]] if metadata.get("tokenizer.ggml.add_bos_token", add_bos) else []
     last = [metadata["tokenizer.ggml.eos_token_id"]] if metadata.get("tokenizer.ggml.add_eos_token", False) else []
     if first or last:
@@ -168,7 +170,7 @@ def _sentencepiece(tokens: Sequence[str], metadata: Mapping[str, Any], *, with_p
 
 def _merges(vocab: Mapping[str, int], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
     """All pairs of tokens whose texts together are one, best scores first."""
-    whole = (_UNKNOWN, _CONTROL, _BYTE)
+    whole = (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE)
     ranked = sorted((-scores[i], i, token) for token, i in vocab.items() if kinds[i] not in whole)
     return [
         (token[:end], token[end:])

@@ -213,8 +213,6 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
         sources  # noqa: B018 (likewise)
         a = carray(pointer(address), (NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, in_features = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES]
-        if num_rows == 0:  # see `moe`
-            return
         num_blocks = in_features // BLOCK
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, x_row, out_row = enter(claims), num_blocks * block_bytes, out_features * size

@@ -132,8 +132,6 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, num_blocks = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES] // BLOCK
-        if num_rows == 0:  # see `moe`
-            return
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, x_row, out_row = enter(claims), num_blocks * BLOCK_BYTES, out_features * size
         num_chunks = even_chunks((num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES, num_rows, num_threads)

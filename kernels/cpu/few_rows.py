@@ -199,8 +199,6 @@ def _compiled(name: str, sources: str) -> Any:
         a = carray(address, (_NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, in_features = a[_NUM_ROWS], a[_OUT_FEATURES], a[_IN_FEATURES]
         size, num_threads, claims = a[_ELEMENT_BYTES], a[_NUM_THREADS], a[_CLAIMS]
-        if num_rows == 0:  # see `moe`
-            return
         thread = enter(claims)
         first_x, weight_row = a[_X], in_features * weight_bytes
         x_row = in_features * x_bytes * parts + meta_bytes

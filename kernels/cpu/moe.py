@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from .claims import new_claims
 from .elementwise import activate_and_mul
 from .linear import linear, linear_fp8, linear_gated_packed, linear_int8, linear_packed
-from .recording import CompiledCall, as_one_action, calls_of, recorded_by, recorder
+from .recording import CompiledCall, as_one_action, calls_of, place_of_rows, recorded_by, recorder
 from .routing import add_up, sort
 from .threads import run_call
 
@@ -127,9 +127,11 @@ def _record_slots(
     sorted_x, rows = x.new_empty(num_rows, x.shape[1]), torch.empty_like(chosen)
     results = [x.new_empty(num_rows, stage.result.shape[1], dtype=stage.result.dtype) for stage in stages]
     sort(chosen, num_experts, x, sorted_x, rows, slots, [stage.weight for stage in stages], results)
-    for slot in slots:
-        for call in slot:
+    for call in chain.from_iterable(slots):
+        if ctypes.c_int64.from_address(place_of_rows(call)).value > 0:
             run_call(call)
+        else:  # this time
+            listener.add_call(call)
     add_up(results[-1], rows, routing, out)
     return True
 

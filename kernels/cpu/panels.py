@@ -145,8 +145,6 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> An
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (NUM_ARGUMENTS,), np.int64)
         num_rows, out_features, in_features = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES]
-        if num_rows == 0:  # see `moe`
-            return
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], in_features // BLOCK * panel_block
         thread, x_row, out_row, are_few = enter(claims), 4 * in_features, out_size * out_features, num_rows <= FEW[-1]
         num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES

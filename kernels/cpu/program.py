@@ -47,7 +47,7 @@ from .intrinsics import (
     pointer,
     store_release,
 )
-from .recording import CompiledCall
+from .recording import CompiledCall, place_of_rows
 from .sources import digest_of
 from .team import Team, team_of
 
@@ -58,6 +58,7 @@ _CALL = np.dtype(
         ("claims", np.int64),
         ("begins_after", np.int64),  # calls that no thread may be amid any more
         ("num_met", np.int64),  # calls before it at whose end all threads meet; -1 if it is not such a call
+        ("rows", np.int64),  # address of how many it is for, if it may be none, and nothing is to be done; or 0
     ]
 )
 _PROGRAM = np.dtype(
@@ -84,7 +85,14 @@ class Program:
         num_met = accumulate(meets, initial=0)
         self._calls = np.array(
             [
-                (_address(call.function), ctypes.addressof(call.arguments), ctypes.addressof(call.claims), after, met)
+                (
+                    _address(call.function),
+                    ctypes.addressof(call.arguments),
+                    ctypes.addressof(call.claims),
+                    after,
+                    met,
+                    place_of_rows(call),
+                )
                 for call, after, met in zip(
                     calls,
                     _begins_after(calls, meets, lag),
@@ -222,7 +230,8 @@ def _walk(sources: str) -> Any:
             store_release(own, index)
             for thread in range(num_threads if call.begins_after > 0 else 0):
                 _wait_until(places + _LINE * thread, call.begins_after)  # behind `over`: see who comes late
-            call_address(call.function, call.argument)
+            if call.rows == 0 or carray(pointer(call.rows), (1,), np.int64)[0] > 0:
+                call_address(call.function, call.argument)
             if call.num_met < 0:
                 fetch_max(over, index + 1)
             elif fetch_add(come, 1) == (call.num_met + 1) * num_threads - 1:

@@ -58,6 +58,11 @@ class CompiledCall(NamedTuple):
     places: CallPlaces | None = None  # of a call that is of any rows up to `most_rows`, or none
 
 
+def place_of_rows(call: CompiledCall) -> int:
+    """The address of the number of rows that a call is told, 0 of those that are told nothing."""
+    return 0 if call.places is None else ctypes.addressof(call.arguments) + call.places.num_rows
+
+
 class Recorder(Protocol):
     """What listens while a forward is recorded. What it is told of is done all the same.
 
