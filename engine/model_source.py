@@ -19,6 +19,7 @@ from .gguf_file import read_gguf
 from .known_decoders import check_known_decoder
 from .pooling import PoolingParams
 from .pooling_source import pooling_of
+from .stored_quantization import StoredQuantization, stored_quantization
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = field(default_factory=dict)  # sampling fields the model's authors advise
     pooling: PoolingParams = field(default_factory=PoolingParams)  # of embeddings, unless a request says otherwise
+    quantization: StoredQuantization | None = None  # of a directory's weights
 
     @property
     def hidden_size(self) -> int | None:
@@ -118,7 +120,7 @@ def _read_info(path: Path, config: ModelConfig) -> ModelInfo:
     else:
         file = read_gguf(path)
         hf_config, generation = gguf_config(file), gguf_generation(file)
-    _check_quantization(path, hf_config)
+    quantization = stored_quantization(hf_config)
     implementation, hf_config = _choose_implementation(path, hf_config, config.implementation)
     try:
         vocab_size, limit = int(hf_config["vocab_size"]), _context_length(hf_config, config.max_model_len)
@@ -140,6 +142,7 @@ def _read_info(path: Path, config: ModelConfig) -> ModelInfo:
         eos_token_ids=_eos_token_ids(path, generation.get("eos_token_id", hf_config.get("eos_token_id"))),
         generation_defaults=_sampling_defaults(generation),
         pooling=pooling_of(path, config.pooling),
+        quantization=quantization,
     )
 
 
@@ -199,16 +202,6 @@ def _choose_implementation(path: Path, hf_config: dict[str, Any], wanted: str) -
         )
     reason = "model.implementation asks for it" if own else f"{given[0]} is none of our own families"
     return Implementation("transformers", reason), check_known_decoder(path, given[0], hf_config)
-
-
-def _check_quantization(path: Path, hf_config: dict[str, Any]) -> None:
-    quantization = hf_config.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise ConfigError(
-            f"model: {path} is quantized ({method or 'method not named'}), which is not supported; safetensors in "
-            "float32, bfloat16 or float16 and GGUF files of any kind are."
-        )
 
 
 def _context_length(hf_config: dict[str, Any], given: int | None) -> int:

@@ -4,7 +4,7 @@
                                          (8 bits, signed)
 
 Numbers come in blocks of 32, in which all or each half of them, a group, share a scale. A scale and a least number are
-float16; or nested, as in llama.cpp's K-quants: a whole number of 8 bits times a float16 of 256 numbers.
+float16; or nested, as in llama.cpp's K-quants: a whole number of 8 bits times a float16 of 256 numbers, or of fewer.
 
 A row is packed into bytes: its scales' float16, those of its least numbers where these are stored; if nested the whole
 numbers of either, group by group; then its codes, block by block:
@@ -16,9 +16,10 @@ numbers of either, group by group; then its codes, block by block:
     8 bits    a byte each
 
 These are the types of llama.cpp's files in another order (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md),
-and what matrices of several types have in common. Which type becomes which is in `workers/loader/ggml_types.py`. Of all
-of them, scales and their products with codes are exact in float32, so that a number is rounded once, where one is
-computed at all.
+what matrices of several types have in common, and codes of 4 bits of which any one may mean nothing: the least number
+is then so many times less one scale, nested. Which type becomes which is in `workers/loader/ggml_types.py`, and
+`quantized.py` beside it. Of all of them, scales and their products with codes are exact in float32, so that a number is
+rounded once, where one is computed at all.
 """
 
 from __future__ import annotations
@@ -31,7 +32,6 @@ import torch
 from torch import Tensor
 
 BLOCK = 32  # numbers that are multiplied together
-NESTED_BLOCKS = 8  # that share the float16 of nested scales
 _AT_ONCE = 1024  # rows that are unpacked together, to be looked at once
 ROWS = 16  # that backends may put in an order of their own
 
@@ -45,11 +45,12 @@ class Packing:
     has_least: bool
     is_nested: bool = False
     num_groups: int = 1  # of a block: 1 or 2
+    num_blocks: int = 8  # that share the float16 of nested scales
 
     @property
     def unit(self) -> int:
         """Numbers that must divide a row."""
-        return BLOCK * NESTED_BLOCKS if self.is_nested else BLOCK
+        return BLOCK * self.num_blocks if self.is_nested else BLOCK
 
     def num_numbers(self, row_bytes: int) -> int:
         """That a row of so many bytes holds."""
@@ -109,7 +110,7 @@ class Packing:
 
 
 # By name: that of a type that has this form, perhaps in fewer bits; or, of what several types have in common alone, the
-# bits of a code, 1 where least numbers are stored, and how many numbers share a scale.
+# bits of a code, 1 where least numbers are stored, and how many numbers share a scale; z: codes that mean nothing.
 PACKINGS = {
     packing.name: packing
     for packing in (
@@ -129,6 +130,8 @@ PACKINGS = {
         Packing("k8_0_16", 8, False, is_nested=True, num_groups=2),
         Packing("k8_1_16", 8, True, is_nested=True, num_groups=2),
         Packing("k8_1_32", 8, True, is_nested=True),
+        Packing("z4_128", 4, True, is_nested=True, num_blocks=4),
+        Packing("z4_32", 4, True, is_nested=True, num_blocks=1),
     )
 }
 
@@ -143,15 +146,18 @@ def common(packings: Iterable[Packing | None]) -> Packing | None:
     if len(different) == 1:
         return different.pop()
     some = [packing for packing in different if packing is not None]
-    if len(some) < len(different) or len({packing.is_nested for packing in some}) > 1:
+    if len(some) < len(different) or len({(packing.is_nested, packing.unit) for packing in some}) > 1:
         return None
     wanted = (
         max(packing.bits for packing in some),
         any(packing.has_least for packing in some),
         some[0].is_nested,
         max(packing.num_groups for packing in some),
+        some[0].unit,
     )
-    by_form = {(each.bits, each.has_least, each.is_nested, each.num_groups): each for each in PACKINGS.values()}
+    by_form = {
+        (each.bits, each.has_least, each.is_nested, each.num_groups, each.unit): each for each in PACKINGS.values()
+    }
     return by_form.get(wanted)
 
 
@@ -166,8 +172,10 @@ class Parts(NamedTuple):
 
 def assemble(packing: Packing, parts: Parts) -> Tensor:
     """[num_rows, row_bytes] uint8."""
-    halves = [part.view(torch.uint8) for part in (parts.scales, parts.least) if part is not None]
-    codes = _joined(parts.codes.view(torch.uint8).reshape(len(parts.codes), -1, BLOCK), packing).flatten(1)
+    num_rows, given = len(parts.codes), (parts.scales, parts.least)
+    flat = [part.flatten().contiguous() for part in given if part is not None]
+    codes = _joined(parts.codes.view(torch.uint8).reshape(num_rows, -1, BLOCK), packing).flatten(1)
+    halves = [part.view(torch.uint8).view(num_rows, -1) for part in flat]
     return torch.cat([*halves, *(part.view(torch.uint8) for part in parts.nested), codes], dim=1)
 
 
@@ -235,8 +243,8 @@ def repack(rows: Tensor, packing: Packing, other: Packing) -> Tensor:
 
 def lay_panels(rows: Tensor, packing: Packing, panel: int, order: Callable[[Tensor], Tensor]) -> Tensor:
     """Packed rows, whole panels of so many, as as many bytes: panel by panel; in a panel block by block, scales, least
-    numbers and codes, of either first the float16 or whole numbers of all rows. Nested ones have the float16 of 8
-    blocks before the first of them.
+    numbers and codes, of either first the float16 or whole numbers of all rows. Nested ones have the float16 that
+    blocks share before the first of them.
 
     `order`: of codes [panel, row, block, bytes], what a kernel reads: [panel, block, ...].
     """
@@ -259,7 +267,7 @@ def unpack(rows: Tensor, packing: Packing) -> Tensor:
     scales, least = (None if part is None else part.float() for part in (parts.scales, parts.least))
     assert scales is not None
     if packing.is_nested:
-        each = NESTED_BLOCKS * packing.num_groups
+        each = packing.num_blocks * packing.num_groups
         scales = scales.repeat_interleave(each, dim=1) * parts.nested[0]
         least = None if least is None else least.repeat_interleave(each, dim=1) * parts.nested[1]
     if packing.zero and least is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ from .layers.parameter import (
     ScaledParameter,
     ShardedParameter,
 )
-from .loader.load import packings
+from .loader.load import StoredAs, how_stored
 from .models.decoder import Decoder
 from .models.model import Blueprint
 from .parallel import ParallelContext
@@ -47,15 +48,27 @@ def blueprint_for(config: ModelConfig, info: ModelInfo, device: torch.device) ->
             f"model.quantization: {native.architecture} is computed by transformers, whose layers Quire cannot "
             "quantize. Leave the option out."
         )
-    stored = {}
-    if info.format == "gguf" and config.load_format != "dummy" and kind != "fp8":
+    stored: Mapping[tuple[str, str], StoredAs] = {}
+    if (info.format == "gguf" or info.quantization is not None) and config.load_format != "dummy":
         with torch.device("meta"):
             whole = native.build(ParallelContext())
-        stored = packings(whole, native.family, info)
-    if kind == "int8" or stored:
-        packed = PackedBlueprint(native, stored, device, in_int8=kind == "int8")
-        return packed if kind is None else QuantizedBlueprint(packed, kind)
-    return native if kind is None else QuantizedBlueprint(native, kind)
+        stored = how_stored(whole, native.family, info)
+    kept = _kept_in_8_bits(stored) if kind is None and device.type == "cuda" else {}
+    packings = {filled: each.packing for filled, each in stored.items()} if kind != "fp8" else {}
+    inner: NativeBlueprint | PackedBlueprint = native
+    if kind == "int8" or any(packings.values()):
+        inner = PackedBlueprint(native, packings, device, in_int8=kind == "int8")
+    return QuantizedBlueprint(inner, kind, kept) if kind is not None or kept else inner
+
+
+def _kept_in_8_bits(stored: Mapping[tuple[str, str], StoredAs]) -> dict[str, Quantization]:
+    """Parameters whose pieces are all in 8 bits in the file, and stay so on a GPU, whose memory they might not fit into
+    otherwise. On a CPU such numbers are computed with no faster, and those of int8 stay packed."""
+    of_dtype: dict[torch.dtype | None, Quantization] = {each.stored_as: kind for kind, each in _PARAMETERS.items()}
+    found: dict[str, set[Quantization | None]] = defaultdict(set)
+    for (name, _), each in stored.items():
+        found[name].add(of_dtype.get(each.eight_bits))
+    return {name: kind for name, kinds in found.items() if len(kinds) == 1 for kind in kinds if kind is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +143,8 @@ class QuantizedBlueprint:
     never lies in memory whole."""
 
     inner: NativeBlueprint | PackedBlueprint
-    kind: Quantization
+    kind: Quantization | None  # of all of them; None: of those alone that are so in the file
+    stored: Mapping[str, Quantization]  # these, by their parameters' names
 
     @property
     def architecture(self) -> str:
@@ -138,8 +152,8 @@ class QuantizedBlueprint:
 
     @property
     def implementation(self) -> Implementation:
-        native = self.inner.implementation
-        return Implementation(native.kind, f"{native.reason}, quantized to {self.kind}")
+        native, how = self.inner.implementation, f"quantized to {self.kind}" if self.kind else "in 8 bits as stored"
+        return Implementation(native.kind, f"{native.reason}, {how}")
 
     def build(self, parallel: ParallelContext) -> Decoder:
         """The large matrices are on the default device. On a GPU, all else is on the host still, where memory that
@@ -147,7 +161,7 @@ class QuantizedBlueprint:
         device = torch.get_default_device()
         with torch.device("cpu") if device.type == "cuda" else nullcontext():
             model = self.inner.build(parallel)
-        quantize(model, self.kind, device)
+        quantize(model, self.kind, device, self.stored)
         return model
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
@@ -158,9 +172,14 @@ class QuantizedBlueprint:
 
 
 @torch.no_grad()
-def quantize(model: nn.Module, kind: Quantization, device: torch.device) -> None:
-    """Give large matrices that are not packed room in 8 bits instead, on a device. Nothing was written to them yet, so
-    the memory that they asked for was never touched."""
-    for module in model.modules():
-        if isinstance(module, _QUANTIZED) and not isinstance(module.weight, PackedParameter | PackedRows):
-            module.weight = _PARAMETERS[kind].like(module.weight, device)
+def quantize(
+    model: nn.Module, kind: Quantization | None, device: torch.device, stored: Mapping[str, Quantization]
+) -> None:
+    """Give large matrices that are not packed room in 8 bits instead, on a device: in the kind of their parameter in
+    `stored`, else in `kind`, if any. Nothing was written to them yet, so the memory that they asked for was never
+    touched."""
+    for name, module in model.named_modules():
+        own = stored.get(f"{name}.weight", kind)
+        packed = PackedParameter | PackedRows
+        if isinstance(module, _QUANTIZED) and own is not None and not isinstance(module.weight, packed):
+            module.weight = _PARAMETERS[own].like(module.weight, device)

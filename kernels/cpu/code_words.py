@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from ..packed import BLOCK, NESTED_BLOCKS, Packing
+from ..packed import BLOCK, Packing
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
     FLOAT,
@@ -88,8 +88,8 @@ def block_of(b: ir.IRBuilder, packing: Packing, panel: Any, k: Any) -> Block:
     own_bytes = TILE * (packing.code_bytes + packing.num_nested)
     if not packing.is_nested:
         return Block(b.add(panel, b.mul(k, INT64(packing.panel_block_bytes(TILE)))), None)
-    unit, number = b.udiv(k, INT64(NESTED_BLOCKS)), b.urem(k, INT64(NESTED_BLOCKS))
-    shared = b.add(panel, b.mul(unit, INT64(NESTED_BLOCKS * packing.panel_block_bytes(TILE))))
+    unit, number = b.udiv(k, INT64(packing.num_blocks)), b.urem(k, INT64(packing.num_blocks))
+    shared = b.add(panel, b.mul(unit, INT64(packing.num_blocks * packing.panel_block_bytes(TILE))))
     first = b.add(shared, INT64(2 * TILE * packing.num_kinds))
     return Block(b.add(first, b.mul(number, INT64(own_bytes))), shared)
 
@@ -198,7 +198,7 @@ def look_up_in_two(b: ir.IRBuilder, tables: Sequence[Any], places: Any) -> Any:
 
 
 def fetch(b: ir.IRBuilder, packing: Packing, block: Block, ahead: Any = _AHEAD) -> None:
-    """What comes some blocks later, so many bytes. (Blocks lie in a row but for what eight of them share.)"""
+    """What comes some blocks later, so many bytes. (Blocks lie in a row but for what some of them share.)"""
     place = b.add(block.own, ahead)
     if packing.is_nested:
         prefetch(b, b.add(block.shared, ahead), level=2)

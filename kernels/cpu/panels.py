@@ -29,7 +29,7 @@ import torch
 from numba import carray, cfunc, types
 from torch import Tensor
 
-from ..packed import BLOCK, NESTED_BLOCKS, PACKINGS, Packing, codes_of, in_bytes, lay_panels
+from ..packed import BLOCK, PACKINGS, Packing, codes_of, in_bytes, lay_panels
 from .claims import enter, take_item
 from .features import IS_WIDE
 from .intrinsics import pointer
@@ -68,7 +68,7 @@ from .vectors import LANES
 # AVX2, whose products are others now) than to read them unpacked.
 DTYPES: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16) if IS_WIDE else (torch.float32,)
 SPAN = CLASSES * IN_A_ROW  # numbers of a row, whose sums are added to the totals together
-assert SPAN % (BLOCK * NESTED_BLOCKS) == 0, "a span begins with what its blocks share"
+assert all(SPAN % kind.unit == 0 for kind in PACKINGS.values()), "a span begins with what its blocks share"
 
 _SOURCES = (
     *(

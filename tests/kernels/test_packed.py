@@ -194,7 +194,7 @@ def test_what_several_ways_have_in_common(packing: Packing) -> None:
     for other in PACKINGS.values():
         both = common([packing, other, packing])
         assert both == common([other, packing])
-        assert (both is None) == (packing.is_nested != other.is_nested)
+        assert (both is None) == ((packing.is_nested, packing.unit) != (other.is_nested, other.unit))
         if both is None:
             continue
         assert torch.equal(unpack(repack(rows, packing, both), both), unpack(rows, packing)), other

@@ -113,7 +113,7 @@ def make_model(
     finally:
         torch.set_default_dtype(default)
     if quantization is not None:
-        quantize(model, quantization, device)
+        quantize(model, quantization, device, {})
     generator = torch.Generator().manual_seed(int(experts))
     for name, parameter in model.named_parameters():
         values = torch.ones(parameter.shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,10 @@ def test_quantized_without_saying_so(llama: Path, dtype: torch.dtype, implementa
         check_model(config, load_model_info(config.model))
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "bitsandbytes", "compressed-tensors"])
-def test_quantized_checkpoints(llama: Path, method: str) -> None:
-    configure(llama, quantization_config={"quant_method": method})
-    refused(llama, rf"is quantized \({method}\), which is not supported; safetensors in float32")
+@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "exl3", None, ["awq"]])
+def test_ways_to_quantize_that_are_not_known(llama: Path, method: object) -> None:
+    configure(llama, quantization_config={"quant_method": method, "bits": 4})
+    refused(llama, rf"quant_method is {re.escape(repr(method))}; supported are awq, gptq, compressed-tensors, fp8, .*")
 
 
 @pytest.mark.parametrize(

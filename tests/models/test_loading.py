@@ -138,15 +138,6 @@ def test_missing_shard(tmp_path: Path) -> None:
         load(info_of(tmp_path))
 
 
-def test_quantized_checkpoint(tmp_path: Path) -> None:
-    make_tiny_llama(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"is quantized \(gptq\), which is not supported; safetensors in .* are\.$"):
-        info_of(tmp_path)
-
-
 def test_tokenizer_of_another_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     make_tiny_llama(tmp_path)
     words = {f"word{i}": i for i in range(VOCAB_SIZE)}

@@ -57,8 +57,9 @@ class FallbackBlueprint:
 
 def _build(hf_config: dict[str, Any], max_model_len: int, attention: str) -> Any:
     """The model with weights of torch's default type on torch's default device, not filled; buffers are."""
-    # How experts are computed is no property of a checkpoint, though it is saved with it.
-    settings = {key: value for key, value in hf_config.items() if key != "experts_implementation"}
+    # How experts are computed is no property of a checkpoint, though it is saved with it; and how weights are stored is
+    # the loader's.
+    settings = {key: hf_config[key] for key in hf_config.keys() - {"experts_implementation", "quantization_config"}}
     config = CONFIG_MAPPING[hf_config["model_type"]].from_dict(settings)
     dtype = torch.get_default_dtype()
     if attention == PROBING:

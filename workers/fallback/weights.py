@@ -21,7 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from quire.engine.model_source import ModelInfo
 
 from ..layers.parameter import TensorSource, whole
-from ..loader.checkpoint import open_checkpoint, strange_type
+from ..loader.checkpoint import may_be_left_over, open_checkpoint, strange_type
 from ..loader.kv_scales import is_kv_scale
 from ..loader.load import Faults, run_all
 
@@ -113,7 +113,8 @@ def _assign(model: Any, sources: Mapping[str, TensorSource], faults: Faults) -> 
         if target not in weights:  # it may have the right name already
             target, pattern = rename_source_key(name, [], [], prefix, weights)
         if target not in weights:
-            if not any(re.search(ignored, name) for ignored in _ignored(model)):
+            known = may_be_left_over(sources[name]) or any(re.search(ignored, name) for ignored in _ignored(model))
+            if not known:
                 faults.unexpected.append(name)
             continue
         filling = fillings.setdefault(target, _Filling(target, None if pattern is None else of_pattern[pattern]))

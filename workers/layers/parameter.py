@@ -44,6 +44,16 @@ class PackedSource(TensorSource, Protocol):
         ...
 
 
+class ScaledSource(TensorSource, Protocol):
+    """A matrix that may be in 8 bits in its file, with a scale for each row."""
+
+    eight_bits: torch.dtype | None  # int8 or float8_e4m3fn; None where it is not so
+
+    def read_scaled(self, index: Index) -> tuple[Tensor, Tensor]:
+        """The part that `index` cuts out, as it is stored, and the scales of its rows: [num_rows] float32."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The place of one checkpoint tensor in a parameter.
@@ -242,8 +252,8 @@ class PackedParameter(_Packed):
 class ScaledParameter(ShardedParameter):
     """A matrix, or one per expert, held in 8 bits. Row r of it is `self[r] * scales[r]`.
 
-    Each row has the scale that its largest value needs (symmetric, per output channel). What multiplies the matrix
-    stays as precise as it was, or nearly so.
+    Each row has the scale that its largest value needs (symmetric, per output channel), or the one of its file, where
+    the matrix is stored so. What multiplies the matrix stays as precise as it was, or nearly so.
     """
 
     stored_as: ClassVar[torch.dtype]
@@ -260,6 +270,15 @@ class ScaledParameter(ShardedParameter):
         made.scales = torch.ones(parameter.shape[:-1], dtype=torch.float32, device=device)
         made.computed = parameter.dtype
         return made
+
+    def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
+        if getattr(source, "eight_bits", None) != self.stored_as:
+            super().weight_loader(source, piece)
+            return
+        place = self.pieces[piece]
+        codes, scales = cast(ScaledSource, source).read_scaled(place.source)
+        self.data[place.target].copy_(codes)
+        self.scales[place.target[:-1]].copy_(scales)
 
     def fill(self, values: Tensor, target: Index | None = None) -> None:
         target = target or whole(tuple(self.shape))

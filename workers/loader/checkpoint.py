@@ -8,6 +8,7 @@ from quire.engine.model_source import ModelInfo
 
 from ..layers.parameter import TensorSource
 from .gguf import open_gguf
+from .quantized import UnneededBias, open_quantized
 from .safetensors import SafetensorsSource, open_safetensors
 
 _NUMBERS = {"F32", "F16", "BF16", "F64"}
@@ -24,4 +25,9 @@ def open_checkpoint(info: ModelInfo) -> AbstractContextManager[dict[str, TensorS
     """The tensors of a model's files. Raises `ConfigError` when a file is damaged."""
     if info.format == "gguf":
         return open_gguf(info.path, info.hf_config)
-    return open_safetensors(info.path)
+    return open_safetensors(info.path) if info.quantization is None else open_quantized(info.path, info.quantization)
+
+
+def may_be_left_over(source: TensorSource) -> bool:
+    """Whether a tensor that has no place in the model means nothing wrong."""
+    return isinstance(source, UnneededBias)

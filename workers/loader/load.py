@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from rich.console import Console
@@ -26,7 +26,7 @@ from ..models.families import Family, Place
 from ..models.model import Model
 from ..models.spec import DecoderSpec
 from ..parallel import ParallelContext
-from .checkpoint import open_checkpoint, strange_type
+from .checkpoint import may_be_left_over, open_checkpoint, strange_type
 from .kv_scales import is_kv_scale
 from .views import OfExpert, RowsOfGroups, Transposed
 
@@ -65,12 +65,21 @@ def load_weights(model: Decoder, family: Family, info: ModelInfo, *, progress: b
         run_all(load, own, info, progress=progress)
 
 
-def packings(model: Decoder, family: Family, info: ModelInfo) -> dict[tuple[str, str], Packing | None]:
-    """How the checkpoint packs each (parameter, piece); None where kernels do not know it. Raises like `load_weights`.
-    `model` is whole, perhaps on the meta device."""
+class StoredAs(NamedTuple):
+    """How a file has a matrix, where kernels know it."""
+
+    packing: Packing | None  # in which it is packed
+    eight_bits: torch.dtype | None  # with a scale per row
+
+
+def how_stored(model: Decoder, family: Family, info: ModelInfo) -> dict[tuple[str, str], StoredAs]:
+    """Of each (parameter, piece). Raises like `load_weights`. `model` is whole, perhaps on the meta device."""
     with open_checkpoint(info) as sources:
         plan = _plan(model, family, sources, info)
-        return {filled: getattr(source, "packing", None) for filled, source in plan.items()}
+        return {
+            filled: StoredAs(getattr(source, "packing", None), getattr(source, "eight_bits", None))
+            for filled, source in plan.items()
+        }
 
 
 def check_weights(model: Decoder, family: Family, info: ModelInfo) -> None:
@@ -158,7 +167,8 @@ def _plan(
         num_experts = parameters[target].shape[0] if place.stacked and target in parameters else 1
         filled = [(target, piece) for piece in place.pieces_of(num_experts)]
         if any(piece not in wanted or piece in plan for piece in filled):
-            faults.unexpected.append(name)
+            if not may_be_left_over(source):
+                faults.unexpected.append(name)
             continue
         stored_as = strange_type(source)
         if stored_as is not None:

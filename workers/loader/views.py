@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from quire.kernels.packed import Packing
 
-from ..layers.parameter import Index, PackedSource, TensorSource
+from ..layers.parameter import Index, PackedSource, ScaledSource, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +43,36 @@ class RowsOfGroups:
     def shape(self) -> tuple[int, ...]:
         return (self.source.shape[0] // self.group_size * len(self.part), *self.source.shape[1:])
 
+    @property
+    def packing(self) -> Packing | None:
+        """How it stays packed, if kernels know it."""
+        return getattr(self.source, "packing", None)
+
+    @property
+    def eight_bits(self) -> torch.dtype | None:
+        """See `ScaledSource`."""
+        return getattr(self.source, "eight_bits", None)
+
     def read(self, index: Index) -> Tensor:
+        return self._rows(self.source.read, index)
+
+    def read_packed(self, index: Index) -> Tensor:
+        """See `PackedSource`."""
+        return self._rows(cast(PackedSource, self.source).read_packed, index)
+
+    def read_scaled(self, index: Index) -> tuple[Tensor, Tensor]:
+        """See `ScaledSource`."""
+        read = cast(ScaledSource, self.source).read_scaled
+        return self._rows(lambda part: read(part)[0], index), self._rows(lambda part: read(part)[1], index)
+
+    def _rows(self, read: Callable[[Index], Tensor], index: Index) -> Tensor:
+        """Of what `read` reads of rows in order."""
         wanted, size = index[0], len(self.part)
         first, last = wanted.start // size, -(-wanted.stop // size)
         if last - first <= 1:  # inside one group: nothing else is touched
             start = first * self.group_size + self.part.start - first * size
-            return self.source.read((slice(start + wanted.start, start + wanted.stop), *index[1:]))
-        groups = self.source.read((slice(first * self.group_size, last * self.group_size), *index[1:]))
+            return read((slice(start + wanted.start, start + wanted.stop), *index[1:]))
+        groups = read((slice(first * self.group_size, last * self.group_size), *index[1:]))
         grouped = groups.view(last - first, self.group_size, *groups.shape[1:])
         rows = grouped[:, self.part.start : self.part.stop].flatten(0, 1)
         return rows[wanted.start - first * size : wanted.stop - first * size]

@@ -1,0 +1,313 @@
+"""Checkpoints in AWQ, GPTQ, compressed-tensors and FP8 are the models of the numbers that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from core_driver import Driver
+from quantized_files import (
+    Scheme,
+    awq,
+    compressed,
+    compressed_config,
+    compressed_int8,
+    float8,
+    gptq,
+    write_quantized,
+)
+from safetensors.torch import load_file, save_file
+from tiny_fallbacks import TINY_FALLBACKS
+from tiny_families import TINY_FAMILIES
+
+from quire.engine.config import EngineConfig, ModelConfig
+from quire.engine.errors import ConfigError
+from quire.engine.model_source import ModelInfo, load_model_info
+from quire.kernels import ops
+from quire.kernels.packed import PACKINGS, unpack
+from quire.workers.blueprints import blueprint_of
+from quire.workers.layers.parameter import Fp8Parameter, Int8Parameter, PackedParameter, ScaledParameter
+from quire.workers.loader.checkpoint import open_checkpoint
+from quire.workers.loader.quantized import QuantizedSource
+from quire.workers.local_executor import LocalExecutor
+from quire.workers.models.decoder import Decoder
+from quire.workers.models.model import Model
+from quire.workers.parallel import Grid, ParallelContext
+from quire.workers.quantization import blueprint_for
+
+CPU = torch.device("cpu")
+FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 80]}
+FP8_WHOLE = {"quant_method": "fp8", "activation_scheme": "static"}
+FP8_ROWS = compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")
+# Each with the packing that its matrices have, if any.
+SCHEMES: Mapping[str, tuple[Scheme, str | None]] = {
+    "awq, 128": (awq(128), "z4_128"),
+    "awq, 64": (awq(64), "z4_32"),
+    "gptq": (gptq(128), "q4_0"),
+    "gptq, rows": (gptq(-1), "q4_0"),
+    "gptq, zeros": (gptq(32, symmetric=False), "z4_32"),
+    "gptq, second format": (gptq(128, symmetric=False, version="gptq_v2"), "z4_128"),
+    "gptq, 2 bits": (gptq(64, 2), "q4_0"),
+    "gptq, 2 bits, zeros": (gptq(64, 2, symmetric=False), "z4_32"),
+    "gptq, 8 bits": (gptq(128, 8), "q8_0"),
+    "gptq, 8 bits, zeros": (gptq(128, 8, symmetric=False), None),
+    "gptq, desc_act": (gptq(32, in_order=False), None),
+    "gptq, short groups": (gptq(16), None),
+    "words": (compressed(4, 128), "q4_0"),
+    "words, zeros": (compressed(4, 128, symmetric=False), "z4_128"),
+    "words, float16": (compressed(4, 32, dtype=torch.float16), "q4_0"),
+    "words, float32": (compressed(4, 32, dtype=torch.float32), None),  # scales that float16 does not have
+    "words, 8 bits, rows": (compressed(8, -1), "q8_0"),
+    "words, actorder": (compressed(4, 32, symmetric=False, in_order=False), None),
+    "int8": (compressed_int8(), "q8_0"),
+    "int8, float32": (compressed_int8(dtype=torch.float32), None),
+    "int8, zeros": (compressed_int8(symmetric=False), None),
+    "fp8, blocks": (float8(FP8_BLOCKS, 48, 80, "weight_scale_inv"), None),
+    "fp8, whole": (float8(FP8_WHOLE, None, None), None),
+    "fp8, rows": (float8(FP8_ROWS, 1, None), None),
+    "fp8, fbgemm": (float8({"quant_method": "fbgemm_fp8"}, 1, None), None),
+    "fp8, modelopt": (float8({"quant_method": "modelopt", "quant_algo": "FP8"}, None, None), None),
+}
+schemes = pytest.mark.parametrize("name", SCHEMES)
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def make(folder: Path, scheme: Scheme, family: str = "llama", **settings: Any) -> ModelInfo:
+    """The quantized checkpoint; beside it in `plain` is what it stands for."""
+    sizes = {**SIZES, "head_dim": 32, "num_hidden_layers": 2, **settings}
+    tiny = TINY_FAMILIES[family]
+    replace(tiny, settings={**tiny.settings, **sizes}).make(folder / "whole")
+    write_quantized(folder / "whole", folder / "quantized", scheme)
+    return info_of(folder / "quantized")
+
+
+def info_of(folder: Path) -> ModelInfo:
+    return load_model_info(ModelConfig(model=str(folder)))
+
+
+def built(info: ModelInfo, parallel: ParallelContext | None = None, **fields: Any) -> Model:
+    blueprint = blueprint_for(ModelConfig(model=str(info.path), **fields), info, CPU)
+    model = blueprint.build(parallel or ParallelContext())
+    blueprint.load(model, info, progress=False)
+    return model
+
+
+def plain(info: ModelInfo, parallel: ParallelContext | None = None) -> Model:
+    """Without any room for what is packed."""
+    native = blueprint_of(info)
+    model = native.build(parallel or ParallelContext())
+    native.load(model, info, progress=False)
+    return model
+
+
+@schemes
+def test_the_numbers_that_tensors_stand_for(tmp_path: Path, name: str) -> None:
+    """Bit for bit in float32, whole and in parts that no word, group or block ends with; packed, too."""
+    scheme, packing = SCHEMES[name]
+    info = make(tmp_path, scheme)
+    expected = load_file(info.path / "plain" / "model.safetensors")
+    with open_checkpoint(info) as sources:
+        assert {each for each in sources if not each.endswith("bias")} == expected.keys()
+        for each, numbers in expected.items():
+            source = sources[each]
+            assert source.shape == numbers.shape
+            assert torch.equal(source.read(tuple(slice(0, size) for size in numbers.shape)), numbers)
+            if "proj" not in each:
+                continue
+            assert isinstance(source, QuantizedSource)
+            part = slice(3, 61), slice(5, 123)
+            assert torch.equal(source.read(part), numbers[part])
+            found = source.packing
+            assert (None if found is None else found.name) == packing
+            if found is not None:
+                part = slice(2, 63), slice(0, 128) if found.unit == 128 else slice(32, 96)
+                assert torch.equal(unpack(source.read_packed(part), found), numbers[part])
+
+
+@schemes
+def test_a_model_of_them(tmp_path: Path, name: str) -> None:
+    """Its logits are those of the same numbers, on one rank and on two: bit for bit where nothing is packed."""
+    scheme, packing = SCHEMES[name]
+    info = make(tmp_path, scheme)
+    expected = info_of(info.path / "plain")
+    for grid in (Grid(), Grid(tensor_size=2)):
+        for rank in range(grid.tensor_size):
+            parallel = ParallelContext(rank, grid)
+            ours, theirs = plain(info, parallel), plain(expected, parallel)
+            for (each, found), wanted in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(found, wanted), each
+    model, x = built(info), torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    assert isinstance(model, Decoder)
+    whole = plain(expected)
+    assert isinstance(whole, Decoder)
+    for layer, other in whole.layers.items():
+        mlp = model.layers[layer].mlp
+        packable = packing is not None and ops.fits_packed((256, 128), found_packing(info), torch.float32, CPU)
+        assert isinstance(mlp.down.weight, PackedParameter) is packable
+        wanted = other.mlp(x)
+        torch.testing.assert_close(mlp(x), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def found_packing(info: ModelInfo) -> Any:
+    with open_checkpoint(info) as sources:
+        source = sources["model.layers.0.mlp.down_proj.weight"]
+        assert isinstance(source, QuantizedSource)
+        return source.packing
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("fp8, rows", Fp8Parameter), ("fp8, whole", Fp8Parameter), ("int8", Int8Parameter)]
+)
+def test_8_bits_stay_as_they_are(tmp_path: Path, name: str, kind: type[ScaledParameter]) -> None:
+    """On a GPU, which may have no room for more; on a CPU where that is asked for. Nothing else becomes shorter."""
+    scheme, _ = SCHEMES[name]
+    info = make(tmp_path, scheme, "phi3", pad_token_id=0)  # whose projections are fused
+    whole = plain(info_of(info.path / "plain"))
+    blueprint = blueprint_for(ModelConfig(model=str(info.path)), info, torch.device("cuda"))
+    assert str(blueprint.implementation).endswith("in 8 bits as stored)")
+    model = blueprint.build(ParallelContext())
+    blueprint.load(model, info, progress=False)
+    short = [each for each, parameter in model.named_parameters() if isinstance(parameter, ScaledParameter)]
+    assert len(short) == 4 * len(whole.own_layers)
+    models = [model]
+    if kind is Fp8Parameter:
+        models.append(built(info, quantization="fp8"))
+    for each in models:
+        for (name, parameter), wanted in zip(each.named_parameters(), whole.parameters(), strict=True):
+            if name in short:
+                assert isinstance(parameter, kind)
+                assert torch.equal(parameter.float() * parameter.scales[:, None], wanted), name
+
+
+@pytest.mark.parametrize("name", ["awq, 128", "gptq", "int8"])
+def test_packed_experts_and_fused_projections(tmp_path: Path, name: str) -> None:
+    """One rank, and two that share what they can."""
+    scheme, packing = SCHEMES[name]
+    experts = {"moe_intermediate_size": 128, "mlp_only_layers": [], "num_local_experts": 6}
+    for family, settings in (("qwen3-moe", experts), ("phi3", {"pad_token_id": 0})):
+        info = make(tmp_path / family, scheme, family, **settings)
+        model, whole = built(info), plain(info_of(info.path / "plain"))
+        assert isinstance(model, Decoder)
+        assert isinstance(whole, Decoder)
+        x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+        for layer, expected in whole.layers.items():
+            mlp, attention = model.layers[layer].mlp, model.layers[layer].attention
+            for weight in (mlp.gate_up.weight, mlp.down.weight, attention.qkv.weight, attention.output.weight):
+                if ops.fits_packed(tuple(weight.matrix_shape[-2:]), PACKINGS[str(packing)], torch.float32, CPU):
+                    assert isinstance(weight, PackedParameter)
+            wanted = expected.mlp(x)
+            torch.testing.assert_close(mlp(x), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
+
+
+def test_biases_of_gptq(tmp_path: Path) -> None:
+    """Of layers that have one it is read, of others left."""
+    info = make(tmp_path, gptq(32), "qwen2")
+    parameters = dict(plain(info).named_parameters())
+    stored = load_file(info.path / "model.safetensors")
+    names = [f"model.layers.1.self_attn.{each}_proj.bias" for each in "qkv"]
+    assert torch.equal(parameters["layers.1.attention.qkv.bias"], torch.cat([stored[each] for each in names]))
+    assert "model.layers.1.self_attn.o_proj.bias" in stored
+    assert "layers.1.attention.output.bias" not in parameters
+
+
+def test_a_model_that_transformers_computes(tmp_path: Path) -> None:
+    """Of experts that are a tensor each in the file, and one parameter in the model."""
+    tiny = TINY_FALLBACKS["qwen2-moe"]
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    replace(tiny, settings={**tiny.settings, **sizes, "intermediate_size": 64, "num_attention_heads": 4}).make(
+        tmp_path / "whole"
+    )
+    write_quantized(tmp_path / "whole", tmp_path / "quantized", SCHEMES["gptq, zeros"][0])
+    info = info_of(tmp_path / "quantized")
+    assert info.implementation.kind == "transformers"
+    ours, theirs = (built(each).state_dict() for each in (info, info_of(info.path / "plain")))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_the_engine_answers_alike(tmp_path: Path) -> None:
+    """Prompts and decode steps, some of which are recorded."""
+    info = make(tmp_path, awq(128), vocab_size=512)
+    prompts, answers = [[5, 9, 17], list(range(1, 60)), list(range(100, 400, 3))], []
+    for path in (info.path, info.path / "plain"):
+        each = info_of(path)
+        executor = LocalExecutor(EngineConfig.model_validate({"model": {"num_threads": 1}}), each)
+        answers.append(Driver(executor, each.max_model_len).greedy(prompts, 12, 4))
+        executor.shutdown()
+    for ours, theirs in zip(*answers, strict=True):
+        assert ours.token_ids == theirs.token_ids
+        for token, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
+            assert [each for each, _ in token.top] == [each for each, _ in expected.top]
+            assert [p for _, p in token.top] == pytest.approx([p for _, p in expected.top], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("yes", "quantization_config is 'yes', no object"),
+        ({"bits": 4}, r"quant_method is None; supported are awq, .* and GGUF files"),
+        ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'; supported"),
+        ({"quant_method": "awq", "bits": 3, "group_size": 128}, "quantization_config.bits is 3; supported: 4"),
+        (
+            {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},
+            "version is 'gemv'; supported: gemm",
+        ),
+        ({"quant_method": "awq", "bits": 4}, "group_size is None; supported: a number of inputs"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits is 3; supported: 2, 4 or 8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},
+            "checkpoint_format is 'marlin'; supported: gptq or gptq_v2",
+        ),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 128, "dynamic": {"+:.*mlp.*": {"bits": 8}}},
+            r"dynamic\['\+:\.\*mlp\.\*'\]\.bits is 8; supported: 4, as of all",
+        ),
+        (compressed_config("nvfp4-pack-quantized", num_bits=4), "format is 'nvfp4-pack-quantized'; supported: dense"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            r"sparsity_config\.format is 'sparse-24-bitmask'; supported: dense",
+        ),
+        ({"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}, "transform_config is"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            r"weight_block_size is \[128\]; supported: rows and columns",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo is 'NVFP4'; supported: FP8"),
+    ],
+)
+def test_refused_by_configuration(tmp_path: Path, config: Any, message: str) -> None:
+    info = make(tmp_path, awq(64))
+    given = json.loads((info.path / "config.json").read_text())
+    (info.path / "config.json").write_text(json.dumps(given | {"quantization_config": config}))
+    with pytest.raises(ConfigError, match=message):
+        info_of(info.path)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("awq, 64", {"scales": None}, r"down_proj is quantized, and has no scales"),
+        ("awq, 64", {"scales": torch.ones(3, 128).half()}, r"down_proj.weight \[128, 256\] has \[128, 3\] scales"),
+        ("gptq", {"g_idx": torch.full((256,), 2).int()}, "g_idx does not name a group for each of 256 inputs"),
+        ("gptq", {"qweight": None}, r"unexpected: .*down_proj.g_idx"),
+        ("words", {"weight_shape": torch.tensor([128, 200])}, r"weight_packed \[128, 32\] does not hold \[128, 200\]"),
+        ("words", {"weight_scale": None}, "down_proj is quantized, and has no weight_scale"),
+        ("fp8, rows", {"weight": torch.ones(128, 250).to(torch.float8_e4m3fn)}, r"wrong shape: .*down_proj.weight"),
+    ],
+)
+def test_refused_tensors(tmp_path: Path, name: str, change: Mapping[str, Any], message: str) -> None:
+    """Before anything is read, and by name."""
+    info, module = make(tmp_path, SCHEMES[name][0]), "model.layers.0.mlp.down_proj"
+    tensors = load_file(info.path / "model.safetensors")
+    for kind, value in change.items():
+        tensors[f"{module}.{kind}"] = value
+    kept = {each: value for each, value in tensors.items() if value is not None}
+    save_file(kept, info.path / "model.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        plain(info_of(info.path))
