@@ -16,7 +16,7 @@ _SUPPORTED = "awq, gptq, compressed-tensors, fp8, fbgemm_fp8 and modelopt (FP8)"
 # https://github.com/vllm-project/compressed-tensors names them. Others store four bits of a float, or leave zeros out.
 _COMPRESSED = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _GPTQ_BITS = (2, 4, 8)  # a word of 32 holds whole numbers of these
-_GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less
+_GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what zero points are stored less, in as many bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class StoredQuantization:
     tensors: _TENSORS
     bits: int = 8  # of a code: of AWQ and GPTQ
     group_size: int | None = None  # inputs that share a scale: of AWQ and GPTQ; None: all of a row
-    zeros_less: int = 0  # what zero points are stored less
+    zeros_less: int = 0  # what zero points are stored less, in as many bits
     block: tuple[int, int] | None = None  # rows and columns that share a scale
 
 
@@ -48,18 +48,20 @@ def stored_quantization(hf_config: Mapping[str, Any]) -> StoredQuantization | No
 
 
 def _awq(given: Mapping[str, Any]) -> StoredQuantization:
-    version = given.get("version", "gemm")
+    version = given.get("version") or given.get("format") or "gemm"
     _check("version", version, isinstance(version, str) and version.lower() == "gemm", "gemm")
     _check("bits", given.get("bits"), given.get("bits") == 4, "4")
     return StoredQuantization("awq", 4, _group_size(given))
 
 
 def _gptq(given: Mapping[str, Any]) -> StoredQuantization:
-    version, bits = given.get("checkpoint_format") or "gptq", given.get("bits", 0)
+    version, bits = given.get("checkpoint_format") or given.get("format") or "gptq", given.get("bits", 0)
     _check("checkpoint_format", version, version in _GPTQ_FORMATS, " or ".join(_GPTQ_FORMATS))
     _check("bits", bits, bits in _GPTQ_BITS, "2, 4 or 8")
     for pattern, own in (given.get("dynamic") or {}).items():
         _check(f"dynamic[{pattern!r}].bits", own.get("bits", bits), own.get("bits", bits) == bits, f"{bits}, as of all")
+    words = given.get("pack_dtype") or "int32"
+    _check("pack_dtype", words, words == "int32", "int32")
     return StoredQuantization("gptq", bits, _group_size(given), _GPTQ_FORMATS[version])
 
 

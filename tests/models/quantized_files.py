@@ -70,7 +70,7 @@ def gptq(
         codes, scales, zeros, numbers = rounded(weight[:, order], bits, group_size, symmetric, torch.float16)
         back = order.argsort()
         groups = torch.arange(size) // (size if group_size == -1 else group_size)
-        zeros = zeros - (1 if version == "gptq" else 0)
+        zeros = (zeros - (1 if version == "gptq" else 0)) % (1 << bits)
         tensors = {"qweight": in_words(codes[:, back], bits).T, "qzeros": in_words(zeros.T, bits), "scales": scales.T}
         return {**tensors, "g_idx": groups[back].int(), "bias": torch.zeros(len(weight)).half()}, numbers[:, back]
 
@@ -106,7 +106,17 @@ def compressed_int8(*, symmetric: bool = True, dtype: torch.dtype = torch.bfloat
         tensors = {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}
         return tensors if symmetric else tensors | {"weight_zero_point": (zeros - 128).to(torch.int8)}, numbers
 
-    return Scheme(compressed_config("int-quantized", num_bits=8, type="int"), write)
+    weights = {"num_bits": 8, "type": "int", "symmetric": symmetric, "strategy": "channel", "dynamic": False}
+    return Scheme(compressed_config("int-quantized", **weights), write)
+
+
+def w8a8() -> Scheme:
+    """What multiplies the weights is rounded to 8 bits, too, token by token."""
+    scheme = compressed_int8()
+    (group,) = scheme.config["config_groups"].values()
+    rounded_too = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+    groups = {"group_0": {**group, "input_activations": rounded_too}}
+    return Scheme({**scheme.config, "config_groups": groups}, scheme.write)
 
 
 def compressed_config(form: str, **weights: Any) -> dict[str, Any]:
@@ -147,7 +157,8 @@ def rounded(
     else:
         least, largest = groups.amin(dim=2).clamp(max=0), groups.amax(dim=2).clamp(min=0)
         scales = ((largest - least) / most).to(dtype)
-        zeros = (-least / scales.float()).round().long().clamp(1, most)
+        zeros = (-least / scales.float()).round().long().clamp(0, most)
+        zeros.view(-1)[::5] = 0  # also where nothing is negative
     codes = ((groups / scales.float()[..., None]).round().long() + zeros[..., None]).clamp(0, most)
     numbers = (codes - zeros[..., None]).float() * scales.float()[..., None]
     return codes.flatten(1), scales, zeros, numbers.flatten(1)

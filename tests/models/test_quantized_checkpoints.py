@@ -258,7 +258,10 @@ def test_the_engine_answers_alike(tmp_path: Path) -> None:
             "version is 'gemv'; supported: gemm",
         ),
         ({"quant_method": "awq", "bits": 4}, "group_size is None; supported: a number of inputs"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "format": "llm-awq"}, "version is 'llm-awq'"),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "bits is 3; supported: 2, 4 or 8"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "format": "gptq_p"}, "checkpoint_format is 'gptq_p'"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 128, "pack_dtype": "int16"}, "pack_dtype is 'int16'; supp"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size is 0"),
         (
             {"quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "marlin"},

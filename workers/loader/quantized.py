@@ -55,6 +55,7 @@ class _Fields:
     dim: int
     size: int  # of that dimension, in numbers
     places: tuple[int, ...] | None = None  # None: in their order
+    less: int = 0  # than they are, in as many bits
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +74,8 @@ class _Fields:
         if self.places is not None:
             fields = fields[..., self.places]
         numbers = fields.movedim(-1, self.dim + 1).flatten(self.dim, self.dim + 1)
-        return numbers.narrow(self.dim, cut.start - first * per_word, cut.stop - cut.start)
+        wanted = numbers.narrow(self.dim, cut.start - first * per_word, cut.stop - cut.start)
+        return (wanted + self.less) & (1 << self.bits) - 1 if self.less else wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,23 +288,24 @@ class _Reader:
         size = words.shape[1] * per_word
         codes = Transposed(_Fields(words, self._stored.bits, 1, size, _AWQ_PLACES))
         zeros = _Fields(self._of(module, "qzeros"), self._stored.bits, 1, size, _AWQ_PLACES)
-        return self._grouped(module, codes, Transposed(zeros), zero=0)
+        return self._grouped(module, codes, Transposed(zeros))
 
     def _gptq(self, module: str) -> QuantizedSource:
         bits, words = self._stored.bits, self._of(module, "qweight")
         codes = Transposed(_Fields(words, bits, 0, words.shape[0] * _WORD // bits))
-        zeros = _Fields(self._of(module, "qzeros"), bits, 1, words.shape[1])
-        return self._grouped(module, codes, Transposed(zeros), zero=self._stored.zeros_less)
+        zeros = _Fields(self._of(module, "qzeros"), bits, 1, words.shape[1], less=self._stored.zeros_less)
+        return self._grouped(module, codes, Transposed(zeros))
 
-    def _grouped(self, module: str, codes: TensorSource, zeros: TensorSource, zero: int) -> QuantizedSource:
+    def _grouped(self, module: str, codes: TensorSource, zeros: TensorSource) -> QuantizedSource:
         """Where groups are as long as the configuration says, or as `g_idx` has them."""
         scales: TensorSource = Transposed(self._of(module, "scales"))
-        blocks = [self._blocks(module, each, codes.shape, (1, self._stored.group_size)) for each in (scales, zeros)]
-        in_order = torch.arange(codes.shape[1]) // blocks[0].columns
-        groups = self._groups(module, in_order)
+        of_scales, of_zeros = (
+            self._blocks(module, each, codes.shape, (1, self._stored.group_size)) for each in (scales, zeros)
+        )
+        groups = self._groups(module, torch.arange(codes.shape[1]) // of_scales.columns)
         if groups is not None:
-            blocks = [_Blocks(_Gathered(each.source, groups), 1, 1) for each in blocks]
-        return QuantizedSource(codes, blocks[0], blocks[1], zero, self._stored.bits)
+            of_scales, of_zeros = (_Blocks(_Gathered(each.source, groups), 1, 1) for each in (of_scales, of_zeros))
+        return QuantizedSource(codes, of_scales, of_zeros, bits=self._stored.bits)
 
     def _in_words(self, module: str) -> QuantizedSource:
         words, shape = self._of(module, "weight_packed"), self._of(module, "weight_shape")

@@ -28,10 +28,11 @@ class Setup:
     folder: Path  # for the weights that it reads; those that are there are used again
     precision: str
     num_streams: int  # at most, at a time
+    given: Path | None = None  # another checkpoint than the default model's
 
     @property
     def checkpoint(self) -> Path:
-        return export(self.folder / self.precision, self.precision)
+        return self.given or export(self.folder / self.precision, self.precision)
 
     @property
     def dtype(self) -> str:
