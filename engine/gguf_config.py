@@ -83,11 +83,6 @@ def gguf_config(file: GGUFFile) -> dict[str, Any]:
     if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise ConfigError(f"model: the architecture of {file.path} ({architecture}) is not supported; {known} are.")
-    num_parts = file.metadata.get("split.count")
-    if isinstance(num_parts, int) and num_parts > 1:
-        raise ConfigError(
-            f"model: {file.path} is one of {num_parts} parts, not read. `llama-gguf-split --merge` joins them."
-        )
     class_name, model_type, own = ARCHITECTURES[architecture]
     metadata = _Metadata(file, architecture)
     _check_text_only(metadata)

@@ -3,13 +3,17 @@
 The `gguf` package's own reader spends 3.6 s on the default model (several arrays per string of the vocabulary), this
 one a tenth of a second, and every gateway and every rank pays it at start. Dequantization is left to `gguf`.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md (versions 2 and 3, little endian).
+
+A model may be cut into several files, as llama.cpp's `gguf-split` does: `name-00001-of-00003.gguf`, which has the
+metadata, and so on. What is read of the first one is the whole.
 """
 
 from __future__ import annotations
 
 import mmap
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -33,6 +37,7 @@ _STRING, _ARRAY = 8, 9
 # What bytes that mean something else lead to: lengths beyond the file, kinds that nobody knows, a text for a number.
 _DAMAGED = (struct.error, ArithmeticError, LookupError, MemoryError, RecursionError, TypeError, ValueError)
 _MAX_DIMS = 4
+_PART = re.compile(r"(?P<name>.*)-\d{5}-of-\d{5}\.gguf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +47,13 @@ class GGUFTensor:
     name: str
     shape: tuple[int, ...]
     type_id: int  # ggml's tensor type: 0 is F32, 1 F16, 30 BF16; the others are quantized
-    offset: int  # bytes from the start of the file
+    path: Path  # of the file that it lies in
+    offset: int  # bytes from the start of that
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """A GGUF file without its tensor data."""
+    """A GGUF file without its tensor data, with what lies in further parts of it."""
 
     path: Path
     metadata: dict[str, Any]
@@ -58,7 +64,7 @@ class GGUFFile:
         tensor = self.tensors[name]
         if tensor.type_id != 0 or tensor.shape != (count,):
             raise ValueError(f"it is no vector of {count} numbers in float32")
-        with self.path.open("rb") as file:
+        with tensor.path.open("rb") as file:
             file.seek(tensor.offset)
             data = file.read(4 * count)
         if len(data) < 4 * count:
@@ -67,7 +73,30 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Read the directory of a GGUF file. Raises `ConfigError` when it is not one or is damaged."""
+    """Read the directory of a GGUF file, or of all parts, of which this is the first. Raises `ConfigError` when it is
+    not one or is damaged, or a part is missing."""
+    first = _read_one(path)
+    num_parts, number = first.metadata.get("split.count", 1), first.metadata.get("split.no", 0)
+    if number != 0:
+        raise ConfigError(f"model: {path} is part {number + 1} of {num_parts}; give the first.")
+    tensors = dict(first.tensors)
+    for i in range(1, num_parts):
+        named = _PART.fullmatch(path.name)
+        if named is None:
+            raise ConfigError(
+                f"model: {path} has {num_parts} parts, and its name is not NAME-00001-of-{num_parts:05}.gguf."
+            )
+        part = _read_one(path.with_name(f"{named['name']}-{i + 1:05}-of-{num_parts:05}.gguf"))
+        if part.metadata.get("split.no") != i or part.metadata.get("split.count") != num_parts:
+            raise ConfigError(f"model: {part.path} is not part {i + 1} of {num_parts}, as its name says.")
+        tensors |= part.tensors
+    expected = first.metadata.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise ConfigError(f"model: the parts of {path} have {len(tensors)} tensors instead of {expected}.")
+    return GGUFFile(path, first.metadata, tensors)
+
+
+def _read_one(path: Path) -> GGUFFile:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(data, path).parse()
@@ -102,7 +131,7 @@ class _Parser:
         start = (self._pos + alignment - 1) // alignment * alignment
         if any(start + tensor.offset >= len(self._data) for tensor in tensors):
             raise ValueError(f"it ends at byte {len(self._data)}, before its last tensor begins")
-        placed = {t.name: GGUFTensor(t.name, t.shape, t.type_id, start + t.offset) for t in tensors}
+        placed = {tensor.name: replace(tensor, offset=start + tensor.offset) for tensor in tensors}
         return GGUFFile(self._path, metadata, placed)
 
     def _scalar(self, kind: int) -> Any:
@@ -149,4 +178,4 @@ class _Parser:
             raise ValueError(f"tensor {name} has {num_dims} dimensions")
         shape = tuple(self._scalar(10) for _ in range(num_dims))[::-1]
         type_id, offset = self._scalar(4), self._scalar(10)
-        return GGUFTensor(name, shape, type_id, offset)
+        return GGUFTensor(name, shape, type_id, self._path, offset)

@@ -22,11 +22,16 @@ MIXTRAL = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def write_gguf(
-    directory: Path, architecture: str, path: Path, kind: GGMLQuantizationType = GGMLQuantizationType.F32
+    directory: Path,
+    architecture: str,
+    path: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    **parts: int | bool,
 ) -> None:
-    """Matrices in a type, but those of routers; all else in float32. Without a tokenizer."""
+    """Matrices in a type, but those of routers; all else in float32. Without a tokenizer. `parts`: how the writer cuts
+    the file."""
     config = json.loads((directory / "config.json").read_text())
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, **parts)  # type: ignore[arg-type]
     _add_sizes(writer, config)
     _add_rotation(writer, config, architecture)
     _add_own(writer, config, architecture)

@@ -111,6 +111,29 @@ def test_a_file_is_what_its_checkpoint_is(tmp_path: Path, case: str) -> None:
             assert torch.equal(parameter, parameters[name]), name
 
 
+@pytest.mark.parametrize("begins_empty", [False, True])
+def test_a_file_in_several_parts(tmp_path: Path, begins_empty: bool) -> None:
+    """As `gguf-split` cuts them: what the first is given for is the whole, in which other parts are read."""
+    family = changed("llama", rope_parameters=LLAMA_3 | {"original_max_position_embeddings": 64})
+    family.make(tmp_path)
+    cut = {"split_max_tensors": 11, "small_first_shard": begins_empty}
+    write_gguf(tmp_path, "llama", tmp_path / "model.gguf", **cut)
+    parts = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(parts) > 3
+    assert {tensor.path for tensor in read_gguf(parts[0]).tensors.values()} == set(parts[begins_empty:])
+    ours, expected = (loaded(path, family.max_model_len) for path in (parts[0], tmp_path))
+    for (name, found), wanted in zip(ours.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(found, wanted), name
+    with pytest.raises(ConfigError, match=rf"{parts[1].name} is part 2 of {len(parts)}; give the first"):
+        loaded(parts[1], family.max_model_len)
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(ConfigError, match=rf"{parts[1].name} is not part 2 of {len(parts)}, as its name says"):
+        loaded(parts[0], family.max_model_len)
+    parts[1].unlink()
+    with pytest.raises(ConfigError, match=rf"{parts[1].name} cannot be read \(No such file or directory\)"):
+        loaded(parts[0], family.max_model_len)
+
+
 def test_llama_3_is_rotated_by_its_factors(tmp_path: Path) -> None:
     family = changed("llama", rope_parameters=LLAMA_3 | {"original_max_position_embeddings": 64})
     family.make(tmp_path)
@@ -149,7 +172,9 @@ def write(path: Path, architecture: str, num_layers: int = 1, **metadata: Any) -
     ("architecture", "metadata", "message"),
     [
         ("mamba", {}, r"the architecture of .* \(mamba\) is not supported; llama, qwen2, .* are\."),
-        ("llama", {"split.count": 3}, r"is one of 3 parts.*llama-gguf-split --merge"),
+        ("llama", {"split.count": 3}, r"m\.gguf has 3 parts, and its name is not NAME-00001-of-00003\.gguf"),
+        ("llama", {"split.count": 3, "split.no": 1}, r"m\.gguf is part 2 of 3; give the first\."),
+        ("llama", {"split.tensors.count": 7}, r"the parts of .* have 2 tensors instead of 7"),
         ("llama", {"rope.scaling.type": "twisted"}, r"scales rotary positions in a way that is not known \(twisted\)"),
         (
             "qwen3moe",

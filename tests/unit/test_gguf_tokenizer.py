@@ -272,5 +272,5 @@ def test_all_ends_of_an_answer() -> None:
         "tokenizer.ggml.eos_token_id": 5,
         "tokenizer.ggml.eot_token_id": 0,
     }
-    file = GGUFFile(PATH, metadata, {"token_embd.weight": GGUFTensor("token_embd.weight", (6, 8), 0, 0)})
+    file = GGUFFile(PATH, metadata, {"token_embd.weight": GGUFTensor("token_embd.weight", (6, 8), 0, PATH, 0)})
     assert gguf_config(file)["eos_token_id"] == [5, 0, 1, 2, 4]

@@ -38,7 +38,7 @@ class _GGUFSource:
     i + head_dim / 2. Slices are then whole heads.
     """
 
-    data: npt.NDArray[np.uint8]  # the whole file
+    data: npt.NDArray[np.uint8]  # the whole file, or part of it, that the tensor lies in
     tensor: GGUFTensor
     head_dim: int | None = None
     added: float = 0.0  # to what the checkpoint has
@@ -132,16 +132,21 @@ def open_gguf(path: Path, config: HFConfig) -> Iterator[dict[str, TensorSource]]
     file = read_gguf(path)
     architecture, family = file.metadata.get("general.architecture"), family_of(config)[1]
     names = _checkpoint_names(architecture, config["num_hidden_layers"], family)
-    data = np.memmap(path, dtype=np.uint8, mode="r")
+    parts = {each: np.memmap(each, dtype=np.uint8, mode="r") for each in {t.path for t in file.tensors.values()}}
     sources: dict[str, TensorSource] = {}
     for tensor in file.tensors.values():
+        data = parts[tensor.path]
         try:
             block_size, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.type_id)]
         except ValueError as error:
-            raise ConfigError(f"model: {path} holds {tensor.name} in an unknown type ({tensor.type_id}).") from error
+            raise ConfigError(
+                f"model: {tensor.path} holds {tensor.name} in an unknown type ({tensor.type_id})."
+            ) from error
         end = tensor.offset + int(np.prod(tensor.shape)) // block_size * block_bytes
         if end > len(data):
-            raise ConfigError(f"model: {path} is cut short: it has {len(data)} bytes, {tensor.name} needs {end}.")
+            raise ConfigError(
+                f"model: {tensor.path} is cut short: it has {len(data)} bytes, {tensor.name} needs {end}."
+            )
         if tensor.name in _OF_POSITIONS:
             continue
         module, _, kind = tensor.name.rpartition(".")
