@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import fp8
-from .activation import ACTIVATIONS
+from .activation import GATED
 from .dispatch import backend_for
 from .ops import DTYPES, check_cache, check_index, check_rows
 
@@ -109,8 +109,8 @@ def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.stride(1) != 1:
         raise ValueError(f"gate_up must be [num_rows, 2 * size] with contiguous rows, got {list(gate_up.shape)}")
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if activation not in GATED:
+        raise ValueError(f"activation must be one of {', '.join(GATED)}, got {activation!r}")
     _check_dtype("gate_up", gate_up)
     return backend_for(gate_up.device).activate_and_mul(gate_up, activation)
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from . import fp8
-from .activation import ACTIVATIONS
+from .activation import GATED
 from .dispatch import backend_for
 from .packed import Packing
 
@@ -235,8 +235,8 @@ def linear_gated_packed(
 
     Neither may be rounded to the dtype of `x` before. Returns [num_rows, out_features / 2], a new tensor.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if activation not in GATED:
+        raise ValueError(f"activation must be one of {', '.join(GATED)}, got {activation!r}")
     return backend_for(x.device).linear_gated_packed(x, weight, packing, bias, activation, in_int8)
 
 
@@ -330,12 +330,14 @@ class ExpertMatrices(NamedTuple):
         [num_experts, rows, row_bytes], each matrix as of `linear_packed`.
     scales: of weights in 8 bits, [num_experts, rows] float32, what each row is multiplied by.
     packing, in_int8: of packed weights, as of `linear_packed`.
+    bias: [num_experts, rows], contiguous, in the dtype of x.
     """
 
     weight: Tensor
     scales: Tensor | None = None
     packing: Packing | None = None
     in_int8: bool = False
+    bias: Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -354,7 +356,8 @@ def experts(
     activation: str,
     num_experts_in_all: int | None = None,
 ) -> Tensor:
-    """Each token's sum over its experts of `routing * down(activation(gate(x)) * up(x))`. Modifies no argument.
+    """Each token's sum over its experts of `routing * down(activation(gate(x)) * up(x))`, each of the three with its
+    bias, if any. Modifies no argument.
 
     Args:
         x: [num_tokens, hidden_size].
@@ -364,17 +367,20 @@ def experts(
         gate_up: 2 * size rows, gate above up, and hidden_size columns; in the dtype of `x`, in int8 or `fp8.DTYPE` with
             scales, or packed where `fits_packed` agrees.
         down: hidden_size rows and size columns, likewise.
-        activation: one of `activation.ACTIVATIONS`.
+        activation: one of `activation.GATED`.
         num_experts_in_all: how many there are, here and elsewhere, that tokens are spread over, where that is known.
     Returns [num_tokens, hidden_size], a new tensor, the dtype of `x`.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+    if activation not in GATED:
+        raise ValueError(f"activation must be one of {', '.join(GATED)}, got {activation!r}")
     num_experts, hidden_size, size = down.shape
     if x.shape[1:] != (hidden_size,) or gate_up.shape != (num_experts, 2 * size, hidden_size):
         raise ValueError(f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)} do not fit")
     if chosen.shape != routing.shape or len(chosen) != len(x):
         raise ValueError(f"chosen {tuple(chosen.shape)} and routing {tuple(routing.shape)} do not fit {len(x)} tokens")
+    for name, of in (("gate_up", gate_up), ("down", down)):
+        if of.bias is not None:
+            check_index(f"the bias of {name}", of.bias, x.dtype, of.shape[:2], x.device)
     return backend_for(x.device).experts(
         x, chosen, routing, gate_up, down, activation=activation, num_experts_in_all=num_experts_in_all
     )

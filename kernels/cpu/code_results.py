@@ -18,7 +18,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .code_words import PANEL_TOTALS, WIDTH, Step
-from .exponential import GATES, gated
+from .exponential import GATES, Gate, gated
 from .features import cpu_features
 from .tile_product import STEP_BYTES
 from .vectors import (
@@ -86,15 +86,14 @@ class ResultRows:
         loop_over(self._b, count, 1, [], step)
 
     def _one(self, row: Any) -> None:
-        b, factors, is_short = self._b, GATES.get(self._form.activation), self._form.is_short
+        b, numbers, is_short = self._b, GATES.get(self._form.activation), self._form.is_short
         start = b.add(self._totals, b.mul(row, INT64(STEP_BYTES)))
         places = [b.add(start, INT64(PANEL_TOTALS * j)) for j in range(WIDTH)]
         results = [b.fadd(load(b, place, FLOATS), bias) for place, bias in zip(places, self._biases, strict=True)]
         target = b.add(self._out, b.mul(row, self._out_row))
-        if factors is not None:
-            scale, cube = (splat(FLOATS, factor) for factor in factors)
+        if numbers is not None:
             gate, up = results
-            product = gated(b, gate, up, (scale, cube))
+            product = gated(b, gate, up, Gate(*(splat(FLOATS, number) for number in numbers)))
             store(b, to_bfloat16(b, product) if is_short else product, target)
         elif is_short and "avx512bf16" in cpu_features():
             store(b, to_bfloat16_by_instruction(b, *results), target)

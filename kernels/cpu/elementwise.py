@@ -18,11 +18,11 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .. import fp8
-from ..activation import ACTIVATIONS
+from ..activation import gated
 from ..reference import elementwise as reference
 from . import cache
 from .call import Arguments, RowFunction, enter_rows, take_rows
-from .exponential import GATES
+from .exponential import GATES, Gate
 from .float8 import store_float8
 from .intrinsics import pointer
 from .row_vectors import add_rows, copy_bytes, gate_row, scale_row, turn_halves
@@ -38,7 +38,7 @@ _NORM = Arguments(
     "heads", "x", "x_stride", "head_stride", "residual", "residual_stride", "weight", "out", "sum", "size", "short",
     floats=("eps", "offset", "multiplier"),
 )  # fmt: skip
-_GATE = Arguments("gate_up", "stride", "out", "size", "short", floats=("scale", "cube"))
+_GATE = Arguments("gate_up", "stride", "out", "size", "short", floats=Gate._fields)
 _ROTATE = Arguments("heads", "num_heads", "stride", "head_stride", "cos", "sin", "num_pairs", "interleaved", "short")
 _WRITE = Arguments(
     "heads", "num_heads", "stride", "head_stride", "cos", "sin", "num_pairs", "interleaved", "short",
@@ -100,16 +100,15 @@ def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """See `elementwise.activate_and_mul`."""
     num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     if activation not in GATES:
-        gate, up = gate_up.split(size, dim=1)
-        return ACTIVATIONS[activation](gate).mul_(up)
+        return gated(activation, *gate_up.split(size, dim=1))
     if gate_up.dtype not in _COMPILED:
         return reference.activate_and_mul(gate_up, activation)
     out = gate_up.new_empty(num_rows, size)
-    scale, cube = GATES[activation]
     width = gate_up.itemsize
     _gate(
         num_rows, size,
-        gate_up.data_ptr(), gate_up.stride(0) * width, out.data_ptr(), size, width == 2, scale, cube,
+        gate_up.data_ptr(), gate_up.stride(0) * width, out.data_ptr(), size, width == 2,
+        *GATES[activation],
     )  # fmt: skip
     return out
 
@@ -240,7 +239,8 @@ def _gate_worker(sources: str) -> Any:
     def worker(address: int) -> None:
         sources  # noqa: B018 (a constant of the function, so that the cache on disk tells versions apart)
         a = carray(pointer(address), (1,), _GATE_TYPE)[0]
-        size, scale, cube, width = a.size, np.float32(a.scale), np.float32(a.cube), 2 if a.short else 4
+        size, width = a.size, 2 if a.short else 4
+        gate = np.float32(a.scale), np.float32(a.cube), np.float32(a.limit), np.float32(a.added)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
@@ -248,7 +248,7 @@ def _gate_worker(sources: str) -> Any:
                 return
             for index in range(first, stop):
                 gates, out = a.gate_up + index * a.stride, a.out + index * size * width
-                gate_row(a.short, gates, gates + size * width, scale, cube, out, size)
+                gate_row(a.short, gates, gates + size * width, gate, out, size)
 
     return worker
 

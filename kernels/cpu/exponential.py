@@ -6,18 +6,32 @@ loops."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from ..activation import SWIGLU_OAI_LIMIT, SWIGLU_OAI_SCALE
 from .vectors import FLOAT, FLOATS, INTS, LANES, broadcast, call, fma, splat
 from .walk import load_lanes, store_lanes, sum_of, walk
 
-# Scale and cube of `gated`, by activation: x * sigmoid(scale * (x + cube * x^3)), which is silu and, as 1 + tanh(u) =
-# 2 sigmoid(2u), gelu by tanh.
-GATES = {"silu": (1.0, 0.0), "gelu_tanh": (2.0 * (2.0 / math.pi) ** 0.5, 0.044715)}
+
+class Gate(NamedTuple):
+    """What `gated` computes: x * sigmoid(scale * (x + cube * x^3)) * (up + added), neither x nor up above `limit`, nor
+    up below its negative. That is silu and, as 1 + tanh(u) = 2 sigmoid(2u), gelu by tanh."""
+
+    scale: Any = 1.0
+    cube: Any = 0.0
+    limit: Any = math.inf
+    added: Any = 0.0
+
+
+GATES = {
+    "silu": Gate(),
+    "gelu_tanh": Gate(2.0 * (2.0 / math.pi) ** 0.5, 0.044715),
+    "swiglu_oai": Gate(SWIGLU_OAI_SCALE, limit=SWIGLU_OAI_LIMIT, added=1.0),
+}
 FARTHEST = 87.0  # exp(-87) is 2e-38: what is below is 0
 _LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
 # Cephes' expf: a polynomial for [-ln(2) / 2, ln(2) / 2].
@@ -62,9 +76,12 @@ def soften(typing_context: Any, numbers: Any, count: Any, top: Any) -> Any:
     return types.float32(types.int64, types.int64, types.float32), generate
 
 
-def gated(b: ir.IRBuilder, x: Any, up: Any, factors: tuple[Any, Any]) -> Any:
-    """x / (1 + exp(-scale * (x + cube * x^3))) * up; `factors` are vectors of scale and cube, see GATES."""
-    (scales, cubes), one = factors, splat(FLOATS, 1.0)
+def gated(b: ir.IRBuilder, x: Any, up: Any, gate: Gate) -> Any:
+    """x / (1 + exp(-scale * (x + cube * x^3))) * up, see `Gate`, here of vectors. NaN stays NaN."""
+    (scales, cubes, limits, added), one = gate, splat(FLOATS, 1.0)
+    x, up = (b.select(b.fcmp_ordered(">", each, limits), limits, each) for each in (x, up))
+    least = b.fneg(limits)
+    up = b.fadd(b.select(b.fcmp_ordered("<", up, least), least, up), added)
     # scale * (x + cube * x^3), its sign turned
     turned = b.fneg(b.fmul(scales, b.fmul(x, fma(b, b.fmul(cubes, x), x, one))))
     return b.fmul(b.fdiv(x, b.fadd(one, exponential(b, turned))), up)

@@ -57,7 +57,7 @@ _SOURCES = ("claims", "digits", "features", "intrinsics", "tile_product", "tiles
     _CLAIMS,
     _NUM_ARGUMENTS,
 ) = range(13)
-_PLACES = CallPlaces(x=8 * _X, out=8 * _OUT, num_rows=8 * _NUM_ROWS, claims=8 * _CLAIMS, weight=8 * _WEIGHT)
+_PLACES = CallPlaces(8 * _X, 8 * _OUT, 8 * _NUM_ROWS, 8 * _CLAIMS, 8 * _WEIGHT, 8 * _BIAS)
 
 
 def linear(
@@ -100,7 +100,7 @@ def linear(
         ctypes.addressof(claims),
     )
     rows = None if most_rows is None else (Rows(8 * _NUM_ROWS),)
-    is_told = most_rows is not None and form.parts == 1 and scales is None and bias is None  # all that it may need
+    is_told = most_rows is not None and form.parts == 1 and scales is None  # which it could not be told
     most_rows = min(most_rows or sys.maxsize, MAX_PREPARED if form.parts > 1 else sys.maxsize)
     call = CompiledCall(_entry(name), arguments, claims, rows, is_idempotent=True, most_rows=most_rows)
     run_call(call._replace(places=_PLACES) if is_told else call)

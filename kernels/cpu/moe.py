@@ -82,24 +82,29 @@ def _one_by_one(
 def _gated(x: Tensor, of: ExpertMatrices, expert: int, activation: str) -> Tensor:
     if of.packing is None:
         return activate_and_mul(_project(x, of, expert, x.dtype), activation)
-    return linear_gated_packed(x, of.weight[expert], of.packing, None, activation, of.in_int8)
+    return linear_gated_packed(x, of.weight[expert], of.packing, _bias(of, expert), activation, of.in_int8)
 
 
 def _project(x: Tensor, of: ExpertMatrices, expert: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """In the dtype of x; of packed weights, which may be left in float32, in `dtype`."""
+    bias = _bias(of, expert)
     if of.packing is not None:
-        return linear_packed(x, of.weight[expert], of.packing, None, dtype, of.in_int8)
+        return linear_packed(x, of.weight[expert], of.packing, bias, dtype, of.in_int8)
     if of.scales is None:
-        return linear(x, of.weight[expert], None)
+        return linear(x, of.weight[expert], bias)
     scaled = linear_int8 if of.weight.dtype == torch.int8 else linear_fp8
-    return scaled(x, of.weight[expert], of.scales[expert], None)
+    return scaled(x, of.weight[expert], of.scales[expert], bias)
+
+
+def _bias(of: ExpertMatrices, expert: int) -> Tensor | None:
+    return None if of.bias is None else of.bias[expert]
 
 
 class _Stage(NamedTuple):
     """One call of a slot, made for rows that nobody needs."""
 
     call: CompiledCall
-    weight: Tensor | None  # of all experts, of one of which a call has the address
+    of: ExpertMatrices | None  # of all experts, of one of which a call has the addresses
     result: Tensor  # of the call
 
 
@@ -126,7 +131,7 @@ def _record_slots(
         return False
     sorted_x, rows = x.new_empty(num_rows, x.shape[1]), torch.empty_like(chosen)
     results = [x.new_empty(num_rows, stage.result.shape[1], dtype=stage.result.dtype) for stage in stages]
-    sort(chosen, num_experts, x, sorted_x, rows, slots, [stage.weight for stage in stages], results)
+    sort(chosen, num_experts, x, sorted_x, rows, slots, [stage.of for stage in stages], results)
     for call in chain.from_iterable(slots):
         if ctypes.c_int64.from_address(place_of_rows(call)).value > 0:
             run_call(call)
@@ -140,34 +145,36 @@ def _stages(x: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, activation
     """The calls of a slot that has up to as many rows as `x`; none where others may be needed."""
     rows, both = torch.zeros_like(x), torch.zeros(len(x), gate_up.shape[1], dtype=x.dtype)
     inner = torch.zeros(len(x), down.shape[2], dtype=x.dtype)
-    gated = _stage(partial(_gated, of=gate_up, expert=0, activation=activation), rows, gate_up.weight)
+    gated = _stage(partial(_gated, of=gate_up, expert=0, activation=activation), rows, gate_up)
     found = [gated]
     if gated is None:  # it takes two
         found = [
-            _stage(partial(_project, of=gate_up, expert=0, dtype=x.dtype), rows, gate_up.weight),
+            _stage(partial(_project, of=gate_up, expert=0, dtype=x.dtype), rows, gate_up),
             _stage(partial(activate_and_mul, activation=activation), both, None),
         ]
-    found.append(_stage(partial(_project, of=down, expert=0), inner, down.weight))
+    found.append(_stage(partial(_project, of=down, expert=0), inner, down))
     stages = [stage for stage in found if stage is not None]
     return stages if len(stages) == len(found) else []
 
 
-def _stage(function: Callable[[Tensor], Tensor], rows: Tensor, weight: Tensor | None) -> _Stage | None:
-    """None where it is not one call that takes the rows and the first expert's weight as they are, and gives what is
-    the result: no operator of torch was before or behind it."""
+def _stage(function: Callable[[Tensor], Tensor], rows: Tensor, of: ExpertMatrices | None) -> _Stage | None:
+    """None where it is not one call that takes the rows, and the first expert's weight and bias, as they are, and gives
+    what is the result: no operator of torch was before or behind it."""
     results: list[Tensor] = []
     calls = calls_of(lambda: results.append(function(rows)))
     places = calls[0].places if len(calls) == 1 else None
     if places is None or calls[0].most_rows < len(rows):
         return None
-    given = {places.x: rows, places.out: results[0]}
-    if places.weight is not None and weight is not None:
-        given[places.weight] = weight
+    given: dict[int | None, Tensor | None] = {places.x: rows, places.out: results[0]}
+    if of is not None:
+        given |= {places.weight: of.weight, places.bias: of.bias}
     first = ctypes.addressof(calls[0].arguments)
     has_them = all(
-        ctypes.c_int64.from_address(first + place).value == tensor.data_ptr() for place, tensor in given.items()
+        place is not None and ctypes.c_int64.from_address(first + place).value == tensor.data_ptr()
+        for place, tensor in given.items()
+        if tensor is not None
     )
-    return _Stage(calls[0], weight, results[0]) if has_them else None
+    return _Stage(calls[0], of, results[0]) if has_them else None
 
 
 def _copied(call: CompiledCall) -> CompiledCall:

@@ -29,7 +29,7 @@ from .threads import run_call
     SHARE,
 ) = range(11)
 NUM_ARGUMENTS = SHARE + kv_prefetch.NUM_WORDS
-_PLACES = CallPlaces(x=8 * X, out=8 * OUT, num_rows=8 * NUM_ROWS, claims=8 * CLAIMS, weight=8 * WEIGHT)
+_PLACES = CallPlaces(8 * X, 8 * OUT, 8 * NUM_ROWS, 8 * CLAIMS, 8 * WEIGHT, 8 * BIAS)
 
 
 def run_product(

@@ -37,6 +37,7 @@ class CallPlaces(NamedTuple):
     num_rows: int
     claims: int
     weight: int | None = None
+    bias: int | None = None
 
 
 class CompiledCall(NamedTuple):

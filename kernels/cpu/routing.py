@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,6 +27,9 @@ from .row_vectors import copy_bytes
 from .rows import load_row, store_row
 from .sources import digest_of
 from .threads import run_call
+
+if TYPE_CHECKING:
+    from ..ops import ExpertMatrices
 
 _COMPILED = (torch.float32, torch.bfloat16)
 _TAKEN = np.float32(-1.0)  # instead of a probability
@@ -65,7 +68,7 @@ def sort(
     sorted_x: Tensor,
     rows: Tensor,
     slots: Sequence[Sequence[CompiledCall]],
-    weights: Sequence[Tensor | None],
+    matrices: Sequence[ExpertMatrices | None],
     results: Sequence[Tensor],
 ) -> None:
     """Tell calls what they compute (`recording.CallPlaces`). All of it is memory that stays where it is.
@@ -77,12 +80,12 @@ def sort(
         rows: [num_tokens, experts_per_token] int64, gets the row of each assignment in the results, or -1.
         slots: calls for one expert each, of which the first takes rows of x, and each other one what the one before it
             has computed. Those of slots that are left over get no rows.
-        weights, results: by the calls of a slot, [num_experts, ...], and rows of all assignments, [n, ...].
+        matrices, results: by the calls of a slot, what each expert has one of, and rows of all assignments, [n, ...].
     """
     with recorded_by(None):
         told = torch.tensor([[_addresses(call) for call in slot] for slot in slots])
-        pairs = zip(weights, results, strict=True)
-        stages = torch.tensor([[*_steps(weight), *_steps(result)] for weight, result in pairs])
+        pairs = zip(matrices, results, strict=True)
+        stages = torch.tensor([[*_steps_of_experts(of), *_steps(result)] for of, result in pairs])
     num_tokens, num_chosen = chosen.shape
     call = _sort.call(
         num_tokens, num_tokens * num_chosen * x.shape[1],
@@ -95,12 +98,16 @@ def sort(
     run_call(call)
 
 
-def _addresses(call: CompiledCall) -> tuple[int, int, int, int]:
-    """Of what it is told; 0 of the weight that it does not have."""
+def _addresses(call: CompiledCall) -> tuple[int, ...]:
+    """Of what it is told; 0 of the weight or bias that it does not have."""
     assert call.places is not None
     places, first = call.places, ctypes.addressof(call.arguments)
-    weight = 0 if places.weight is None else first + places.weight
-    return first + places.x, weight, first + places.out, first + places.num_rows
+    weight, bias = (0 if place is None else first + place for place in (places.weight, places.bias))
+    return first + places.x, weight, bias, first + places.out, first + places.num_rows
+
+
+def _steps_of_experts(of: ExpertMatrices | None) -> tuple[int, ...]:
+    return (0, 0, 0, 0) if of is None else (*_steps(of.weight), *_steps(of.bias))
 
 
 def _steps(tensor: Tensor | None) -> tuple[int, int]:
@@ -216,25 +223,27 @@ def _sort_all(address: int) -> None:
             if counts[expert] > 1:
                 copy_bytes(x, a.sorted + row * a.x_row, a.x_row)
         rows[i] = row
-    told = carray(pointer(a.told), (a.num_slots, a.num_stages, 4), np.int64)
-    stages, slot = carray(pointer(a.stages), (a.num_stages, 4), np.int64), 0
+    told = carray(pointer(a.told), (a.num_slots, a.num_stages, 5), np.int64)
+    stages, slot = carray(pointer(a.stages), (a.num_stages, 6), np.int64), 0
     for expert in range(a.num_experts):
         count = counts[expert]
         if count > 0:
             row = next_row[expert] - count
             taken = only_x[expert] if count == 1 else a.sorted + row * a.x_row
             for stage in range(a.num_stages):
-                weight, of_expert, result, result_row = stages[stage]
+                weight, of_expert, bias, bias_of_expert, result, result_row = stages[stage]
                 _tell(told[slot, stage, 0], taken)
                 if weight != 0:
                     _tell(told[slot, stage, 1], weight + expert * of_expert)
+                if bias != 0:
+                    _tell(told[slot, stage, 2], bias + expert * bias_of_expert)
                 taken = result + row * result_row
-                _tell(told[slot, stage, 2], taken)
-                _tell(told[slot, stage, 3], count)
+                _tell(told[slot, stage, 3], taken)
+                _tell(told[slot, stage, 4], count)
             slot += 1
     for left in range(slot, a.num_slots):
         for stage in range(a.num_stages):
-            _tell(told[left, stage, 3], 0)
+            _tell(told[left, stage, 4], 0)
 
 
 @njit(error_model="numpy")

@@ -15,7 +15,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from .exponential import gated
+from .exponential import Gate, gated
 from .vectors import FLOAT, FLOATS, INT8, INT64, LANES, broadcast, call, fma, splat
 from .walk import load_lanes, store_lanes, sum_of, walk
 
@@ -37,12 +37,12 @@ def scale_row(short: int, x: int, scale: Any, weight: int, offset: Any, out: int
 
 
 @njit(error_model="numpy")
-def gate_row(short: int, gates: int, ups: int, scale: Any, cube: Any, out: int, count: int) -> None:
-    """Store what `exponential.gated` makes of `count` gates and ups."""
+def gate_row(short: int, gates: int, ups: int, gate: Any, out: int, count: int) -> None:
+    """Store what `exponential.gated` makes of `count` gates and ups. `gate`: the numbers of a `Gate`."""
     if short:
-        _gate_row(True, gates, ups, scale, cube, out, count)
+        _gate_row(True, gates, ups, gate, out, count)
     else:
-        _gate_row(False, gates, ups, scale, cube, out, count)
+        _gate_row(False, gates, ups, gate, out, count)
 
 
 @njit(error_model="numpy")
@@ -113,24 +113,22 @@ def _scale_row(
 
 
 @intrinsic(prefer_literal=True)
-def _gate_row(
-    typing_context: Any, short: Any, gates: Any, ups: Any, scale: Any, cube: Any, out: Any, count: Any
-) -> Any:
+def _gate_row(typing_context: Any, short: Any, gates: Any, ups: Any, gate: Any, out: Any, count: Any) -> Any:
     is_short = short.literal_value
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, gates, ups, scale, cube, out, count = arguments
-        factors = broadcast(b, scale, LANES), broadcast(b, cube, LANES)
+        _, gates, ups, numbers, out, count = arguments
+        own = Gate(*(broadcast(b, b.extract_value(numbers, i), LANES) for i in range(len(Gate._fields))))
 
         def step(k: Any, mask: Any, state: list[Any]) -> list[Any]:
             gate, up = (load_lanes(b, place, k, mask, 0.0, is_short=is_short) for place in (gates, ups))
-            store_lanes(b, gated(b, gate, up, factors), out, k, mask, is_short=is_short)
+            store_lanes(b, gated(b, gate, up, own), out, k, mask, is_short=is_short)
             return state
 
         walk(b, count, [], step)
         return context.get_dummy_value()
 
-    arguments = (types.int64, types.int64, types.float32, types.float32, types.int64, types.int64)
+    arguments = (types.int64, types.int64, types.UniTuple(types.float32, len(Gate._fields)), types.int64, types.int64)
     return types.void(short, *arguments), generate
 
 

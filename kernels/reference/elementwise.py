@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..activation import ACTIVATIONS
+from ..activation import gated
 from .attention import write_kv
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_rms_norm(
 def activate_and_mul(gate_up: Tensor, activation: str) -> Tensor:
     """See `elementwise.activate_and_mul`."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    return gated(activation, gate, up).to(gate_up.dtype)
 
 
 def angles(positions: Tensor, inv_freq: Tensor, magnitude: float) -> tuple[Tensor, Tensor]:

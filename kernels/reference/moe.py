@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..activation import ACTIVATIONS
+from ..activation import gated
 from ..packed import unpack
 
 if TYPE_CHECKING:
@@ -41,11 +41,14 @@ def experts(
     for token, places in enumerate(chosen.tolist()):
         for index, expert in enumerate(places):
             if 0 <= expert < len(down.weight):
-                both = _matrix(gate_up, expert) @ x[token].float()
-                gate, up = both.chunk(2)
-                inner = ACTIVATIONS[activation](gate) * up
-                out[token] += routing[token, index] * (_matrix(down, expert) @ inner)
+                inner = gated(activation, *_project(gate_up, expert, x[token].float()).chunk(2))
+                out[token] += routing[token, index] * _project(down, expert, inner)
     return out.to(x.dtype)
+
+
+def _project(of: ExpertMatrices, expert: int, x: Tensor) -> Tensor:
+    result = _matrix(of, expert) @ x
+    return result if of.bias is None else result + of.bias[expert].float()
 
 
 def _matrix(of: ExpertMatrices, expert: int) -> Tensor:

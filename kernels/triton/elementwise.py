@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import fp8
 from .chain import chained, wait_for_others
+from .gates import activate, bounded
 from .numbers import to_e4m3
 from .sizes import cdiv, next_power_of_2
 
@@ -77,15 +78,8 @@ def _gate_kernel(
     inside = channel < size
     x = tl.load(gate_up + row * stride + channel, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * stride + size + channel, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION == "silu":
-        x = x * tl.sigmoid(x)
-    elif ACTIVATION == "gelu_tanh":  # 1 + tanh(u) = 2 sigmoid(2u)
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "gelu":
-        x = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:
-        x = tl.maximum(x, 0.0)
-    tl.store(out + row * size + channel, (x * up).to(out.dtype.element_ty), mask=inside)
+    x, up = bounded(x, up, ACTIVATION)
+    tl.store(out + row * size + channel, (activate(x, ACTIVATION) * up).to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit

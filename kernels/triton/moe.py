@@ -87,20 +87,25 @@ def experts(
         shared["WEIGHT_FORMAT"] = e4m3_format(x.device)
     inner = x.new_empty(num_assignments, size)
     gate_up_kernel[(most_tiles, cdiv(size, tile.block_n))](
-        inner, x, of_gate_up, ends if gate_up.scales is None else gate_up.scales, order, ends,
+        inner, x, of_gate_up, *_beside(gate_up, ends), order, ends,
         x.stride(0), size, hidden_size, EXPERTS_PER_TOKEN=experts_per_token, ACTIVATION=activation,
-        HAS_SCALES=gate_up.scales is not None, **shared,
+        HAS_SCALES=gate_up.scales is not None, HAS_BIAS=gate_up.bias is not None, **shared,
     )  # fmt: skip
     parts = torch.empty(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
     down_kernel[(most_tiles, cdiv(hidden_size, tile.block_n))](
-        parts, inner, of_down, ends if down.scales is None else down.scales, routing.contiguous(), order, ends,
-        size, hidden_size, HAS_SCALES=down.scales is not None, **shared,
+        parts, inner, of_down, *_beside(down, ends), routing.contiguous(), order, ends,
+        size, hidden_size, HAS_SCALES=down.scales is not None, HAS_BIAS=down.bias is not None, **shared,
     )  # fmt: skip
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     add_kernel[(num_tokens, cdiv(hidden_size, _FEATURES))](
         out, parts, chosen, hidden_size, NUM_EXPERTS=num_experts, EXPERTS_PER_TOKEN=experts_per_token, BLOCK=_FEATURES
     )
     return out
+
+
+def _beside(of: ExpertMatrices, anything: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and biases, or anything in their place."""
+    return anything if of.scales is None else of.scales, anything if of.bias is None else of.bias
 
 
 def _sorted_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

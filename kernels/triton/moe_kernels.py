@@ -7,6 +7,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .gates import activate, bounded
 from .numbers import dot, widen
 
 
@@ -50,21 +51,6 @@ def choose_kernel(
     own = token * EXPERTS_PER_TOKEN + place
     tl.store(chosen + own, taken.to(tl.int64), mask=place < EXPERTS_PER_TOKEN)
     tl.store(routing + own, weights, mask=place < EXPERTS_PER_TOKEN)
-
-
-@triton.jit
-def _activate(x, ACTIVATION: tl.constexpr):
-    # One result of all branches: the compiler goes on behind a `return`.
-    if ACTIVATION == "silu":
-        y = x * tl.sigmoid(x)
-    elif ACTIVATION == "gelu":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh":  # (1 + tanh(y)) / 2 = sigmoid(2 y)
-        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    else:
-        tl.static_assert(ACTIVATION == "relu", "an activation that there is no code for")
-        y = tl.maximum(x, 0.0)
-    return y
 
 
 @triton.jit(do_not_specialize=["num_assignments"])
@@ -124,6 +110,7 @@ def gate_up_kernel(
     x,  # [num_tokens, hidden_size]
     weight,  # [num_experts, 2 * size, hidden_size], contiguous
     scales,  # [num_experts, 2 * size] float32 of weights in 8 bits, or anything
+    bias,  # [num_experts, 2 * size], or anything
     order,  # see `_own_assignments`
     ends,
     x_stride,
@@ -134,6 +121,7 @@ def gate_up_kernel(
     EXPERTS_PADDED: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -164,10 +152,13 @@ def gate_up_kernel(
     if HAS_SCALES:
         gate = gate * tl.load(scales + gate_feature)[None, :]
         up = up * tl.load(scales + gate_feature + size)[None, :]
+    if HAS_BIAS:
+        gate += tl.load(bias + gate_feature).to(tl.float32)[None, :]
+        up += tl.load(bias + gate_feature + size).to(tl.float32)[None, :]
     # Rounded where layers one after the other would round.
     dtype = x.dtype.element_ty
-    gate = _activate(gate.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
-    result = (gate * up.to(dtype).to(tl.float32)).to(dtype)
+    gate, up = bounded(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), ACTIVATION)
+    result = (activate(gate, ACTIVATION).to(dtype).to(tl.float32) * up).to(dtype)
     tl.store(out + assignment[:, None] * size + feature[None, :], result, mask=used[:, None] & inside_size[None, :])
 
 
@@ -177,6 +168,7 @@ def down_kernel(
     x,  # [num_assignments, size], contiguous
     weight,  # [num_experts, hidden_size, size], contiguous
     scales,  # [num_experts, hidden_size] float32 of weights in 8 bits, or anything
+    bias,  # [num_experts, hidden_size], or anything
     routing,  # [num_assignments] float32: what an assignment counts
     order,  # see `_own_assignments`
     ends,
@@ -185,6 +177,7 @@ def down_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -207,6 +200,8 @@ def down_kernel(
         acc = dot(a, tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST)), acc, PRECISION, UPCAST)
     if HAS_SCALES:
         acc = acc * tl.load(scales + weight_feature)[None, :]
+    if HAS_BIAS:
+        acc += tl.load(bias + weight_feature).to(tl.float32)[None, :]
     acc = acc * tl.load(routing + assignment, mask=used, other=0.0)[:, None]
     mask = used[:, None] & (feature < hidden_size)[None, :]
     tl.store(out + assignment[:, None] * hidden_size + feature[None, :], acc, mask=mask)

@@ -38,7 +38,7 @@ def _checks(dtype: torch.dtype, device: str, *, large: bool) -> Iterator[tuple[s
         yield f"rms_norm-{num_rows}x{size}-{name}", _norm(num_rows, size, dtype, device)
         yield f"add_rms_norm-{num_rows}x{size}-{name}", _add_norm(num_rows, size, dtype, device)
     yield f"rms_norm-heads-{name}", _head_norm(dtype, device)
-    for activation in ("silu", "gelu", "gelu_tanh", "relu"):
+    for activation in ("silu", "gelu", "gelu_tanh", "relu", "swiglu_oai"):
         for num_rows, size in ((1, 1536), (5, 37), (0, 8), *[(64, 1100)] * large):
             yield f"{activation}-{num_rows}x{size}-{name}", _gate(num_rows, size, activation, dtype, device)
     heads = [(1, 64, 32), (7, 80, 20), (2, 6, 3), (0, 8, 4), *[(150, 64, 32)] * large]

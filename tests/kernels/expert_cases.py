@@ -22,6 +22,7 @@ class ExpertCase:
     activation: str = "silu"
     dtype: torch.dtype = torch.float32
     weights: torch.dtype | None = None  # in 8 bits
+    has_bias: bool = False
     elsewhere: int = 0  # experts that other ranks have: half of them before ours, half behind
 
     @property
@@ -29,6 +30,7 @@ class ExpertCase:
         shape = f"{self.num_tokens}x{self.experts_per_token}of{self.num_experts}-{self.hidden_size}-{self.size}"
         parts = ["experts", shape, self.activation, str(self.dtype).removeprefix("torch.")]
         parts += [str(self.weights).removeprefix("torch.")] if self.weights else []
+        parts += ["bias"] if self.has_bias else []
         return "-".join([*parts, *([f"elsewhere{self.elsewhere}"] if self.elsewhere else [])])
 
 
@@ -41,6 +43,9 @@ EXPERT_CASES = [
     ExpertCase(2100, num_experts=3, hidden_size=16, size=16, elsewhere=1),  # sorted in several parts
     ExpertCase(20, weights=torch.int8),
     ExpertCase(20, dtype=torch.bfloat16, weights=fp8.DTYPE),
+    ExpertCase(20, activation="swiglu_oai", has_bias=True, elsewhere=2),
+    ExpertCase(11, activation="swiglu_oai", has_bias=True, dtype=torch.bfloat16),
+    ExpertCase(5, weights=torch.int8, has_bias=True),
 ]
 
 # Sums of some tens of products of order 1, twice. In bfloat16 what lies between the two products is rounded as well.
@@ -66,6 +71,8 @@ def build_experts(case: ExpertCase, device: str = "cpu") -> dict[str, Tensor | s
     for name, shape in shapes.items():
         weight = torch.randn(case.num_experts, *shape, generator=generator) / shape[1] ** 0.5
         scales = weight.abs().amax(dim=-1) / 127
+        if case.has_bias:
+            arguments[f"{name}_bias"] = torch.randn(weight.shape[:2], generator=generator).to(device, case.dtype)
         if case.weights is None:
             arguments[name] = weight.to(device, case.dtype)
             continue
@@ -149,6 +156,7 @@ def run_experts(arguments: dict[str, Tensor | str | int | None]) -> Tensor:
 
     given = {name: value for name, value in arguments.items() if not name.startswith(("gate_up", "down"))}
     for name in ("gate_up", "down"):
-        given[name] = ops.ExpertMatrices(arguments[name], arguments.get(f"{name}_scales"))  # type: ignore[arg-type]
+        scales, bias = (arguments.get(f"{name}_{each}") for each in ("scales", "bias"))
+        given[name] = ops.ExpertMatrices(arguments[name], scales, bias=bias)  # type: ignore[arg-type]
     with patch.object(torch, "empty", unwritten):
         return ops.experts(**given)  # type: ignore[arg-type]

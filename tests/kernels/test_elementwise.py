@@ -112,7 +112,7 @@ def test_wrong_arguments_are_refused() -> None:
         elementwise.add_rms_norm(x[:1], x.clone(), weight, 1e-5)
     with pytest.raises(ValueError, match=r"2 \* size"):
         elementwise.activate_and_mul(torch.randn(2, 7), "silu")
-    with pytest.raises(ValueError, match="one of silu, gelu, gelu_tanh, relu, got 'swish'"):
+    with pytest.raises(ValueError, match="one of silu, gelu, gelu_tanh, relu, swiglu_oai, got 'swish'"):
         elementwise.activate_and_mul(x, "swish")
     with pytest.raises(ValueError, match=r"cos and sin must be \[1, at most 4\]"):
         elementwise.rotate(torch.randn(1, 1, 8), Rotation(torch.ones(2, 4), torch.ones(2, 4), interleaved=False))

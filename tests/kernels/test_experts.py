@@ -70,7 +70,9 @@ def test_experts_elsewhere_add_nothing() -> None:
 
 def test_wrong_arguments_are_refused() -> None:
     arguments = build_experts(ExpertCase(3))
-    with pytest.raises(ValueError, match="activation must be one of silu, gelu, gelu_tanh, relu, got 'tanh'"):
+    with pytest.raises(
+        ValueError, match="activation must be one of silu, gelu, gelu_tanh, relu, swiglu_oai, got 'tanh'"
+    ):
         run_experts({**arguments, "activation": "tanh"})
     with pytest.raises(ValueError, match="do not fit 2 tokens"):
         run_experts({**arguments, "x": arguments["x"][:2]})  # type: ignore[index]
@@ -181,6 +183,20 @@ def test_a_record_of_experts_in_int8() -> None:
     check_record(of_backend(packed_case(5, torch.float32, ("q4_k", "q6_k")), in_int8=True))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kinds", [KINDS[0], None], ids=["packed", "unpacked"])
+def test_a_record_of_experts_with_biases(kinds: tuple[str, str] | None, dtype: torch.dtype) -> None:
+    """Each expert has its own, and they are not told twice."""
+    arguments = unpacked_case(6, dtype) if kinds is None else of_backend(packed_case(6, dtype, kinds))
+    generator = torch.Generator().manual_seed(2)
+    for name in ("gate_up", "down"):
+        bias = torch.randn(arguments[name].weight.shape[:2], generator=generator).to(dtype)
+        without = ops.experts(**arguments)
+        arguments[name] = arguments[name]._replace(bias=bias)
+        assert not torch.equal(ops.experts(**arguments), without)
+    check_record(arguments | {"activation": "swiglu_oai"})
+
+
 def test_a_record_of_rows_that_lie_apart() -> None:
     arguments = unpacked_case(5, torch.float32)
     check_record(arguments | {"x": torch.zeros(5, 300)[:, :256]})
@@ -245,11 +261,12 @@ def test_results_are_written_once() -> None:
     (choose,) = calls_of(lambda: found.extend(ops.choose_experts(logits, 8, renormalize=True)))
     chosen, counts = found
     rows, parts, out = torch.empty_like(chosen), torch.randn(num_tokens * 8, 64), torch.empty_like(x)
-    weight, gathered = torch.zeros(num_experts, 64, 64), torch.empty(num_tokens * 8, 64)
-    (product,) = calls_of(lambda: ops.linear(x, weight[0], None))
+    weight, bias = torch.zeros(num_experts, 64, 64), torch.zeros(num_experts, 64)
+    matrices, gathered = ops.ExpertMatrices(weight, bias=bias), torch.empty(num_tokens * 8, 64)
+    (product,) = calls_of(lambda: ops.linear(x, weight[0], bias[0]))
     slots = [[moe._copied(product), moe._copied(product)] for _ in range(num_experts)]
     sort = calls_of(
-        lambda: routing.sort(chosen, num_experts, x, gathered, rows, slots, [weight] * 2, [parts.clone(), parts])
+        lambda: routing.sort(chosen, num_experts, x, gathered, rows, slots, [matrices] * 2, [parts.clone(), parts])
     )[0]
     add_up = calls_of(lambda: routing.add_up(parts, rows, counts, out))[0]
     told = [torch.frombuffer(call.arguments, dtype=torch.int64) for slot in slots for call in slot]

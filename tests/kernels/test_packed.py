@@ -614,7 +614,7 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
 
 
 @of_packings(OF_CODES, ("q4_1", "q8_0", "k6_1_16"))  # with all bits: what comes behind sums does not know how they came
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "swiglu_oai"])
 @pytest.mark.parametrize("num_rows", [1, 16, 17, 33, 100])
 def test_gated_bits_are_those_of_both_steps(
     packing: Packing,
