@@ -34,6 +34,8 @@ _ENDS = {
     "<|eom_id|>",
     "<end_of_turn>",
     "<|observation|>",
+    "<|return|>",
+    "<|call|>",
     "<EOT>",
     "<｜end▁of▁sentence｜>",
 }
@@ -189,10 +191,12 @@ def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
     """What ends a text, a turn and a message, by the file's keys and by the names that such tokens have."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     tokens, kinds = metadata.get("tokenizer.ggml.tokens", ()), metadata.get("tokenizer.ggml.token_type", ())
+    # gpt-oss ends each part of an answer, its thoughts for example, with what others end answers with.
+    ends = _ENDS - {"<|end|>"} if "<|return|>" in tokens else _ENDS
     named = [
         token_id
         for token_id, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
-        if token in _ENDS and kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+        if token in ends and kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
     ]
     return list(dict.fromkeys([*(metadata[key] for key in keys if key in metadata), *named]))
 
@@ -299,6 +303,16 @@ def _starcoder2(metadata: _Metadata) -> dict[str, Any]:
     return {"use_bias": "blk.0.attn_q.bias" in metadata.file.tensors}
 
 
+def _gpt_oss(metadata: _Metadata) -> dict[str, Any]:
+    scaling = _rope_scaling(metadata)
+    return {
+        **_experts(metadata),
+        "intermediate_size": metadata["expert_feed_forward_length"],
+        "sliding_window": metadata["attention.sliding_window"],
+        "rope_scaling": scaling and {**scaling, "truncate": False},
+    }
+
+
 class _Architecture(NamedTuple):
     """What `transformers` calls it, and what its configuration has beside the common."""
 
@@ -325,4 +339,5 @@ ARCHITECTURES: Mapping[str, _Architecture] = {  # by general.architecture
     "cohere2": _Architecture("Cohere2ForCausalLM", "cohere2", _cohere),
     "stablelm": _Architecture("StableLmForCausalLM", "stablelm", _stablelm),
     "starcoder2": _Architecture("Starcoder2ForCausalLM", "starcoder2", _starcoder2),
+    "gpt-oss": _Architecture("GptOssForCausalLM", "gpt_oss", _gpt_oss),
 }

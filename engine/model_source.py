@@ -56,6 +56,7 @@ SUPPORTED_ARCHITECTURES = (
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
     "OlmoeForCausalLM",
+    "GptOssForCausalLM",
 )
 
 _CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "max_seq_len", "seq_length", "n_ctx")

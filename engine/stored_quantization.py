@@ -1,4 +1,5 @@
-"""How the weights of a checkpoint are quantized, as its `quantization_config` says: AWQ, GPTQ, compressed-tensors, FP8.
+"""How the weights of a checkpoint are quantized, as its `quantization_config` says: AWQ, GPTQ, compressed-tensors, FP8,
+MXFP4.
 
 What tensors say themselves (which layers, how many scales) is left to them: `workers/loader/quantized.py`.
 """
@@ -11,8 +12,8 @@ from typing import Any, Literal
 
 from .errors import ConfigError
 
-_TENSORS = Literal["awq", "gptq", "compressed-tensors", "fp8"]
-_SUPPORTED = "awq, gptq, compressed-tensors, fp8, fbgemm_fp8 and modelopt (FP8)"
+_TENSORS = Literal["awq", "gptq", "compressed-tensors", "fp8", "mxfp4"]
+_SUPPORTED = "awq, gptq, compressed-tensors, fp8, fbgemm_fp8, modelopt (FP8), mxfp4"
 # https://github.com/vllm-project/compressed-tensors names them. Others store four bits of a float, or leave zeros out.
 _COMPRESSED = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision")
 _GPTQ_BITS = (2, 4, 8)  # a word of 32 holds whole numbers of these
@@ -90,6 +91,10 @@ def _modelopt(given: Mapping[str, Any]) -> StoredQuantization:
     return StoredQuantization("fp8")
 
 
+def _mxfp4(_given: Mapping[str, Any]) -> StoredQuantization:
+    return StoredQuantization("mxfp4")
+
+
 _READERS = {
     "awq": _awq,
     "gptq": _gptq,
@@ -97,6 +102,7 @@ _READERS = {
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
 }
 
 

@@ -37,13 +37,14 @@ def write_gguf(
     _add_own(writer, config, architecture)
     known = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(known, config["num_hidden_layers"])
-    for name, tensor in _with_stacked_experts(load_file(directory / "model.safetensors")).items():
+    tensors = _with_stacked_experts(load_file(directory / "model.safetensors"))
+    for name, tensor in (_with_gates_apart(tensors) if architecture == "gpt-oss" else tensors).items():
         if name == "lm_head.weight" and config.get("tie_word_embeddings"):
             continue
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         numbers = _changed(name, tensor, config, architecture).contiguous().numpy()
-        if numbers.ndim == 1 or "ffn_gate_inp" in stored or kind == GGMLQuantizationType.F32:
+        if numbers.ndim == 1 or stored.endswith("bias") or "ffn_gate_inp" in stored or kind == GGMLQuantizationType.F32:
             writer.add_tensor(stored, numbers)
         else:
             writer.add_tensor(stored, quantize(numbers, kind), raw_dtype=kind)
@@ -124,8 +125,10 @@ def _add_own(writer: GGUFWriter, config: dict[str, Any], architecture: str) -> N
     ):
         if config.get(key) is not None:
             add(config[key])
-    if architecture in ("gemma2", "gemma3", "phi3", "cohere2"):
+    if architecture in ("gemma2", "gemma3", "phi3", "cohere2", "gpt-oss"):
         writer.add_sliding_window(config.get("sliding_window") or 0)
+    if architecture == "gpt-oss":
+        writer.add_expert_feed_forward_length(config["intermediate_size"])
 
 
 def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,6 +143,23 @@ def _with_stacked_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             stacks[f"{layer}.mlp.experts.{MIXTRAL.get(matrix, matrix)}.weight"][int(expert)] = tensor
     stacked = {name: torch.stack([of[i] for i in range(len(of))]) for name, of in stacks.items()}
     return others | stacked
+
+
+def _with_gates_apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Of gpt-oss: matrices of experts as others have them, and each tensor with its kind at the end."""
+    apart = {}
+    for name, tensor in tensors.items():
+        module, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")
+        if ".experts." not in name:
+            apart[f"{name}.weight" if name.endswith("sinks") else name] = tensor
+            continue
+        rows = tensor.transpose(1, 2) if kind == "weight" else tensor
+        if "gate_up_proj" in module:
+            for i, part in enumerate(("gate_proj", "up_proj")):
+                apart[f"{module.replace('gate_up_proj', part)}.{kind}"] = rows[:, i::2]
+        else:
+            apart[f"{module}.{kind}"] = rows
+    return apart
 
 
 def _changed(name: str, tensor: Tensor, config: dict[str, Any], architecture: str) -> Tensor:

@@ -1,5 +1,5 @@
-"""Writes a checkpoint as the tools that quantize do: AWQ, GPTQ, compressed-tensors, FP8. Rounding is to the nearest;
-names and orders are those of `workers/loader/quantized.py`, built the other way round."""
+"""Writes a checkpoint as the tools that quantize do: AWQ, GPTQ, compressed-tensors, FP8, MXFP4. Rounding is to the
+nearest; names and orders are those of `workers/loader/quantized.py`, built the other way round."""
 
 from __future__ import annotations
 
@@ -41,12 +41,47 @@ def write_quantized(directory: Path, target: Path, scheme: Scheme, kind: torch.d
         tensors, values = scheme.write(tensor.float())
         quantized |= {f"{module}.{each}": part.contiguous() for each, part in tensors.items()} | quantized
         numbers[name] = values.to(kind)
-    for folder, tensors in ((target, quantized), (plain, numbers)):
+    _write(directory, {target: quantized, plain: numbers}, scheme.config)
+
+
+def _write(directory: Path, checkpoints: Mapping[Path, dict[str, Tensor]], quantization: Mapping[str, Any]) -> None:
+    """With the other files of a directory; of several, the first is quantized."""
+    for folder, tensors in checkpoints.items():
         for file in directory.glob("*.json"):
             shutil.copy(file, folder)
         save_file(tensors, folder / "model.safetensors")
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"quantization_config": scheme.config}))
+    path = next(iter(checkpoints)) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+
+
+def write_mxfp4(directory: Path, target: Path) -> None:
+    """The experts of a gpt-oss in MXFP4, [experts, in, out]; and in `target / "plain"` with the same numbers."""
+    plain = target / "plain"
+    plain.mkdir(parents=True)
+    quantized, numbers = {}, {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            quantized[name] = numbers[name] = tensor
+            continue
+        quantized[f"{name}_blocks"], quantized[f"{name}_scales"], found = mxfp4(tensor.transpose(1, 2))
+        numbers[name] = found.transpose(1, 2).contiguous()
+    _write(directory, {target: quantized, plain: numbers}, {"quant_method": "mxfp4"})
+
+
+def mxfp4(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., in] -> blocks [..., in / 32, 16], scales [..., in / 32], and the numbers [..., in] that they stand for. The
+    first block is nothing, with a scale that no float16 has."""
+    groups = weight.unflatten(-1, (-1, 32))
+    scales = groups.abs().amax(dim=-1).log2().floor().int() - 2 + 127
+    groups = groups.flatten(0, -2)
+    groups[0], scales.view(-1)[0] = 0.0, 0
+    table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    table = torch.cat([table, -table])
+    scaled = groups / torch.pow(2.0, scales.flatten()[:, None] - 127.0)
+    codes = (scaled[..., None] - table).abs().argmin(dim=-1)
+    values = table[codes] * torch.pow(2.0, scales.flatten()[:, None] - 127.0)
+    blocks = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    return blocks.view(*scales.shape, 16), scales.to(torch.uint8), values.view(weight.shape)
 
 
 def awq(group_size: int) -> Scheme:

@@ -88,7 +88,7 @@ def test_quantized_without_saying_so(llama: Path, dtype: torch.dtype, implementa
         check_model(config, load_model_info(config.model))
 
 
-@pytest.mark.parametrize("method", ["bitsandbytes", "mxfp4", "exl3", None, ["awq"]])
+@pytest.mark.parametrize("method", ["bitsandbytes", "exl3", None, ["awq"]])
 def test_ways_to_quantize_that_are_not_known(llama: Path, method: object) -> None:
     configure(llama, quantization_config={"quant_method": method, "bits": 4})
     refused(llama, rf"quant_method is {re.escape(repr(method))}; supported are awq, gptq, compressed-tensors, fp8, .*")

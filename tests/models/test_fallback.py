@@ -70,7 +70,9 @@ def test_bfloat16(model: FamilyUnderTest) -> None:
         torch.testing.assert_close(ours, expected.topk(TOP).values, atol=1.0, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3", "mixtral", "gpt2", "phi3-long", "llama-dynamic"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gemma3", "mixtral", "gpt2", "phi3-long", "llama-dynamic", "gpt-oss"]
+)
 def test_native_families_forced_through_it(tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture) -> None:
     """Windows, soft caps, softcapped logits, experts and scaling by length: the same answers by two implementations."""
     caplog.set_level(logging.INFO)
@@ -94,8 +96,8 @@ def test_layers_of_the_cache(tmp_path: Path) -> None:
     """Windows come from the masks that a model asks for; values that are shorter than keys are stored as long."""
 
     def specs(name: str) -> list[tuple[int, int, int | None]]:
-        TINY_FALLBACKS[name].make(tmp_path / name)
-        worker = _worker(tmp_path / name)
+        (TINY_FALLBACKS | TINY_FAMILIES)[name].make(tmp_path / name)
+        worker = _worker(tmp_path / name, "transformers")
         worker.load_model()
         return [(spec.num_kv_heads, spec.head_dim, spec.sliding_window) for spec in worker.kv_cache_specs()]
 
@@ -240,8 +242,9 @@ def test_tokens_that_mix_outside_of_attention_are_noticed(tmp_path: Path, monkey
         _worker(tmp_path).load_model()
 
 
-def _worker(path: Path) -> Worker:
-    config = EngineConfig.model_validate({"model": {"model": str(path), "num_threads": 1, "device": "cpu"}})
+def _worker(path: Path, implementation: str = "auto") -> Worker:
+    model = {"model": str(path), "num_threads": 1, "device": "cpu", "implementation": implementation}
+    config = EngineConfig.model_validate({"model": model})
     return Worker(config, load_model_info(config.model), ParallelContext())
 
 

@@ -65,6 +65,7 @@ CASES: Mapping[str, tuple[str, TinyFamily]] = {
     "cohere": ("command-r", TINY_FAMILIES["cohere"]),
     "cohere2": ("cohere2", TINY_FAMILIES["cohere2"]),
     "stablelm": ("stablelm", TINY_FAMILIES["stablelm"]),
+    "gpt-oss": ("gpt-oss", TINY_FAMILIES["gpt-oss"]),
     "starcoder2": ("starcoder2", changed("starcoder2", sliding_window=None)),
 }
 

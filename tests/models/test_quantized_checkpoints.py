@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,11 +20,13 @@ from quantized_files import (
     compressed_int8,
     float8,
     gptq,
+    write_mxfp4,
     write_quantized,
 )
 from safetensors.torch import load_file, save_file
 from tiny_fallbacks import TINY_FALLBACKS
 from tiny_families import TINY_FAMILIES
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
@@ -33,7 +36,9 @@ from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import blueprint_of
 from quire.workers.layers.parameter import Fp8Parameter, Int8Parameter, PackedParameter, ScaledParameter
 from quire.workers.loader.checkpoint import open_checkpoint
+from quire.workers.loader.mxfp4 import MXFP4Source
 from quire.workers.loader.quantized import QuantizedSource
+from quire.workers.loader.views import turned
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.models.decoder import Decoder
 from quire.workers.models.model import Model
@@ -246,12 +251,75 @@ def test_the_engine_answers_alike(tmp_path: Path) -> None:
             assert [p for _, p in token.top] == pytest.approx([p for _, p in expected.top], abs=1e-4)
 
 
+def gpt_oss(folder: Path) -> ModelInfo:
+    tiny = TINY_FAMILIES["gpt-oss"]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    replace(tiny, settings={**tiny.settings, **sizes}).make(folder / "whole")
+    write_mxfp4(folder / "whole", folder / "quantized")
+    return info_of(folder / "quantized")
+
+
+def test_mxfp4(tmp_path: Path) -> None:
+    """The numbers that `transformers` finds, packed and not, by expert and in parts; the same decoder, and answers."""
+    info = gpt_oss(tmp_path)
+    stored = load_file(info.path / "model.safetensors")
+    with open_checkpoint(info) as sources:
+        for layer, projection in itertools.product(range(2), ("gate_up_proj", "down_proj")):
+            name = f"model.layers.{layer}.mlp.experts.{projection}"
+            wanted = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=torch.float32)
+            source = turned(sources[name])
+            assert isinstance(source, MXFP4Source)
+            assert sources[name].shape == wanted.shape
+            assert torch.equal(sources[name].read(tuple(slice(0, size) for size in wanted.shape)), wanted)
+            rows = wanted.transpose(1, 2)
+            part = slice(2, 4), slice(3, 50), slice(5, 61)
+            assert torch.equal(source.read(part), rows[part])
+            assert source.packing == PACKINGS["q8_0"]
+            part = slice(3, 4), slice(3, 50), slice(32, 64)
+            assert torch.equal(unpack(source.read_packed(part), PACKINGS["q8_0"]), rows[part][0])
+    model, whole = built(info), plain(info_of(info.path / "plain"))
+    assert isinstance(model, Decoder)
+    assert isinstance(whole, Decoder)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
+    for layer, expected in whole.layers.items():
+        mlp = model.layers[layer].mlp
+        if ops.fits_packed((64, 96), PACKINGS["q8_0"], torch.float32, CPU):
+            assert isinstance(mlp.gate_up.weight, PackedParameter)
+            assert isinstance(mlp.down.weight, PackedParameter)
+        found = expected.mlp(x)
+        torch.testing.assert_close(mlp(x), found, rtol=0, atol=1e-5 * float(found.abs().max()))
+
+
+def test_scales_of_mxfp4_that_float16_does_not_have(tmp_path: Path) -> None:
+    """Such a matrix is unpacked, exactly."""
+    info = gpt_oss(tmp_path)
+    tensors = load_file(info.path / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj"
+    tensors[f"{name}_scales"][1, 2, 0] = 90
+    save_file(tensors, info.path / "model.safetensors")
+    wanted = convert_moe_packed_tensors(tensors[f"{name}_blocks"], tensors[f"{name}_scales"], dtype=torch.float32)
+    model = built(info)
+    assert isinstance(model, Decoder)
+    down = model.layers["1"].mlp.down.weight
+    assert not isinstance(down, PackedParameter)
+    assert torch.equal(down, wanted.transpose(1, 2))
+
+
+def test_missing_scales_of_mxfp4(tmp_path: Path) -> None:
+    info = gpt_oss(tmp_path)
+    tensors = load_file(info.path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.down_proj_scales"]
+    save_file(tensors, info.path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"the scales of .*1.mlp.experts.down_proj_blocks \[5, 64, 3, 16\] are none"):
+        plain(info)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ("yes", "quantization_config is 'yes', no object"),
         ({"bits": 4}, r"quant_method is None; supported are awq, .* and GGUF files"),
-        ({"quant_method": "mxfp4"}, "quant_method is 'mxfp4'; supported"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported"),
         ({"quant_method": "awq", "bits": 3, "group_size": 128}, "quantization_config.bits is 3; supported: 4"),
         (
             {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"},

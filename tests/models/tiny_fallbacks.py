@@ -27,8 +27,6 @@ def _model(name: str, dropped: tuple[str, ...] = (), **settings: object) -> Tiny
 
 
 TINY_FALLBACKS: Mapping[str, TinyFamily] = {
-    # Sinks, windows in every second layer, experts with biases.
-    "gpt-oss": _model("GptOss", head_dim=16, sliding_window=WINDOW, num_local_experts=4, **_EXPERTS),
     "deepseek-v2": _model("DeepseekV2", q_lora_rank=None, topk_method="group_limited_greedy", **_MLA),
     "deepseek-v3": _model("DeepseekV3", q_lora_rank=24, **_MLA),
     # Four experts of one tensor each in the file, in one parameter of the model; a gate that is kept apart.

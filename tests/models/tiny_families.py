@@ -151,5 +151,12 @@ TINY_FAMILIES: Mapping[str, TinyFamily] = {
     "qwen3-moe": _family(
         "Qwen3Moe", head_dim=16, moe_intermediate_size=30, mlp_only_layers=[1], norm_topk_prob=True, **_EXPERTS
     ),
+    # Sinks, windows in every second layer, experts with biases.
+    "gpt-oss": TinyFamily(
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {"head_dim": 16, "sliding_window": WINDOW, **_EXPERTS},
+        embedding_std=0.1,
+    ),
     "olmoe": _family("Olmoe", clip_qkv=1.5, num_experts_per_tok=2, num_experts=5, experts_implementation="eager"),
 }

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from quire.kernels.elementwise import HeadNorms, Rotation, rotate_and_write_kv
 from quire.kernels.ops import AttentionMetadata, paged_attention, write_kv
 
-from ..models.spec import AttentionSpec
+from ..models.spec import WHOLE, AttentionSpec
 from ..parallel import ParallelContext
-from .linear import QKVParallelLinear, RowParallelLinear, shard_heads
+from .linear import HeadShard, QKVParallelLinear, RowParallelLinear, shard_heads
+from .parameter import Piece, ShardedParameter, rows, whole
 from .qk_norm import qk_norm
 
 
@@ -81,6 +83,16 @@ class LayerCache:
         )
 
 
+class Sinks(nn.Module):
+    """A score of each query head of this rank, in float32 whatever the model is in."""
+
+    def __init__(self, num_heads: int, shard: HeadShard) -> None:
+        super().__init__()
+        shape, own = (num_heads,), (len(shard.heads),)
+        piece = Piece(shape, rows(shard.heads, shape), whole(own))
+        self.weight = ShardedParameter(torch.empty(own, dtype=torch.float32), {WHOLE: piece})
+
+
 class Attention(nn.Module):
     """Projections, norm, rotation, cache write, attention; and the output projection, for whoever needs it."""
 
@@ -93,6 +105,7 @@ class Attention(nn.Module):
             hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, shard, bias=spec.qkv_bias
         )
         self.qk_norm = qk_norm(spec, shard, parallel)
+        self.sinks = Sinks(spec.num_heads, shard) if spec.sinks else None
         part = range(shard.heads.start * spec.head_dim, shard.heads.stop * spec.head_dim)
         self.output = RowParallelLinear(
             spec.num_heads * spec.head_dim, hidden_size, part, parallel, bias=spec.output_bias
@@ -121,6 +134,7 @@ class Attention(nn.Module):
             scale=spec.scale,
             sliding_window=spec.sliding_window,
             softcap=spec.softcap,
+            sinks=None if self.sinks is None else self.sinks.weight.data,
             rotation=rotation,
             norms=norms,
         )

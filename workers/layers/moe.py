@@ -23,16 +23,17 @@ class Router(nn.Module):
     The matrix of few experts has rows of zeros behind theirs: it then has as many as kernels multiply at a time.
     """
 
-    def __init__(self, num_experts: int, hidden_size: int) -> None:
+    def __init__(self, num_experts: int, hidden_size: int, *, bias: bool) -> None:
         super().__init__()
         self._num_experts = num_experts
         num_rows = max(num_experts, _LEAST_ROWS)
         pieces = replicated((num_experts, hidden_size))
         self.weight = ShardedParameter(torch.zeros(num_rows, hidden_size), pieces)
+        self.bias = ShardedParameter(torch.zeros(num_rows), replicated((num_experts,))) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[num_tokens, hidden_size] -> [num_tokens, num_experts] logits."""
-        return self.weight.linear(x)[:, : self._num_experts]
+        return self.weight.linear(x, self.bias)[:, : self._num_experts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,19 +57,28 @@ class ExpertWeights(nn.Module):
     rows (`split_rows`) or their columns.
     """
 
-    def __init__(self, names: tuple[str, ...], shape: tuple[int, int], shard: ExpertShard, *, split_rows: bool) -> None:
+    def __init__(
+        self, names: tuple[str, ...], shape: tuple[int, int], shard: ExpertShard, *, split_rows: bool, bias: bool
+    ) -> None:
         super().__init__()
         part = shard.part
         own = (len(part), shape[1]) if split_rows else (shape[0], len(part))
         cut = slice(part.start, part.stop)
         source = (cut, slice(0, shape[1])) if split_rows else (slice(0, shape[0]), cut)
-        pieces = {}
+        pieces, biases = {}, {}
         for place, expert in enumerate(shard.experts):
             for index, name in enumerate(names):
                 rows = slice(index * own[0], (index + 1) * own[0])
-                target = (slice(place, place + 1), rows, *whole(own[1:]))
-                pieces[f"{name}.{expert}"] = Piece(shape, source, target)
-        self.weight = ShardedParameter(torch.empty(len(shard.experts), len(names) * own[0], own[1]), pieces)
+                target = (slice(place, place + 1), rows)
+                pieces[f"{name}.{expert}"] = Piece(shape, source, (*target, *whole(own[1:])))
+                biases[f"{name}.{expert}"] = Piece(shape[:1], source[:1], target)
+        of_all = len(shard.experts), len(names) * own[0]
+        self.weight = ShardedParameter(torch.empty(*of_all, own[1]), pieces)
+        self.bias = ShardedParameter(torch.empty(of_all), biases) if bias else None
+
+    def matrices(self, *, adds_bias: bool = True) -> ops.ExpertMatrices:
+        bias = None if self.bias is None or not adds_bias else self.bias.data
+        return self.weight.matrices._replace(bias=bias)
 
 
 class MixtureOfExperts(nn.Module):
@@ -80,9 +90,11 @@ class MixtureOfExperts(nn.Module):
         self._parallel = parallel
         size, shard = spec.intermediate_size, ExpertShard.of(spec, parallel)
         self._experts = shard.experts
-        self.router = Router(spec.num_experts, hidden_size)
-        self.gate_up = ExpertWeights(("gate", "up"), (size, hidden_size), shard, split_rows=True)
-        self.down = ExpertWeights(("down",), (hidden_size, size), shard, split_rows=False)
+        # What ranks have slices of is added up, and the bias once.
+        self._adds_bias = parallel.grid.expert_parallel or parallel.tensor_rank == 0
+        self.router = Router(spec.num_experts, hidden_size, bias=spec.bias)
+        self.gate_up = ExpertWeights(("gate", "up"), (size, hidden_size), shard, split_rows=True, bias=spec.bias)
+        self.down = ExpertWeights(("down",), (hidden_size, size), shard, split_rows=False, bias=spec.bias)
 
     def forward(self, x: Tensor, slots: Tensor | None = None) -> Tensor:
         """[num_tokens, hidden_size] -> the same shape. `slots`: [num_tokens] int64, -1 of padding, for which no expert
@@ -95,8 +107,8 @@ class MixtureOfExperts(nn.Module):
             x,
             chosen - first if first else chosen,
             routing,
-            self.gate_up.weight.matrices,
-            self.down.weight.matrices,
+            self.gate_up.matrices(),
+            self.down.matrices(adds_bias=self._adds_bias),
             activation=spec.activation,
             num_experts_in_all=spec.num_experts,
         )

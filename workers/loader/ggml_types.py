@@ -18,6 +18,8 @@ from torch import Tensor
 
 from quire.kernels.packed import PACKINGS, Packing, Parts
 
+from .mxfp4 import TWICE, fit_float16, float16_scales
+
 _LOOKED_UP = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # what codes of IQ4 mean
 
 
@@ -67,6 +69,14 @@ def _iq4_nl(blocks: Tensor) -> Parts:
     return Parts(_float16(blocks, 0), None, (), _looked_up(_fields(blocks[:, 2:], 4, 16)))
 
 
+def _mxfp4(blocks: Tensor) -> Parts:
+    """Raises `ValueError` where a scale that matters is no number of float16."""
+    scales, codes = blocks[:, :1], _fields(blocks[:, 1:], 4, 16)
+    if not fit_float16(scales, codes[:, None]):
+        raise ValueError("scales that are too small or too large to be packed")
+    return Parts(float16_scales(scales), None, (), TWICE[codes.long()])
+
+
 def _iq4_xs(blocks: Tensor) -> Parts:
     scales = _fields(blocks[:, 4:8], 4, 1) | _fields(blocks[:, 2:4], 2, 1) << 4
     return Parts(_float16(blocks, 0), None, (_signed(scales, 32),), _looked_up(_fields(blocks[:, 8:], 4, 16)))
@@ -113,6 +123,7 @@ TYPES: Mapping[int, Stored] = {
     Type.Q5_0: Stored(PACKINGS["q5_0"], _q5_0),
     Type.Q5_1: Stored(PACKINGS["q5_1"], _q5_1),
     Type.IQ4_NL: Stored(PACKINGS["q8_0"], _iq4_nl),
+    Type.MXFP4: Stored(PACKINGS["q8_0"], _mxfp4),
     Type.IQ4_XS: Stored(PACKINGS["iq4_xs"], _iq4_xs),
     Type.Q2_K: Stored(PACKINGS["q2_k"], _q2_k),
     Type.Q3_K: Stored(PACKINGS["q3_k"], _q3_k),

@@ -20,11 +20,14 @@ from quire.kernels.packed import BLOCK, Packing, Parts, assemble
 
 from ..layers.parameter import Index, TensorSource
 from ..models.families import Family, HFConfig, family_of
+from .views import turned
 
 # llama.cpp rotates neighbouring channels of these, which their checkpoints do not: rows of Q and K are stored to match.
 _INTERLEAVED = {"llama", "granite", "smollm3"}
 # Norms of these are stored as what they multiply by; their checkpoints have that minus one.
 _NORMS_PLUS_ONE = {"gemma", "gemma2", "gemma3"}
+# Matrices of experts of these are stored as others' are, [out, in], which their checkpoints have the other way round.
+_TURNED = {"gpt-oss"}
 _OF_POSITIONS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")  # see `gguf_config`
 _AT_ONCE = 1 << 23  # numbers that are taken apart together
 
@@ -153,7 +156,8 @@ def open_gguf(path: Path, config: HFConfig) -> Iterator[dict[str, TensorSource]]
         interleaved = architecture in _INTERLEAVED and module.endswith((".attn_q", ".attn_k"))
         added = 1.0 if architecture in _NORMS_PLUS_ONE and module.endswith("norm") else 0.0
         name = f"{names[module]}.{kind}" if module in names else tensor.name
-        sources[name] = _GGUFSource(data, tensor, config["head_dim"] if interleaved else None, added)
+        source = _GGUFSource(data, tensor, config["head_dim"] if interleaved else None, added)
+        sources[name] = turned(source) if architecture in _TURNED and len(tensor.shape) > 2 else source
     yield sources
 
 

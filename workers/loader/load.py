@@ -28,7 +28,7 @@ from ..models.spec import DecoderSpec
 from ..parallel import ParallelContext
 from .checkpoint import may_be_left_over, open_checkpoint, strange_type
 from .kv_scales import is_kv_scale
-from .views import OfExpert, RowsOfGroups, Transposed
+from .views import OfExpert, RowsOfGroups, Transposed, turned
 
 logger = logging.getLogger(__name__)
 
@@ -192,21 +192,24 @@ def _title(name: str, piece: str) -> str:
 def _shape_in_file(place: Place, shapes: list[tuple[int, ...]], num_experts: int) -> tuple[int, ...]:
     """The shape of a tensor that holds pieces of these shapes below each other, or expert after expert."""
     shape = (sum(shape[0] for shape in shapes) // num_experts, *shapes[0][1:])
-    if place.stacked:
-        return (num_experts, *shape)
-    return shape[::-1] if place.transposed else shape
+    shape = shape[::-1] if place.transposed else shape
+    return (num_experts, *shape) if place.stacked else shape
 
 
 def _views(
     source: TensorSource, place: Place, shapes: list[tuple[int, ...]], spec: DecoderSpec, num_experts: int
 ) -> list[TensorSource]:
     """The pieces of a checkpoint tensor, which has the shape that they have together."""
+    if place.stacked:
+        source = turned(source) if place.transposed and len(source.shape) > 2 else source
+        count = len(place.pieces)
+        ends = list(itertools.accumulate(shape[0] for shape in shapes[:count]))
+        rows = [range(end - shape[0], end) for shape, end in zip(shapes, ends, strict=False)]
+        if place.interleaved:
+            rows = [range(i, ends[-1], count) for i in range(count)]
+        return [OfExpert(source, expert, part) for expert in range(num_experts) for part in rows]
     if place.transposed:
         source = Transposed(source)
-    if place.stacked:
-        ends = list(itertools.accumulate(shape[0] for shape in shapes[: len(place.pieces)]))
-        rows = [range(end - shape[0], end) for shape, end in zip(shapes, ends, strict=False)]
-        return [OfExpert(source, expert, part) for expert in range(num_experts) for part in rows]
     if len(shapes) == 1:
         return [source]
     # The KV heads of a model are the same in all layers.

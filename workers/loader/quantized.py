@@ -12,6 +12,7 @@ a row (a group), a row, or a rectangle.
     compressed-tensors   weight_packed [out, in / 8] or weight, weight_scale [out, groups], weight_zero_point
                          [out / 8, groups], weight_g_idx: https://github.com/vllm-project/compressed-tensors
     FP8                  weight, and weight_scale or weight_scale_inv, of all of it, of rows, or of blocks of 128 by 128
+    MXFP4                of experts that a checkpoint otherwise has as [experts, in, out]: see `mxfp4`
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from quire.kernels import fp8
 from quire.kernels.packed import BLOCK, PACKINGS, Packing, Parts, assemble
 
 from ..layers.parameter import Index, TensorSource, whole
+from .mxfp4 import MXFP4Source
 from .safetensors import SafetensorsSource, open_safetensors
-from .views import Transposed
+from .views import Transposed, turned
 
 _WORD = 32  # bits
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the numbers of a word, in its fields from the lowest on
 _IN_8_BITS = {"I8": torch.int8, "F8_E4M3": fp8.DTYPE}
 _AT_ONCE = 1 << 24  # numbers that are taken apart together
+_MX_BLOCKS = "_blocks"
 # What a matrix may have beside its codes. The last ones say how activations are rounded, which they are not here.
 _BESIDE = (
     *("qzeros", "scales", "g_idx"),
@@ -268,6 +271,15 @@ class _Reader:
             bias = f"{module}.bias"
             if kind == "qweight" and bias in others:
                 others[bias] = UnneededBias(others[bias])
+        if self._stored.tensors == "mxfp4":
+            for name in [each for each in others if each.endswith(_MX_BLOCKS)]:
+                whole_name = name.removesuffix(_MX_BLOCKS)
+                module, _, kind = whole_name.rpartition(".")
+                blocks, scales = others.pop(name), others.pop(f"{whole_name}_scales", None)
+                if scales is None or blocks.shape != (*scales.shape, BLOCK // 2):
+                    found = "none" if scales is None else list(scales.shape)
+                    raise _Mismatch(f"the scales of {name} {list(blocks.shape)} are {found}")
+                matrices[whole_name] = turned(MXFP4Source(blocks, scales))
         return others | matrices
 
     def _matrix(self, module: str, kind: str) -> QuantizedSource | None:

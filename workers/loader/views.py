@@ -79,8 +79,27 @@ class RowsOfGroups:
 
 
 @dataclass(frozen=True, slots=True)
+class _Turned:
+    """A matrix of each expert with rows and columns exchanged."""
+
+    source: TensorSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.source.shape[0], self.source.shape[2], self.source.shape[1])
+
+    def read(self, index: Index) -> Tensor:
+        return self.source.read((index[0], index[2], index[1])).transpose(1, 2)
+
+
+def turned(source: TensorSource) -> TensorSource:
+    """[experts, rows, columns] as [experts, columns, rows]; twice, it is what it was."""
+    return source.source if isinstance(source, _Turned) else _Turned(source)
+
+
+@dataclass(frozen=True, slots=True)
 class OfExpert:
-    """Some rows of one expert's matrix in a tensor [experts, rows, columns]."""
+    """Some rows of one expert's matrix in a tensor [experts, rows, columns], or of its vector in [experts, rows]."""
 
     source: TensorSource
     expert: int
@@ -88,7 +107,7 @@ class OfExpert:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (len(self.rows), self.source.shape[2])
+        return (len(self.rows), *self.source.shape[2:])
 
     @property
     def packing(self) -> Packing | None:
@@ -96,12 +115,13 @@ class OfExpert:
         return getattr(self.source, "packing", None)
 
     def read(self, index: Index) -> Tensor:
-        return self.source.read(self._in_source(index))[0]
+        return self.source.read(self._in_source(index))[0, :: self.rows.step]
 
     def read_packed(self, index: Index) -> Tensor:
         """See `PackedSource`."""
-        return cast(PackedSource, self.source).read_packed(self._in_source(index))
+        return cast(PackedSource, self.source).read_packed(self._in_source(index))[:: self.rows.step]
 
     def _in_source(self, index: Index) -> Index:
-        rows = slice(self.rows.start + index[0].start, self.rows.start + index[0].stop)
-        return slice(self.expert, self.expert + 1), rows, index[1]
+        """From the first row to the last, with what is between them."""
+        wanted = self.rows[index[0].start : index[0].stop]
+        return slice(self.expert, self.expert + 1), slice(wanted[0], wanted[-1] + 1), *index[1:]

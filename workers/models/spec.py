@@ -11,6 +11,7 @@ from typing import Literal
 
 WHOLE = ""  # the piece of a parameter that one checkpoint tensor fills
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Gate = Activation | Literal["swiglu_oai"]  # of what is multiplied by another projection
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ class AttentionSpec:
     qkv_clip: float | None = None  # queries, keys and values are clamped to +- this, after the norm
     sliding_window: int | None = None  # a token attends to itself and the W - 1 tokens before it
     softcap: float | None = None  # of the scores
+    sinks: bool = False  # a learned score of each query head takes part in the softmax, and has no value
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,8 @@ class MoESpec:
     num_experts: int
     num_experts_per_token: int
     renormalize: bool  # the chosen probabilities are made to sum to one
-    activation: Activation = "silu"
+    activation: Gate = "silu"
+    bias: bool = False  # of the router and of all projections
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class Place:
 
         stacked:       q q q q k k v v           per KV head:   q q k v | q q k v
 
-    Where `stacked`, one tensor [experts, rows, columns] holds the pieces of every expert.
+    Where `stacked`, one tensor [experts, rows, columns] holds the pieces of every expert; of biases, [experts, rows].
     """
 
     module: str  # of ours
@@ -31,6 +31,8 @@ class Place:
     per_kv_head: bool = False
     transposed: bool = False  # weights are [in, out]
     stacked: bool = False
+    interleaved: bool = False  # rows of its pieces take turns
+    kind: str = ""  # weight or bias, where the name does not end with it
 
     def numbered(self, numbers: list[str]) -> Place:
         return replace(
@@ -77,7 +79,7 @@ class Family:
             generic = re.sub(r"(?<=\.)\d+(?=\.|$)", "{}", whole_name)
             place = self.modules.get(generic) or self.modules.get(self.prefix + generic)
             if place is not None:
-                return place.numbered(numbers), its_kind
+                return place.numbered(numbers), place.kind or its_kind
         return None
 
     def ignores(self, name: str) -> bool:

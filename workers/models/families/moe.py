@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from quire.engine.errors import ConfigError
+
 from ..spec import DecoderSpec, MoESpec, QKNormSpec
 from .family import Family, HFConfig, Place, name_map
 from .llama import ATTENTION, GATED_MLP, NORMS, QK_NORM, TOP, llama, mistral, qwen3
-from .reading import activation, rms_norm, with_attention
+from .reading import activation, rms_norm, windows, with_attention
 
 # Written by transformers 5 where it is told not to keep the original names; GGUF files have gate and up apart.
 _STACKED_EXPERTS = {
@@ -16,6 +18,16 @@ _STACKED_EXPERTS = {
     "mlp.experts.gate_proj": Place("mlp.gate_up", ("gate",), stacked=True),
     "mlp.experts.up_proj": Place("mlp.gate_up", ("up",), stacked=True),
     "mlp.experts.down_proj": Place("mlp.down", ("down",), stacked=True),
+}
+_SWIGLU = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}  # the numbers of "swiglu_oai"
+# gpt-oss: [experts, in, out], gates and ups taking turns; GGUF files have them apart.
+_TURNED_EXPERTS = {
+    "mlp.experts.gate_up_proj": Place("mlp.gate_up", ("gate", "up"), stacked=True, transposed=True, interleaved=True),
+    "mlp.experts.gate_up_proj_bias": Place("mlp.gate_up", ("gate", "up"), stacked=True, interleaved=True, kind="bias"),
+    "mlp.experts.gate_proj": Place("mlp.gate_up", ("gate",), stacked=True, transposed=True),
+    "mlp.experts.up_proj": Place("mlp.gate_up", ("up",), stacked=True, transposed=True),
+    "mlp.experts.down_proj": Place("mlp.down", ("down",), stacked=True, transposed=True),
+    "mlp.experts.down_proj_bias": Place("mlp.down", ("down",), stacked=True, kind="bias"),
 }
 _EXPERTS = _STACKED_EXPERTS | {
     "mlp.experts.{}.gate_proj": Place("mlp.gate_up", ("gate.{1}",)),
@@ -72,6 +84,26 @@ def olmoe(config: HFConfig, max_model_len: int) -> DecoderSpec:
     return replace(spec, layers=tuple(replace(layer, mlp=experts) for layer in spec.layers))
 
 
+def gpt_oss(config: HFConfig, max_model_len: int) -> DecoderSpec:
+    """Biases everywhere, scores that sink, and windows in every second layer."""
+    for key, value in _SWIGLU.items():
+        if config.get(key, value) != value:
+            raise ConfigError(f"model: {key} {config[key]!r} is not supported; {value} is.")
+    each = windows(config, lambda layer: layer % 2 == 0)
+    experts = MoESpec(
+        config["intermediate_size"],
+        config["num_local_experts"],
+        config["num_experts_per_tok"],
+        renormalize=True,
+        activation="swiglu_oai",
+        bias=True,
+    )
+    spec = with_attention(
+        llama(config, max_model_len), lambda i, attention: replace(attention, sliding_window=each[i], sinks=True)
+    )
+    return replace(spec, layers=tuple(replace(layer, mlp=experts) for layer in spec.layers))
+
+
 FAMILIES = {
     "MixtralForCausalLM": Family(
         mixtral,
@@ -92,6 +124,21 @@ FAMILIES = {
     ),
     "Qwen3MoeForCausalLM": Family(
         qwen3_moe, name_map(TOP, "model.layers", ATTENTION | QK_NORM | GATED_MLP | NORMS | _EXPERTS)
+    ),
+    "GptOssForCausalLM": Family(
+        gpt_oss,
+        name_map(
+            TOP,
+            "model.layers",
+            {
+                **ATTENTION,
+                **NORMS,
+                **_TURNED_EXPERTS,
+                "self_attn.sinks": Place("attention.sinks"),
+                "mlp.router": Place("mlp.router"),
+            },
+        ),
+        defaults={"attention_bias": True, "rope_theta": 150000.0},
     ),
     "OlmoeForCausalLM": Family(olmoe, name_map(TOP, "model.layers", ATTENTION | QK_NORM | NORMS | _EXPERTS)),
 }
