@@ -2,6 +2,7 @@
 
     number = scale * code + least        least: stored, or that 8 is nothing (codes of 4 bits), or 32 (6 bits), or 0
                                          (8 bits, signed)
+    number = scale * table[code]         codes of 4 bits that stand for whole numbers of 8 bits
 
 Numbers come in blocks of 32, in which all or each half of them, a group, share a scale. A scale and a least number are
 float16; or nested, as in llama.cpp's K-quants: a whole number of 8 bits times a float16 of 256 numbers, or of fewer.
@@ -46,6 +47,7 @@ class Packing:
     is_nested: bool = False
     num_groups: int = 1  # of a block: 1 or 2
     num_blocks: int = 8  # that share the float16 of nested scales
+    table: tuple[int, ...] = ()  # whole numbers that codes stand for, where it is not themselves
 
     @property
     def unit(self) -> int:
@@ -91,8 +93,13 @@ class Packing:
 
     @property
     def zero(self) -> int:
-        """The code that means nothing where no least number is stored."""
-        return 0 if self.bits == 8 else 1 << (self.bits - 1)
+        """The code that means nothing where no least number is stored; 0 where a table says what codes are."""
+        return 0 if self.bits == 8 or self.table else 1 << (self.bits - 1)
+
+    @property
+    def value_bits(self) -> int:
+        """Of the whole number that a code is."""
+        return 8 if self.table else self.bits
 
     @property
     def fold(self) -> int:
@@ -109,6 +116,9 @@ class Packing:
         return 2 * self.num_kinds + (self.code_bytes + self.num_nested) * (self.unit // BLOCK)
 
 
+# Of IQ4, and twice the numbers of MXFP4.
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_MXFP4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 # By name: that of a type that has this form, perhaps in fewer bits; or, of what several types have in common alone, the
 # bits of a code, 1 where least numbers are stored, and how many numbers share a scale; z: codes that mean nothing.
 PACKINGS = {
@@ -125,9 +135,12 @@ PACKINGS = {
         Packing("q4_k", 4, True, is_nested=True),
         Packing("q5_k", 6, True, is_nested=True),
         Packing("q6_k", 6, False, is_nested=True, num_groups=2),
-        Packing("iq4_xs", 8, False, is_nested=True),
+        Packing("iq4_nl", 4, False, table=_IQ4),
+        Packing("iq4_xs", 4, False, is_nested=True, table=_IQ4),
+        Packing("mxfp4", 4, False, table=_MXFP4),
         Packing("k6_1_16", 6, True, is_nested=True, num_groups=2),
         Packing("k8_0_16", 8, False, is_nested=True, num_groups=2),
+        Packing("k8_0_32", 8, False, is_nested=True),
         Packing("k8_1_16", 8, True, is_nested=True, num_groups=2),
         Packing("k8_1_32", 8, True, is_nested=True),
         Packing("z4_128", 4, True, is_nested=True, num_blocks=4),
@@ -148,17 +161,30 @@ def common(packings: Iterable[Packing | None]) -> Packing | None:
     some = [packing for packing in different if packing is not None]
     if len(some) < len(different) or len({(packing.is_nested, packing.unit) for packing in some}) > 1:
         return None
-    wanted = (
-        max(packing.bits for packing in some),
+    return _plain(
+        max(packing.value_bits for packing in some),
         any(packing.has_least for packing in some),
-        some[0].is_nested,
         max(packing.num_groups for packing in some),
-        some[0].unit,
+        some[0],
     )
-    by_form = {
-        (each.bits, each.has_least, each.is_nested, each.num_groups, each.unit): each for each in PACKINGS.values()
-    }
-    return by_form.get(wanted)
+
+
+def without_table(packing: Packing) -> Packing:
+    """What holds the same numbers, for kernels that look nothing up."""
+    if not packing.table:
+        return packing
+    found = _plain(packing.value_bits, packing.has_least, packing.num_groups, packing)
+    assert found is not None
+    return found
+
+
+def _plain(bits: int, has_least: bool, num_groups: int, like: Packing) -> Packing | None:
+    """The one without a table that has this form, and scales as another has them."""
+    for each in PACKINGS.values():
+        form = each.bits, each.has_least, each.num_groups, each.is_nested, each.unit
+        if form == (bits, has_least, num_groups, like.is_nested, like.unit) and not each.table:
+            return each
+    return None
 
 
 class Parts(NamedTuple):
@@ -227,6 +253,7 @@ def repack(rows: Tensor, packing: Packing, other: Packing) -> Tensor:
     if packing == other:
         return rows
     scales, least, nested, codes = take_apart(rows, packing)
+    codes = _values(codes, packing)
     if not packing.has_least and (other.bits == 8 or not other.has_least):
         codes = codes + (other.zero - packing.zero)
     if other.has_least and least is None:
@@ -239,6 +266,13 @@ def repack(rows: Tensor, packing: Packing, other: Packing) -> Tensor:
     repeats = other.num_groups // packing.num_groups
     nested = tuple(part.repeat_interleave(repeats, dim=1) for part in nested)
     return assemble(other, Parts(scales, least, nested, codes))
+
+
+def _values(codes: Tensor, packing: Packing) -> Tensor:
+    """The whole numbers that codes are, int8."""
+    if not packing.table:
+        return codes
+    return torch.tensor(packing.table, dtype=torch.int8).index_select(0, codes.flatten().long()).view(codes.shape)
 
 
 def lay_panels(rows: Tensor, packing: Packing, panel: int, order: Callable[[Tensor], Tensor]) -> Tensor:
@@ -272,7 +306,7 @@ def unpack(rows: Tensor, packing: Packing) -> Tensor:
         least = None if least is None else least.repeat_interleave(each, dim=1) * parts.nested[1]
     if packing.zero and least is None:
         least = -packing.zero * scales
-    numbers = parts.codes.reshape(len(rows), num_groups, BLOCK // packing.num_groups).float()
+    numbers = _values(parts.codes, packing).reshape(len(rows), num_groups, BLOCK // packing.num_groups).float()
     numbers *= scales[..., None]
     return (numbers if least is None else numbers.add_(least[..., None])).flatten(1)
 

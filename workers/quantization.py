@@ -14,7 +14,7 @@ from quire.engine.config import ModelConfig, Quantization
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import Implementation, ModelInfo
 from quire.kernels import ops
-from quire.kernels.packed import IN_8_BITS, Packing, common
+from quire.kernels.packed import IN_8_BITS, Packing, common, without_table
 
 from .blueprints import NativeBlueprint, blueprint_of
 from .layers.embedding import VocabParallelEmbedding
@@ -111,7 +111,8 @@ class PackedBlueprint:
                 continue
             # What cannot stay as it is packed is in int8 as what is not packed.
             otherwise = IN_8_BITS if self.in_int8 and not (is_embedding or isinstance(module, ExpertWeights)) else None
-            chosen = self._first_that_fits(weight, packing, otherwise)
+            wider = None if packing is None else without_table(packing)
+            chosen = self._first_that_fits(weight, packing, wider, otherwise)
             if chosen is not None:
                 in_int8 = self.in_int8 and not is_head
                 module.weight = PackedParameter.like(

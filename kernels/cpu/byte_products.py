@@ -67,7 +67,7 @@ class Way(NamedTuple):
 
     @property
     def product(self) -> Product:
-        return PRODUCTS[self.kind.bits, self.num_digits]
+        return PRODUCTS[self.kind.value_bits, self.num_digits]
 
     @property
     def num_lines(self) -> int:
@@ -101,13 +101,13 @@ class Way(NamedTuple):
     @property
     def has_signs(self) -> bool:
         """Whether codes are multiplied with a sign; otherwise they are more by half of what their bits count."""
-        return self.kind.bits > 4 and self.product.number_bytes > 1
+        return self.kind.value_bits > 4 and self.product.number_bytes > 1
 
     def lines(self, b: ir.IRBuilder, codes: Any, unit: Any) -> list[Any]:
         """Those of a unit, by its number, of the codes of a block, whose address is given."""
         found = self._bytes(b, codes, unit)
         if self.product.number_bytes == 1:
-            return [unsigned(b, line) for line in found] if self.kind.bits == 8 else found
+            return [unsigned(b, line) for line in found] if self.kind.value_bits == 8 else found
         split = _words_of if self.product.number_bytes == 2 else _floats_of
         return [part for line in found for part in split(b, line)]
 
@@ -119,7 +119,8 @@ class Way(NamedTuple):
             return packed
         if self.kind.bits == 4:
             low = splat(INTS, 0x0F0F0F0F)
-            return [b.and_(packed[0], low), b.and_(b.lshr(packed[0], splat(INTS, 4)), low)]
+            halves = [b.and_(packed[0], low), b.and_(b.lshr(packed[0], splat(INTS, 4)), low)]
+            return [_look_up(b, self.kind.table, half) for half in halves] if self.kind.table else halves
         lines = [b.and_(line, splat(INTS, 0x3F3F3F3F)) for line in packed]
         rests = [b.lshr(line, splat(INTS, 6 - 2 * i)) for i, line in enumerate(packed)]
         fields = [b.and_(rest, splat(INTS, 0x03030303 << 2 * i)) for i, rest in enumerate(rests)]
@@ -133,6 +134,14 @@ class Way(NamedTuple):
 def has_products() -> bool:
     """Whether this CPU has one of these. (AVX-512 without dot products was not measured.)"""
     return "avx512vnni" in cpu_features() or ("avx2" in cpu_features() and not IS_WIDE)
+
+
+def _look_up(b: ir.IRBuilder, table: Sequence[int], places: Any) -> Any:
+    """The bytes of a table of 16 at places that are bytes."""
+    found, bytes_of_half = ir.Constant(BYTES, 4 * list(table)), _BYTES_OF_HALF
+    if IS_WIDE:
+        return b.bitcast(call(b, "llvm.x86.avx512.pshuf.b.512", BYTES, [found, b.bitcast(places, BYTES)]), INTS)
+    return b.bitcast(_by_halves(b, "llvm.x86.avx2.pshuf.b", (bytes_of_half, bytes_of_half), found, places), INTS)
 
 
 def _words_of(b: ir.IRBuilder, line: Any) -> list[Any]:
@@ -150,10 +159,10 @@ def _floats_of(b: ir.IRBuilder, line: Any) -> list[Any]:
 def _by_halves(b: ir.IRBuilder, name: str, kinds: tuple[ir.Type, ir.Type], x: Any, y: Any) -> Any:
     """An instruction of AVX2 that takes and gives vectors of these kinds, for all 16 rows."""
     given, result = kinds
-    found = []
+    found, whole = [], [b.bitcast(each, INTS) if each.type != INTS else each for each in (x, y)]
     for half in range(2):
         places = range(half * _HALF, (half + 1) * _HALF)
-        found.append(call(b, name, result, [b.bitcast(take(b, each, places), given) for each in (x, y)]))
+        found.append(call(b, name, result, [b.bitcast(take(b, each, places), given) for each in whole]))
     return take(b, found[0], range(2 * result.count), found[1])
 
 

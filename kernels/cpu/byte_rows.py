@@ -55,7 +55,7 @@ _TOP = {THREE_DIGITS: 22, TWO_DIGITS: 14}
 
 def runs_of(way: Way) -> list[tuple[int, ...]]:
     """Digits of x whose sums are one whole number: with three digits, sums of codes of 6 bits have 34 bits."""
-    if way.kind.bits > 4 and way.num_digits == THREE_DIGITS:
+    if way.kind.value_bits > 4 and way.num_digits == THREE_DIGITS:
         return [(0, 1), (2,)]
     return [tuple(range(way.num_digits))]
 
@@ -169,7 +169,7 @@ def _whole_of(b: ir.IRBuilder, way: Way, groups: Sequence[Sequence[Any]]) -> tup
         in_whole = b.fmul(b.sitofp(totals, factors.type), factors)
         words[SUM] = _sum(b, groups, b.fadd) if way.num_digits == THREE_DIGITS else in_whole
     if not way.has_signs:
-        middle = 1 << (way.kind.bits - 1)
+        middle = 1 << (way.kind.value_bits - 1)
         words |= {run: b.mul(each, splat(totals.type, -middle)) for run, each in enumerate(by_run, OFFSETS)}
     return whole, words
 

@@ -298,6 +298,7 @@ def _pairs(
 ) -> tuple[Callable[[Any], Iterator[Pair]], int]:
     """What unpacks some pairs of a block, by a number of it, an LLVM value below the second result."""
     codes, zero = codes_of(b, packing, block), 0 if as_numbers else packing.zero
+    values = packing.table or range(-zero, (1 << packing.bits) - zero)  # of codes
     if packing.bits == 8:
         groups = _by_pairs(b, packing, block) if as_numbers else []
 
@@ -329,8 +330,8 @@ def _pairs(
         return to_bfloat16_pairs(b, *(fma(b, b.bitcast(each, FLOATS), *own) for each in both))
 
     if packing.bits == 6:
-        values = [_bfloat16(code - zero) for code in range(64)]
-        tables = [ir.Constant(WORDS, values[start : start + 2 * LANES]) for start in (0, 2 * LANES)]
+        words = [_bfloat16(value) for value in values]
+        tables = [ir.Constant(WORDS, words[start : start + 2 * LANES]) for start in (0, 2 * LANES)]
 
         def of_half(half: Any) -> Iterator[Pair]:
             # Of a place in the tables six bits count: above them is anything.
@@ -341,7 +342,7 @@ def _pairs(
         return of_half, 2
 
     # Four bits of a place in it are a code, and one is of the next: anything.
-    table = ir.Constant(WORDS, 2 * [_bfloat16(code - zero) for code in range(16)])
+    table = ir.Constant(WORDS, 2 * [_bfloat16(value) for value in values])
 
     def of_words(line: Any) -> Iterator[Pair]:
         words, half = load(b, b.add(codes, b.mul(line, INT64(STEP_BYTES))), WORDS), b.lshr(line, INT64(1))

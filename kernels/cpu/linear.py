@@ -191,7 +191,7 @@ def linear_gated_packed(
 def bounds_packed(packing: Packing, dtype: torch.dtype) -> bool:
     """See `ops.bounds_packed`."""
     way = _CHOOSING.get(_packed_kernel(packing, dtype, in_int8=False))
-    return way is not None and not packing.has_least and way.pays(packing, dtype)
+    return way is not None and not packing.has_least and not packing.table and way.pays(packing, dtype)
 
 
 def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, lengths: Tensor) -> Tensor:
@@ -222,7 +222,9 @@ def fits_packed(shape: tuple[int, int], packing: Packing, dtype: torch.dtype, in
     """See `ops.fits_packed`."""
     kernel = _packed_kernel(packing, dtype, in_int8)
     is_whole = shape[1] % packing.unit == 0
-    return dtype in kernel.DTYPES and is_whole and kernel.fits(*shape) and (kernel is rounded_dots or not in_int8)
+    looks_up = kernel in (dots, byte_dots, rounded_dots) or not packing.table
+    is_meant = kernel is rounded_dots or not in_int8
+    return dtype in kernel.DTYPES and is_whole and looks_up and is_meant and kernel.fits(*shape)
 
 
 @cache

@@ -64,6 +64,7 @@ def _widened_half(bits: Any) -> Any:
 def _unpack_worker(packing: str, sources: str) -> Any:
     kind = PACKINGS[packing]
     bits, has_least, is_nested, num_kinds, unit = kind.bits, kind.has_least, kind.is_nested, kind.num_kinds, kind.unit
+    has_table, table = bool(kind.table), np.array(kind.table or range(16), np.float32)
     per_block, unit_bytes, zero, fold = kind.num_groups, kind.row_bytes(kind.unit), kind.zero, kind.fold
     code_bytes, group_size = kind.code_bytes, BLOCK // per_block
 
@@ -108,8 +109,12 @@ def _unpack_worker(packing: str, sources: str) -> Any:
                     if bits == 4:
                         for i in range(fold):
                             both = codes[block, part * fold + i]
-                            row[first_number + i] = np.float32(both & 15) * scale + least
-                            row[first_number + fold + i] = np.float32(both >> 4) * scale + least
+                            if has_table:
+                                row[first_number + i] = table[both & 15] * scale
+                                row[first_number + fold + i] = table[both >> 4] * scale
+                            else:
+                                row[first_number + i] = np.float32(both & 15) * scale + least
+                                row[first_number + fold + i] = np.float32(both >> 4) * scale + least
                         continue
                     for half in range(group_size // 16):
                         own, first_of_half = codes[block, 12 * (part + half) :], first_number + 16 * half

@@ -274,16 +274,16 @@ def test_mxfp4(tmp_path: Path) -> None:
             rows = wanted.transpose(1, 2)
             part = slice(2, 4), slice(3, 50), slice(5, 61)
             assert torch.equal(source.read(part), rows[part])
-            assert source.packing == PACKINGS["q8_0"]
+            assert source.packing == PACKINGS["mxfp4"]
             part = slice(3, 4), slice(3, 50), slice(32, 64)
-            assert torch.equal(unpack(source.read_packed(part), PACKINGS["q8_0"]), rows[part][0])
+            assert torch.equal(unpack(source.read_packed(part), PACKINGS["mxfp4"]), rows[part][0])
     model, whole = built(info), plain(info_of(info.path / "plain"))
     assert isinstance(model, Decoder)
     assert isinstance(whole, Decoder)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
     for layer, expected in whole.layers.items():
         mlp = model.layers[layer].mlp
-        if ops.fits_packed((64, 96), PACKINGS["q8_0"], torch.float32, CPU):
+        if ops.fits_packed((64, 96), PACKINGS["mxfp4"], torch.float32, CPU):
             assert isinstance(mlp.gate_up.weight, PackedParameter)
             assert isinstance(mlp.down.weight, PackedParameter)
         found = expected.mlp(x)

@@ -141,7 +141,8 @@ class _Packed(ShardedParameter):
 
 
 class PackedRows(_Packed):
-    """A matrix as packed as in its file, row by row in its order, whose rows are looked up and never multiplied."""
+    """A matrix as packed as in its file, or as what is multiplied is, row by row in its order, whose rows are looked up
+    and never multiplied."""
 
     computed: torch.dtype  # of the numbers that are looked up
 
@@ -154,8 +155,8 @@ class PackedRows(_Packed):
         return made
 
     def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
-        place = self.pieces[piece]
-        self.data[place.target[0]] = cast(PackedSource, source).read_packed(place.source)
+        place, packed = self.pieces[piece], cast(PackedSource, source)
+        self.data[place.target[0]] = repack(packed.read_packed(place.source), packed.packing, self.packing)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return ops.look_up_packed(token_ids, self.data, self.packing, self.computed)

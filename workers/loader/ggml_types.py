@@ -1,8 +1,7 @@
 """Quantized types of GGUF files in the ways that `kernels.packed` has, by the numbers that they stand for.
 
 A type has blocks of 32 numbers, or of 256 whose scales are nested. What is the same number is the same code and scale
-here, so that nothing is rounded; codes of 2 and 3 bits take 4, those of 5 bits 6, and those that are looked up in a
-table 8.
+here, so that nothing is rounded; codes of 2 and 3 bits take 4, those of 5 bits 6.
 Layout: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h. Types that are not here (IQ1 to IQ3 look up
 several numbers at once) are unpacked by the `gguf` package.
 """
@@ -18,9 +17,7 @@ from torch import Tensor
 
 from quire.kernels.packed import PACKINGS, Packing, Parts
 
-from .mxfp4 import TWICE, fit_float16, float16_scales
-
-_LOOKED_UP = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # what codes of IQ4 mean
+from .mxfp4 import fit_float16, float16_scales
 
 
 class Stored(NamedTuple):
@@ -51,10 +48,6 @@ def _moved(codes: Tensor, zero: int, packing: Packing) -> Tensor:
     return _signed(codes, zero - packing.zero)
 
 
-def _looked_up(codes: Tensor) -> Tensor:
-    return torch.tensor(_LOOKED_UP, dtype=torch.int8)[codes.long()]
-
-
 def _q5_0(blocks: Tensor) -> Parts:
     codes = _fields(blocks[:, 6:], 4, 16) | _fields(blocks[:, 2:6], 1, 1) << 4
     return Parts(_float16(blocks, 0), None, (), _moved(codes, 16, PACKINGS["q5_0"]))
@@ -65,21 +58,17 @@ def _q5_1(blocks: Tensor) -> Parts:
     return Parts(_float16(blocks, 0), _float16(blocks, 2), (), _signed(codes))
 
 
-def _iq4_nl(blocks: Tensor) -> Parts:
-    return Parts(_float16(blocks, 0), None, (), _looked_up(_fields(blocks[:, 2:], 4, 16)))
-
-
 def _mxfp4(blocks: Tensor) -> Parts:
     """Raises `ValueError` where a scale that matters is no number of float16."""
     scales, codes = blocks[:, :1], _fields(blocks[:, 1:], 4, 16)
     if not fit_float16(scales, codes[:, None]):
         raise ValueError("scales that are too small or too large to be packed")
-    return Parts(float16_scales(scales), None, (), TWICE[codes.long()])
+    return Parts(float16_scales(scales), None, (), _signed(codes))
 
 
 def _iq4_xs(blocks: Tensor) -> Parts:
     scales = _fields(blocks[:, 4:8], 4, 1) | _fields(blocks[:, 2:4], 2, 1) << 4
-    return Parts(_float16(blocks, 0), None, (_signed(scales, 32),), _looked_up(_fields(blocks[:, 8:], 4, 16)))
+    return Parts(_float16(blocks, 0), None, (_signed(scales, 32),), _signed(_fields(blocks[:, 8:], 4, 16)))
 
 
 def _q2_k(blocks: Tensor) -> Parts:
@@ -122,8 +111,8 @@ TYPES: Mapping[int, Stored] = {
     Type.Q8_0: Stored(PACKINGS["q8_0"]),
     Type.Q5_0: Stored(PACKINGS["q5_0"], _q5_0),
     Type.Q5_1: Stored(PACKINGS["q5_1"], _q5_1),
-    Type.IQ4_NL: Stored(PACKINGS["q8_0"], _iq4_nl),
-    Type.MXFP4: Stored(PACKINGS["q8_0"], _mxfp4),
+    Type.IQ4_NL: Stored(PACKINGS["iq4_nl"]),
+    Type.MXFP4: Stored(PACKINGS["mxfp4"], _mxfp4),
     Type.IQ4_XS: Stored(PACKINGS["iq4_xs"], _iq4_xs),
     Type.Q2_K: Stored(PACKINGS["q2_k"], _q2_k),
     Type.Q3_K: Stored(PACKINGS["q3_k"], _q3_k),

@@ -19,7 +19,8 @@ from quire.kernels.packed import BLOCK, PACKINGS, Packing, Parts, assemble
 
 from ..layers.parameter import Index, TensorSource, whole
 
-TWICE = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.int8)  # by code
+_PACKING = PACKINGS["mxfp4"]
+_TWICE = torch.tensor(_PACKING.table, dtype=torch.int8)  # by code
 _HALVED = 128  # the scale of twice a number
 _LEAST, _LARGEST = _HALVED - 24, _HALVED + 15  # that float16 has
 
@@ -33,7 +34,7 @@ def fit_float16(scales: Tensor, codes: Tensor) -> bool:
     """Whether all scales [..., blocks] that matter are numbers of float16. codes: [..., blocks, 32]; where all of a
     block stand for nothing, its scale does not matter."""
     beyond = _are_beyond(scales)
-    return not bool(beyond.any()) or not bool(TWICE[codes[beyond].long()].any())
+    return not bool(beyond.any()) or not bool(_TWICE[codes[beyond].long()].any())
 
 
 def _are_beyond(scales: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class MXFP4Source:
 
     @cached_property
     def packing(self) -> Packing | None:
-        """That of whole numbers of 8 bits, if it holds all numbers. Looks at the scales, and at few blocks."""
+        """None where it does not hold all numbers. Looks at the scales, and at few blocks."""
         scales = self.scales.read(whole(self.scales.shape))
         for expert in range(len(scales)):
             own = scales[expert : expert + 1]
@@ -66,25 +67,24 @@ class MXFP4Source:
                 codes = self._codes(slice(expert, expert + 1), *whole(self.scales.shape[1:]))
                 if not fit_float16(own, codes):
                     return None
-        return PACKINGS["q8_0"]
+        return _PACKING
 
     def read(self, index: Index) -> Tensor:
-        scales, twice = self._read(index)
-        numbers = twice.float() * _powers(scales)[..., None]
+        scales, codes = self._read(index)
+        numbers = _TWICE[codes.long()].float() * _powers(scales)[..., None]
         first = index[2].start // BLOCK * BLOCK
         return numbers.flatten(2)[..., index[2].start - first : index[2].stop - first]
 
     def read_packed(self, index: Index) -> Tensor:
         """See `PackedSource`: of one expert."""
-        scales, twice = self._read(index)
-        assert self.packing is not None
-        return assemble(self.packing, Parts(float16_scales(scales[0]), None, (), twice[0].flatten(1)))
+        scales, codes = self._read(index)
+        return assemble(_PACKING, Parts(float16_scales(scales[0]), None, (), codes[0].flatten(1)))
 
     def _read(self, index: Index) -> tuple[Tensor, Tensor]:
-        """Scales [experts, rows, blocks] and twice the numbers [experts, rows, blocks, 32] int8, of whole blocks."""
+        """Scales [experts, rows, blocks] and codes [experts, rows, blocks, 32] uint8, of whole blocks."""
         experts, rows, columns = index
         among = slice(columns.start // BLOCK, -(-columns.stop // BLOCK))
-        return self.scales.read((experts, rows, among)), TWICE[self._codes(experts, rows, among).long()]
+        return self.scales.read((experts, rows, among)), self._codes(experts, rows, among)
 
     def _codes(self, experts: slice, rows: slice, among: slice) -> Tensor:
         """[experts, rows, blocks, 32]."""
