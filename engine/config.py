@@ -70,7 +70,7 @@ class ModelConfig(Section):
     chat_template: str | None = Field(
         None, description="Chat template instead of the model's own: a file, or one that comes with Quire (hermes)."
     )
-    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder"] | None = Field(
+    tool_parser: Literal["hermes", "llama3_json", "pythonic", "mistral", "qwen3_coder", "harmony"] | None = Field(
         None, description="How the model writes tool calls. When not given, the chat template tells."
     )
     reasoning_marks: tuple[str, str] | None = Field(

@@ -96,7 +96,7 @@ class _ChatAnswer:
         self._writers = [
             MessageWriter(reading, echo=echo, include_reasoning=request.include_reasoning) for _ in generation.states
         ]
-        self._reasons = reading.marks is not None
+        self._reasons = reading.finds_thoughts
         self._thoughts: dict[int, int] = {}  # tokens of those that have ended, by choice
 
     def whole(self) -> ChatCompletion:

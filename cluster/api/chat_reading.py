@@ -30,6 +30,7 @@ class Reading:
     marks: ReasoningMarks | None = None
     inside: bool = False  # the answer begins within a thought
     token_ids: dict[str, int] = field(default_factory=dict)  # of marks that are tokens to llguidance, not text
+    finds_thoughts: bool = False
 
     def new(self) -> IncrementalParser | None:
         """A parser for one answer."""
@@ -39,7 +40,10 @@ class Reading:
 def reading_of(served: ServedModel, request: ChatCompletionRequest, prompt: ChatPrompt) -> Reading:
     """Raises `InvalidRequestError` when nobody knows how the model writes tool calls."""
     tools = request.tool_set()
-    tool_format = served.chat.format_of(prompt.template) if tools is not None else None
+    known = served.chat.format_of(prompt.template)
+    if known is not None and known.reads_thoughts:
+        return _reading_of_all(served, request, known, tools)
+    tool_format = known if tools is not None else None
     if tools is not None and tool_format is None:
         raise InvalidRequestError(
             "tools: the chat template tells no format of tool calls that is known here; a service can be told one by "
@@ -59,7 +63,19 @@ def reading_of(served: ServedModel, request: ChatCompletionRequest, prompt: Chat
     hidden = frozenset() if request.skip_special_tokens is False else frozenset(special)
     added = served.token_decoder.added_ids(texts)
     token_ids = {text: i for text, i in added.items() if text in special or (text[0] == "<" and text[-1] == ">")}
-    return Reading(parser, frozenset(special.values()), hidden, tools, tool_format, marks, inside, token_ids)
+    found = marks is not None
+    return Reading(parser, frozenset(special.values()), hidden, tools, tool_format, marks, inside, token_ids, found)
+
+
+def _reading_of_all(
+    served: ServedModel, request: ChatCompletionRequest, known: ToolFormat, tools: ToolSet | None
+) -> Reading:
+    """By a format that reads thoughts and answers as well as calls."""
+    special = served.token_decoder.special_ids(known.marks)
+    hidden = frozenset() if request.skip_special_tokens is False else frozenset(special)
+    parser = known.parser(tools or ToolSet({}))
+    tool_format = None if tools is None else known
+    return Reading(parser, frozenset(special.values()), hidden, tools, tool_format, finds_thoughts=True)
 
 
 def _begins_inside(marks: ReasoningMarks, request: ChatCompletionRequest, prompt: ChatPrompt) -> bool:

@@ -31,7 +31,7 @@ from .peers.servers import MAX_MODEL_LEN, Server, engine_options, running, wait_
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a decoder whose head is its embedding."""
+    """Of a decoder whose head is its embedding, but for gpt-oss."""
 
     architecture: str
     hidden: int
@@ -48,12 +48,19 @@ class Shape:
     def has_head_norms(self) -> bool:
         return self.architecture.startswith("qwen3")
 
+    @property
+    def has_sinks(self) -> bool:
+        """And biases."""
+        return self.architecture == "gpt-oss"
+
 
 SHAPES = {
     "llama-1b": Shape("llama", 2048, 16, 8192, 32, 8, 64, 49_152),  # Llama 3.2 1B, with a smaller vocabulary
     "qwen3-0.6b": Shape("qwen3", 1024, 28, 3072, 16, 8, 128, 151_936),
     # Qwen3 30B-A3B, with a quarter of its layers and experts, of which half as many are chosen
     "qwen3-moe": Shape("qwen3moe", 2048, 12, 768, 32, 4, 128, 151_936, experts=32, chosen=4),
+    # gpt-oss 20B, with a sixth of its layers and a smaller vocabulary
+    "gpt-oss": Shape("gpt-oss", 2880, 4, 2880, 64, 8, 64, 49_152, experts=32, chosen=4),
 }
 LOADS = (Workload(1, 6, 0, 128, 64), Workload(8, 16, 0, 128, 64))
 PRECISIONS = ("float32", "bfloat16", "int8")
@@ -77,14 +84,18 @@ def write_model(path: Path, shape: Shape) -> None:
         writer.add_expert_count(shape.experts)
         writer.add_expert_used_count(shape.chosen)
         writer.add_expert_feed_forward_length(shape.mlp)
+    if shape.has_sinks:
+        writer.add_sliding_window(128)
     _add_tokenizer(writer, shape.vocab)
     rng = np.random.default_rng(0)
     for name, size in _tensors(shape):
-        if len(size) == 1:
+        if name.endswith("norm"):
             writer.add_tensor(f"{name}.weight", np.ones(size, np.float32))
-        else:
-            numbers = rng.standard_normal(size, dtype=np.float32) * np.float32(0.02)
-            writer.add_tensor(f"{name}.weight", numbers if "gate_inp" in name else numbers.astype(np.float16))
+            continue
+        numbers = rng.standard_normal(size, dtype=np.float32) * np.float32(0.02)
+        is_small = "gate_inp" in name or len(size) == 1 or name.endswith(".bias")
+        named = name if name.endswith(".bias") else f"{name}.weight"
+        writer.add_tensor(named, numbers if is_small else numbers.astype(np.float16))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -106,11 +117,19 @@ def _add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
 
 def _tensors(of: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "token_embd", (of.vocab, of.hidden)
+    if of.has_sinks:
+        yield "output", (of.vocab, of.hidden)
     query, kv, up, down = of.heads * of.head_dim, of.kv_heads * of.head_dim, (of.mlp, of.hidden), (of.hidden, of.mlp)
     shapes: dict[str, tuple[int, ...]] = {
         "attn_norm": (of.hidden,), "attn_q": (query, of.hidden), "attn_k": (kv, of.hidden), "attn_v": (kv, of.hidden),
         "attn_output": (of.hidden, query), "ffn_norm": (of.hidden,),
     }  # fmt: skip
+    if of.has_sinks:
+        del shapes["ffn_norm"]
+        shapes |= {"post_attention_norm": (of.hidden,), "attn_sinks": (of.heads,), "attn_q.bias": (query,)}
+        shapes |= {"attn_k.bias": (kv,), "attn_v.bias": (kv,), "attn_output.bias": (of.hidden,)}
+        shapes |= {f"ffn_{name}_exps.bias": (of.experts, of.mlp) for name in ("gate", "up")}
+        shapes |= {"ffn_down_exps.bias": (of.experts, of.hidden), "ffn_gate_inp.bias": (of.experts,)}
     if of.has_head_norms:
         shapes |= {"attn_q_norm": (of.head_dim,), "attn_k_norm": (of.head_dim,)}
     if of.experts:

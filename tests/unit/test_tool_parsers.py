@@ -189,6 +189,27 @@ CASES: list[tuple[str, str, list[Event]]] = [
     ),
     ("qwen3_coder", "<tool_call>{}</tool_call>", [Content("<tool_call>{}</tool_call>")]),
     ("qwen3_coder", "<function=a b>", [Content("<function=a b>")]),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Is it <b>2</b>?\n<|end|><|start|>assistant<|channel|>final<|message|>Yes, 2.",
+        [Reasoning("Is it <b>2</b>?\n"), Content("Yes, 2.")],
+    ),
+    (
+        "harmony",
+        "<|channel|>analysis<|message|>Look.<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+        f"<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{PARIS}<|call|>",
+        [Reasoning("Look."), Content("I look."), *call("get_weather", PARIS)],
+    ),
+    (
+        "harmony",
+        f"<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{PARIS}",
+        call("f", PARIS),
+    ),
+    ("harmony", "<|channel|>final<|message|>analysis", [Content("analysis")]),
+    ("harmony", "<|channel|>analysis<|message|>Hm", [Reasoning("Hm")]),
+    ("harmony", "<|channel|>final<|message|>a<|start|>assistant<|channel|>final<|message|>b", [Content("ab")]),
+    ("harmony", "<|channel|>ana", []),
+    ("harmony", '{"x": "<|channel|>"}', [Content('{"x": "<|channel|>"}')]),
 ]
 
 
@@ -201,6 +222,18 @@ def cut(text: str, seed: int) -> list[str]:
         pieces.append(text[:length])
         text = text[length:]
     return pieces
+
+
+def test_where_thoughts_of_channels_end() -> None:
+    """Each is one, and what is said between them is not."""
+    parser = IncrementalParser(parser_of("harmony"))
+    parser.push("<|channel|>analysis<|message|>a")
+    assert parser.thinks
+    text = "<|channel|>analysis<|message|>a<|end|>"
+    parser.push("<|end|>")
+    assert (parser.thinks, parser.thought_end) == (False, len(text))
+    parser.push("<|start|>assistant<|channel|>commentary<|message|>b<|end|>")
+    assert parser.thought_end == len(text)
 
 
 @pytest.mark.parametrize(("name", "text", "events"), CASES)
@@ -415,6 +448,7 @@ def test_where_a_thought_ends() -> None:
         ("[TOOL_CALLS]{{ calls }}", "mistral"),
         ("{{ 'Environment: ipython' }} {{ '\"parameters\": ' }}", "llama3_json"),
         ("[func_name1(params_name1=params_value1)]", "pythonic"),
+        ("{{ '<|start|>assistant<|channel|>final<|message|>' }}", "harmony"),
         ("<tool_call>{{ name }}<arg_key>", None),
         ("{{ messages }}", None),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from .events import Parser
+from .harmony import Harmony
 from .hermes import Hermes
 from .lark import CallGrammar, Lark
 from .llama_json import LlamaJson
@@ -25,6 +26,11 @@ class ToolFormat(Protocol):
         """What the parser looks for and may be a special token, which is otherwise left out of the text."""
         ...
 
+    @property
+    def reads_thoughts(self) -> bool:
+        """Thoughts are parts of the format: it reads answers without tools, too."""
+        ...
+
     def parser(self, tools: ToolSet) -> Parser:
         """Finds the calls in one answer."""
         ...
@@ -38,7 +44,8 @@ class ToolFormat(Protocol):
 
 
 FORMATS: dict[str, ToolFormat] = {
-    tool_format.name: tool_format for tool_format in (Hermes(), LlamaJson(), Pythonic(), Mistral(), QwenCoder())
+    tool_format.name: tool_format
+    for tool_format in (Hermes(), LlamaJson(), Pythonic(), Mistral(), QwenCoder(), Harmony())
 }
 
 
@@ -48,6 +55,8 @@ def detect_format(template: str) -> ToolFormat | None:
     def has(*parts: str) -> bool:
         return all(part in template for part in parts)
 
+    if has("<|channel|>", "<|message|>"):
+        return FORMATS["harmony"]
     if has("<function=", "<parameter="):
         return FORMATS["qwen3_coder"]
     if has("[TOOL_CALLS]"):

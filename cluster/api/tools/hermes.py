@@ -14,6 +14,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 class Hermes:
     name = "hermes"
     marks = (OPEN, CLOSE)
+    reads_thoughts = False
 
     def parser(self, tools: ToolSet) -> Parser:  # noqa: ARG002 - the marks tell, whatever the name
         return _parse

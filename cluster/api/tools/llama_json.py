@@ -18,6 +18,7 @@ _SEPARATORS = (";", ",")
 class LlamaJson:
     name = "llama3_json"
     marks = (TAG,)
+    reads_thoughts = False
 
     def parser(self, tools: ToolSet) -> Parser:
         return lambda reader, sink: _parse(reader, sink, tools)

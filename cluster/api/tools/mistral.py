@@ -17,6 +17,7 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 class Mistral:
     name = "mistral"
     marks = (CALLS, ARGS, CALL_ID)
+    reads_thoughts = False
 
     def parser(self, tools: ToolSet) -> Parser:  # noqa: ARG002 - the marks tell, whatever the name
         return _parse

@@ -25,6 +25,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 class Pythonic:
     name = "pythonic"
     marks = (*STARTS, END)
+    reads_thoughts = False
 
     def parser(self, tools: ToolSet) -> Parser:
         return lambda reader, sink: _parse(reader, sink, tools)

@@ -27,6 +27,7 @@ _NAME = re.compile(r"[\w.-]{1,64}")
 class QwenCoder:
     name = "qwen3_coder"
     marks = (OPEN, CLOSE)
+    reads_thoughts = False
 
     def parser(self, tools: ToolSet) -> Parser:
         return lambda reader, sink: _parse(reader, sink, tools)
