@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -159,7 +160,7 @@ def _find(model: str) -> Path:
         return path
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
-        return path.resolve()
+        return Path(os.path.abspath(path))  # links stay: parts of a file are found by its name
     if path.exists():
         raise ConfigError(f"model: {model} is neither a directory nor a .gguf file.")
     known = ", ".join(EMBEDDED_MODELS)

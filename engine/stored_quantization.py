@@ -33,7 +33,7 @@ class StoredQuantization:
 
 def stored_quantization(hf_config: Mapping[str, Any]) -> StoredQuantization | None:
     """None where nothing is quantized. Raises `ConfigError` naming what is not supported."""
-    given = hf_config.get("quantization_config")
+    given = hf_config.get("quantization_config") or hf_config.get("compression_config")  # the second of older ones
     if not given:
         return None
     if not isinstance(given, dict):
@@ -75,15 +75,14 @@ def _compressed(given: Mapping[str, Any]) -> StoredQuantization:
     _check("sparsity_config.format", sparsity, sparsity == "dense", "dense")
     transforms = given.get("transform_config")
     _check("transform_config", transforms, not transforms, "weights that are not rotated")
-    return StoredQuantization("compressed-tensors")
+    blocks = {tuple(size) for group in groups.values() if (size := (group.get("weights") or {}).get("block_structure"))}
+    _check("config_groups", sorted(blocks), len(blocks) <= 1, "blocks of one size")
+    return StoredQuantization("compressed-tensors", block=_block(*blocks) if blocks else None)
 
 
 def _fp8(given: Mapping[str, Any]) -> StoredQuantization:
     block = given.get("weight_block_size")
-    if block is not None:
-        whole = isinstance(block, list) and len(block) == 2 and all(type(each) is int and each > 0 for each in block)
-        _check("weight_block_size", block, whole, "rows and columns")
-    return StoredQuantization("fp8", block=None if block is None else (block[0], block[1]))
+    return StoredQuantization("fp8", block=None if block is None else _block(block))
 
 
 def _modelopt(given: Mapping[str, Any]) -> StoredQuantization:
@@ -106,8 +105,16 @@ _READERS = {
 }
 
 
+def _block(given: Any) -> tuple[int, int]:
+    is_size = (
+        isinstance(given, list | tuple) and len(given) == 2 and all(type(each) is int and each > 0 for each in given)
+    )
+    _check("weight_block_size", given, is_size, "rows and columns")
+    return given[0], given[1]
+
+
 def _group_size(given: Mapping[str, Any]) -> int | None:
-    size = given.get("group_size", given.get("q_group_size"))
+    size = given.get("group_size")
     _check("group_size", size, type(size) is int and (size > 0 or size == -1), "a number of inputs, or -1 for all")
     return None if size == -1 else size
 

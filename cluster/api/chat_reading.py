@@ -73,9 +73,15 @@ def _reading_of_all(
     """By a format that reads thoughts and answers as well as calls."""
     special = served.token_decoder.special_ids(known.marks)
     hidden = frozenset() if request.skip_special_tokens is False else frozenset(special)
-    parser = known.parser(tools or ToolSet({}))
-    tool_format = None if tools is None else known
-    return Reading(parser, frozenset(special.values()), hidden, tools, tool_format, finds_thoughts=True)
+    return Reading(
+        known.parser(tools or ToolSet({})),
+        frozenset(special.values()),
+        hidden,
+        tools,
+        None if tools is None else known,
+        token_ids=served.token_decoder.added_ids(known.marks),
+        finds_thoughts=True,
+    )
 
 
 def _begins_inside(marks: ReasoningMarks, request: ChatCompletionRequest, prompt: ChatPrompt) -> bool:

@@ -199,8 +199,9 @@ def _store_parts(b: ir.IRBuilder, way: Way, whole: Sequence[Any], target: Any) -
     """Of two vectors of whole numbers, or of x as it is. Where 128 is added to every digit, digits are the bytes of the
     sum."""
     if way.product.number_bytes == 4:
-        for i, each in enumerate(whole):
-            store(b, each, b.add(target, INT64(STEP_BYTES * i)))
+        for start in range(0, BLOCK, LANES):
+            numbers = take(b, whole[0], way.order[start : start + LANES], whole[1])
+            store(b, numbers, b.add(target, INT64(4 * start)))
         return
     is_word = way.product.number_bytes == 2
     if is_word or way.num_digits == ONE_DIGIT:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -67,12 +66,12 @@ async def test_a_call(client: httpx.AsyncClient, backend: FakeBackend) -> None:
     assert (message["content"], message["reasoning_content"], finish_reason) == (None, "Two and two.", "tool_calls")
 
 
-async def test_calls_that_are_not_held(client: httpx.AsyncClient, backend: FakeBackend) -> None:
-    answer(backend, FINAL)
-    body: dict[str, Any] = {"model": "smollm2-135m-instruct", "messages": [{"role": "user", "content": "?"}]}
-    response = await client.post("/v1/chat/completions", json={**body, "tools": [TOOL], "tool_choice": "required"})
-    assert response.status_code == 400
-    assert "no grammar holds the calls of this model" in response.json()["error"]["message"]
+async def test_no_call_without_tools(client: httpx.AsyncClient, backend: FakeBackend) -> None:
+    answer(backend, THOUGHT + CALL)
+    for fields in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        message, finish_reason, _ = await both(client, **fields)
+        assert "tool_calls" not in message
+        assert (message["content"], finish_reason) == ('{"city": "Paris"}', "stop")
 
 
 async def test_what_is_told_of_earlier_thoughts(client: httpx.AsyncClient, backend: FakeBackend) -> None:

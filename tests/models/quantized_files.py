@@ -174,7 +174,8 @@ def float8(config: Mapping[str, Any], rows: int | None, columns: int | None, sca
                 codes[block] = (weight[block] / scales[i, j]).to(FP8)
                 numbers[block] = codes[block].float() * scales[i, j]
         stored = scales if scales.numel() > 1 else scales.reshape(())
-        return {"weight": codes, scale: stored, "input_scale": torch.tensor(0.5)}, numbers
+        unused = {"input_scale": torch.tensor(0.5), "activation_scale": torch.tensor(0.5)}
+        return {"weight": codes, scale: stored, **unused}, numbers
 
     return Scheme(config, write)
 

@@ -31,13 +31,16 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from quire.engine.config import EngineConfig, ModelConfig
 from quire.engine.errors import ConfigError
 from quire.engine.model_source import ModelInfo, load_model_info
+from quire.engine.stored_quantization import stored_quantization
 from quire.kernels import ops
 from quire.kernels.packed import PACKINGS, unpack
 from quire.workers.blueprints import blueprint_of
+from quire.workers.layers.attention import KVScales
 from quire.workers.layers.parameter import Fp8Parameter, Int8Parameter, PackedParameter, ScaledParameter
 from quire.workers.loader.checkpoint import open_checkpoint
+from quire.workers.loader.kv_scales import kv_scales
 from quire.workers.loader.mxfp4 import MXFP4Source
-from quire.workers.loader.quantized import QuantizedSource
+from quire.workers.loader.quantized import QuantizedSource, open_quantized
 from quire.workers.loader.views import turned
 from quire.workers.local_executor import LocalExecutor
 from quire.workers.models.decoder import Decoder
@@ -48,6 +51,7 @@ from quire.workers.quantization import blueprint_for
 CPU = torch.device("cpu")
 FP8_BLOCKS = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [48, 80]}
 FP8_WHOLE = {"quant_method": "fp8", "activation_scheme": "static"}
+FP8_STRUCTURE = compressed_config("float-quantized", num_bits=8, strategy="block", block_structure=[48, 80])
 FP8_ROWS = compressed_config("float-quantized", num_bits=8, type="float", strategy="channel")
 # Each with the packing that its matrices have, if any.
 SCHEMES: Mapping[str, tuple[Scheme, str | None]] = {
@@ -75,6 +79,7 @@ SCHEMES: Mapping[str, tuple[Scheme, str | None]] = {
     "fp8, blocks": (float8(FP8_BLOCKS, 48, 80, "weight_scale_inv"), None),
     "fp8, whole": (float8(FP8_WHOLE, None, None), None),
     "fp8, rows": (float8(FP8_ROWS, 1, None), None),
+    "fp8, blocks of another format": (float8(FP8_STRUCTURE, 48, 80), None),
     "fp8, fbgemm": (float8({"quant_method": "fbgemm_fp8"}, 1, None), None),
     "fp8, modelopt": (float8({"quant_method": "modelopt", "quant_algo": "FP8"}, None, None), None),
 }
@@ -249,6 +254,59 @@ def test_the_engine_answers_alike(tmp_path: Path) -> None:
         for token, expected in zip(ours.logprobs, theirs.logprobs, strict=True):
             assert [each for each, _ in token.top] == [each for each, _ in expected.top]
             assert [p for _, p in token.top] == pytest.approx([p for _, p in expected.top], abs=1e-4)
+
+
+def test_a_bias_that_the_model_lacks(tmp_path: Path) -> None:
+    """Zeros are left, anything else is refused."""
+    info = make(tmp_path, gptq(32))
+    tensors = load_file(info.path / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.bias"][5] = 1.0
+    save_file(tensors, info.path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"unexpected: model\.layers\.1\.mlp\.down_proj\.bias"):
+        plain(info)
+
+
+def test_scales_of_the_cache_beside_those_of_weights(tmp_path: Path) -> None:
+    """By either name that there is for them; those of queries are left."""
+    info = make(tmp_path, compressed_int8())
+    tensors = load_file(info.path / "model.safetensors")
+    for name, scale in (("0.self_attn.k_proj.output_scale", 0.25), ("0.self_attn.v_proj.output_scale", 0.5)):
+        tensors[f"model.layers.{name}"] = torch.tensor([scale])
+    tensors["model.layers.0.self_attn.q_proj.output_scale"] = torch.tensor([3.0])
+    tensors["model.layers.1.self_attn.kv_scale"] = torch.tensor([2.0])
+    save_file(tensors, info.path / "model.safetensors")
+    config = EngineConfig.model_validate({"cache": {"kv_cache_dtype": "fp8_e4m3"}})
+    assert kv_scales(config, info, 2) == [KVScales(0.25, 0.5), KVScales(2.0, 2.0)]
+    plain(info)
+
+
+def test_words_as_tools_write_them(tmp_path: Path) -> None:
+    """The numbers 0 to 7 as AutoAWQ 0.2.9, AutoGPTQ 0.7.1 and compressed-tensors 0.17 pack them in a word, in hex."""
+    scales, words = torch.ones(1, 8).half(), {"awq": 0x75316420, "gptq": 0x76543210, "compressed-tensors": 0x76543210}
+    for method, word in words.items():
+        folder, packed = tmp_path / method, torch.tensor([[word]], dtype=torch.int32)
+        folder.mkdir()
+        config: dict[str, Any] = {"quant_method": method, "bits": 4, "group_size": -1}
+        if method == "awq":  # one input of 8 rows
+            tensors = {"qweight": packed, "qzeros": torch.zeros(1, 1, dtype=torch.int32), "scales": scales}
+        elif method == "gptq":  # 8 inputs of as many rows, whose zeros are 1
+            tensors = {"qweight": packed.expand(1, 8), "qzeros": torch.zeros(1, 1, dtype=torch.int32), "scales": scales}
+        else:
+            config |= {"format": "pack-quantized"}
+            shape, packed = torch.tensor([1, 16]), packed.expand(1, 2)
+            tensors = {"weight_packed": packed, "weight_scale": torch.ones(1, 1), "weight_shape": shape}
+        save_file({f"m.{name}": each.contiguous() for name, each in tensors.items()}, folder / "model.safetensors")
+        stored = stored_quantization({"quantization_config": config})
+        assert stored is not None
+        with open_quantized(folder, stored) as sources:
+            numbers = sources["m.weight"].read(tuple(slice(0, size) for size in sources["m.weight"].shape))
+        eight = torch.arange(8.0)
+        expected = {
+            "awq": eight[:, None],
+            "gptq": (eight - 1).expand(8, 8),
+            "compressed-tensors": (eight - 8).repeat(1, 2),
+        }
+        assert torch.equal(numbers, expected[method])
 
 
 def gpt_oss(folder: Path) -> ModelInfo:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 from quire.engine.model_source import ModelInfo
 
-from ..layers.parameter import TensorSource
+from ..layers.parameter import TensorSource, whole
 from .gguf import open_gguf
 from .quantized import UnneededBias, open_quantized
 from .safetensors import SafetensorsSource, open_safetensors
@@ -30,4 +30,4 @@ def open_checkpoint(info: ModelInfo) -> AbstractContextManager[dict[str, TensorS
 
 def may_be_left_over(source: TensorSource) -> bool:
     """Whether a tensor that has no place in the model means nothing wrong."""
-    return isinstance(source, UnneededBias)
+    return isinstance(source, UnneededBias) and not bool(source.read(whole(source.shape)).any())

@@ -14,8 +14,9 @@ from ..layers.attention import KVScales
 from ..layers.parameter import TensorSource, whole
 from .checkpoint import open_checkpoint
 
-# model.layers.3.self_attn.k_scale, or with the names of the tools that calibrate: ...attn.k_scale, ...k_proj.k_scale
-_NAME = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\..*\b([kv])_scale$")
+# model.layers.3.self_attn.k_scale, or with the names of the tools that calibrate: ...attn.k_scale, ...k_proj.k_scale,
+# ...k_proj.output_scale; one of both: ...kv_scale
+_NAME = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\..*\b(k|v|kv)(?:_scale|_proj\.output_scale)$")
 
 
 def is_kv_scale(name: str) -> bool:
@@ -49,5 +50,5 @@ def _read(sources: Mapping[str, TensorSource], num_layers: int, info: ModelInfo)
         scale = float(source.read(whole(source.shape)))
         if not 0 < scale < math.inf:
             raise ConfigError(f"model: {name} in {info.path} is {scale}; a scale is positive and finite.")
-        scales[layer] = scales[layer]._replace(**{"key" if kind == "k" else "value": scale})
+        scales[layer] = scales[layer]._replace(**{{"k": "key", "v": "value"}[each]: scale for each in kind})
     return scales

@@ -45,7 +45,7 @@ _MX_BLOCKS = "_blocks"
 _BESIDE = (
     *("qzeros", "scales", "g_idx"),
     *("weight_scale", "weight_scale_inv", "weight_zero_point", "weight_shape", "weight_g_idx"),
-    *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
+    *("input_scale", "activation_scale", "input_zero_point", "output_scale", "output_zero_point"),
 )
 
 
@@ -133,6 +133,14 @@ class _Blocks:
         return self.source.read(whole(self.source.shape))
 
 
+def _in_parts(rows: slice, row_size: int) -> Iterator[tuple[slice, slice]]:
+    """Rows in parts that are not too large, and their places among them."""
+    step = max(1, _AT_ONCE // row_size)
+    for start in range(rows.start, rows.stop, step):
+        stop = min(start + step, rows.stop)
+        yield slice(start, stop), slice(start - rows.start, stop - rows.start)
+
+
 @dataclass(frozen=True)
 class QuantizedSource:
     """A matrix that several tensors stand for: [out_features, in_features]."""
@@ -149,10 +157,15 @@ class QuantizedSource:
 
     def read(self, index: Index) -> Tensor:
         """float32; exactly the numbers, but for the rounding of a product of a code and a scale in float32."""
-        numbers = self.codes.read(index).float() - self.zero
-        if self.zeros is not None:
-            numbers -= self.zeros.read(index)
-        return numbers.mul_(self.scales.read(index).float())
+        rows, columns = index
+        numbers = torch.empty(rows.stop - rows.start, columns.stop - columns.start)
+        for part, own in _in_parts(rows, self.shape[1]):
+            found = numbers[own].copy_(self.codes.read((part, columns)))
+            found -= self.zero
+            if self.zeros is not None:
+                found -= self.zeros.read((part, columns))
+            found *= self.scales.read((part, columns))
+        return numbers
 
     @cached_property
     def packing(self) -> Packing | None:
@@ -173,10 +186,8 @@ class QuantizedSource:
         packing, (rows, columns) = self.packing, index
         assert packing is not None
         packed = torch.empty(rows.stop - rows.start, packing.row_bytes(columns.stop - columns.start), dtype=torch.uint8)
-        step = max(1, _AT_ONCE // self.shape[1])
-        for start in range(rows.start, rows.stop, step):
-            part = slice(start, min(start + step, rows.stop))
-            packed[start - rows.start : part.stop - rows.start] = self._packed((part, columns), packing)
+        for part, own in _in_parts(rows, self.shape[1]):
+            packed[own] = self._packed((part, columns), packing)
         return packed
 
     def _packed(self, index: Index, packing: Packing) -> Tensor:
@@ -224,7 +235,7 @@ class QuantizedSource:
 
 @dataclass(frozen=True, slots=True)
 class UnneededBias:
-    """What GPTQ's tools store, full of zeros, also for layers that have none."""
+    """What GPTQ's tools store also for layers that have none: full of zeros, then."""
 
     source: TensorSource
 
@@ -267,7 +278,8 @@ class _Reader:
                 continue
             matrices[f"{module}.weight"] = matrix
             for each in (kind, *_BESIDE):
-                others.pop(f"{module}.{each}", None)
+                if each != "output_scale" or not module.endswith((".k_proj", ".v_proj")):  # which are for the cache
+                    others.pop(f"{module}.{each}", None)
             bias = f"{module}.bias"
             if kind == "qweight" and bias in others:
                 others[bias] = UnneededBias(others[bias])
@@ -334,14 +346,14 @@ class _Reader:
         """Where tensors beside them say what codes are, of which `zero` means nothing, unless it is said, too."""
         inverse = f"{module}.weight_scale_inv" in self._sources
         scales = self._of(module, "weight_scale_inv" if inverse else "weight_scale")
-        scales = scales if len(scales.shape) == 2 else _AsMatrix(scales)
+        scales = _as_matrix(scales)
         blocks = self._blocks(module, scales, codes.shape, self._stored.block or (1, None))
         zeros = None
         if f"{module}.weight_zero_point" in self._sources:
             points = self._of(module, "weight_zero_point")
-            if points.shape != scales.shape:  # in words, as codes are
+            if isinstance(points, SafetensorsSource) and points.stored_as == "I32":  # in words, as codes are
                 points, zero = _Fields(points, bits, 0, scales.shape[0]), 0
-            zeros = _Blocks(points, blocks.rows, blocks.columns)
+            zeros = _Blocks(_as_matrix(points), blocks.rows, blocks.columns)
         if f"{module}.weight_g_idx" in self._sources:
             groups = self._groups(module, torch.arange(codes.shape[1]) // blocks.columns, "weight_g_idx")
             if groups is not None:
@@ -373,11 +385,15 @@ class _Reader:
         for size, count, wanted in zip(shape, source.shape, given, strict=True):
             if wanted is not None and -(-size // wanted) == count:
                 sizes.append(wanted)
-            elif count > 0 and size % count == 0:
-                sizes.append(size // count)
+            elif count == 1 or (count > 0 and size % count == 0 and (size == count or len(sizes) > 0)):
+                sizes.append(size // count)  # of columns any number may share a scale
             else:
                 raise _Mismatch(f"{module}.weight {list(shape)} has {list(source.shape)} scales or zeros")
         return _Blocks(source, *sizes)
+
+
+def _as_matrix(source: TensorSource) -> TensorSource:
+    return source if len(source.shape) == 2 else _AsMatrix(source)
 
 
 def _eight_bits(source: TensorSource) -> torch.dtype | None:

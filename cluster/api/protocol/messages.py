@@ -143,7 +143,9 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
             raise _refused(f"{where}.name", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(message.name)}")
         rendered["name"] = message.name
     if message.thought:
-        rendered["reasoning_content"] = rendered["thinking"] = message.thought  # the second is gpt-oss's word
+        rendered["reasoning_content"] = message.thought
+        if not (message.tool_calls and message.content):  # gpt-oss's word, which it takes one of both for
+            rendered["thinking"] = message.thought
     if message.role == "tool":
         rendered |= _result_of(where, message, calls)
     if message.tool_calls:

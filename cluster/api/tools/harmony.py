@@ -3,45 +3,65 @@
     <|channel|>analysis<|message|>a thought<|end|><|start|>assistant<|channel|>final<|message|>an answer
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{"x": 1}<|call|>
 
-An answer begins behind `<|start|>assistant`. What a grammar makes it say begins with no channel, and is all content.
+An answer begins behind `<|start|>assistant`; who a message is for may stand before the channel, too. What a grammar of
+a request makes it say begins with neither, and is all content.
 """
 
 from __future__ import annotations
 
 import re
 
-from quire.engine.errors import InvalidRequestError
-
 from .events import Parser, Sink
-from .lark import CallGrammar, Lark
+from .lark import CallGrammar, Lark, quoted
 from .reader import Reader, Steps
 from .tool_set import ToolSet
 
-START, CHANNEL, MESSAGE, END, CALL = "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"
+START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN = (
+    *("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|constrain|>"),
+)
+_BEGINNINGS = (CHANNEL, START, "to=")
 _CLOSING = (END, CALL, START, CHANNEL)
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]{1,64})")
+_RECIPIENT = re.compile(r"to=(functions\.)?([\w.-]{1,64})")
 
 
 class Harmony:
     name = "harmony"
-    marks = (START, CHANNEL, MESSAGE, END, CALL, "<|constrain|>")
+    marks = (START, CHANNEL, MESSAGE, END, CALL, CONSTRAIN)
     reads_thoughts = True
 
-    def parser(self, tools: ToolSet) -> Parser:  # noqa: ARG002 - the recipient tells, whatever the name
-        return _parse
+    def parser(self, tools: ToolSet) -> Parser:
+        def parse(reader: Reader, sink: Sink) -> Steps[None]:
+            yield from _parse(reader, sink, tools)
 
-    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:  # noqa: ARG002
-        raise InvalidRequestError(
-            "tools: no grammar holds the calls of this model: tool_choice, parallel_tool_calls and strict are not "
-            "supported.",
-            "tools",
-            "unsupported",
-        )
+        return parse
+
+    def grammar(self, tools: ToolSet, lark: Lark) -> CallGrammar:
+        """A thought, what is said before a call, and a call; or an answer, where none is required."""
+        next_message = f'{lark.mark(START)} "assistant"'
+
+        def before(channel: str) -> str:
+            text = lark.text_until(f"{channel}_text", END)
+            head = f"{lark.mark(CHANNEL)} {quoted(channel)} {lark.mark(MESSAGE)}"
+            return lark.rule(f"{channel}_message", f"{head} {text} {next_message}")
+
+        wanted = []
+        for i, each in enumerate(tools.callable):
+            head = f'{quoted(f"commentary to=functions.{each.name} ")} {lark.mark(CONSTRAIN)} "json"'
+            arguments = lark.argument(f"arguments_{i}", each.parameters, each)
+            wanted.append(lark.rule(f"call_{i}", f"{head} {lark.mark(MESSAGE)} {arguments}"))
+        if tools.choice != "required":
+            wanted.append(lark.rule("final", f'"final" {lark.mark(MESSAGE)} /(.|\\n)*/'))
+        lead = f"{before('analysis')}? {before('commentary')}?"
+        body = lark.rule("messages", f"{lead} {lark.mark(CHANNEL)} ({' | '.join(wanted)})")
+        return CallGrammar(None, body, text="/[^<](.|\\n)*/")
 
 
-def _parse(reader: Reader, sink: Sink) -> Steps[None]:
+def _parse(reader: Reader, sink: Sink, tools: ToolSet) -> Steps[None]:
     space = yield from reader.space()
-    if not (yield from reader.starts_with(CHANNEL)) and not (yield from reader.starts_with(START)):
+    for beginning in _BEGINNINGS:
+        if (yield from reader.starts_with(beginning)):
+            break
+    else:
         reader.put_back(space)
         yield from reader.until((), sink.content)
         return
@@ -50,14 +70,14 @@ def _parse(reader: Reader, sink: Sink) -> Steps[None]:
         header: list[str] = []  # a role, a channel, and who it is for
         if (yield from reader.until((MESSAGE,), header.append)) is None:
             return
-        is_over = yield from _message(reader, sink, "".join(header))
+        is_over = yield from _message(reader, sink, "".join(header), tools)
 
 
-def _message(reader: Reader, sink: Sink, header: str) -> Steps[bool]:
+def _message(reader: Reader, sink: Sink, header: str, tools: ToolSet) -> Steps[bool]:
     """One message, up to what closes it. Whether the text ends in it."""
-    called = _RECIPIENT.search(header)
+    called = _called(header, tools)
     if called is not None:
-        sink.call(called[1])
+        sink.call(called)
         mark = yield from reader.until(_CLOSING, sink.arguments)
     elif "analysis" in header:
         sink.thought_begun = True
@@ -69,3 +89,11 @@ def _message(reader: Reader, sink: Sink, header: str) -> Steps[bool]:
     if mark in (START, CHANNEL):
         reader.put_back(mark)
     return mark is None
+
+
+def _called(header: str, tools: ToolSet) -> str | None:
+    """The function that a message is for: any that is called one, or one that was offered, where some were."""
+    found = _RECIPIENT.search(header)
+    if found is None or not tools.functions:
+        return None
+    return found[2] if found[1] or found[2] in tools else None
