@@ -133,7 +133,7 @@ def test_grammars(tmp_path: Path, grid: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("grid", EXPERTS, ids=grid_id)
-@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("family", [*MIXTURES, "gpt-oss"])
 def test_experts_are_dealt_out(tmp_path: Path, family: str, grid: dict[str, int]) -> None:
     """5 experts on 2 ranks, and on 5 (6 heads, 2 KV heads)."""
     model = FamilyUnderTest(TINY_FAMILIES[family], tmp_path)
