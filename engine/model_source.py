@@ -56,8 +56,8 @@ SUPPORTED_ARCHITECTURES = (
     "Starcoder2ForCausalLM",
     "MixtralForCausalLM",
     "Qwen3MoeForCausalLM",
-    "OlmoeForCausalLM",
     "GptOssForCausalLM",
+    "OlmoeForCausalLM",
 )
 
 _CONTEXT_LENGTHS = ("n_positions", "max_position_embeddings", "max_seq_len", "seq_length", "n_ctx")

@@ -29,7 +29,7 @@ BATCHES = (
     (40,), (1, 33, 97), (33,), (16, 17), (40, 97), (126,), (2, 3), (4, 5), (25,), (6,), (60, 1, 60, 1), (24,)
 )  # fmt: skip
 ATTENDED_BY_TORCH = ("mistral",)  # with heads of 24
-ONE_BY_ONE = ("mixtral", "qwen3-moe", "olmoe", *ATTENDED_BY_TORCH)  # experts are given as many tokens as choose them
+ONE_BY_ONE = ("mixtral", "qwen3-moe", "olmoe", "gpt-oss", *ATTENDED_BY_TORCH)  # experts get the tokens that choose them
 ANSWER = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, prompt_logprobs=2)
 WIDE = replace(
     TINY_FAMILIES["llama"], settings={"hidden_size": 128, "num_attention_heads": 8, "intermediate_size": 192}

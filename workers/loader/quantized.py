@@ -253,7 +253,8 @@ def open_quantized(directory: Path, stored: StoredQuantization) -> Iterator[dict
     damaged, or when tensors do not go together."""
     with open_safetensors(directory) as sources:
         try:
-            yield _Reader(sources, stored).all()
+            reader = _Reader(sources, stored)
+            yield reader.of_experts() if stored.tensors == "mxfp4" else reader.all()
         except _Mismatch as mismatch:
             raise ConfigError(f"model: in {directory}, {mismatch}.") from mismatch
 
@@ -283,15 +284,20 @@ class _Reader:
             bias = f"{module}.bias"
             if kind == "qweight" and bias in others:
                 others[bias] = UnneededBias(others[bias])
-        if self._stored.tensors == "mxfp4":
-            for name in [each for each in others if each.endswith(_MX_BLOCKS)]:
-                whole_name = name.removesuffix(_MX_BLOCKS)
-                module, _, kind = whole_name.rpartition(".")
-                blocks, scales = others.pop(name), others.pop(f"{whole_name}_scales", None)
-                if scales is None or blocks.shape != (*scales.shape, BLOCK // 2):
-                    found = "none" if scales is None else list(scales.shape)
-                    raise _Mismatch(f"the scales of {name} {list(blocks.shape)} are {found}")
-                matrices[whole_name] = turned(MXFP4Source(blocks, scales))
+        return others | matrices
+
+    def of_experts(self) -> dict[str, TensorSource]:
+        """Likewise, where matrices of experts are in MXFP4."""
+        others, matrices = dict(self._sources), dict[str, TensorSource]()
+        for name in self._sources:
+            if not name.endswith(_MX_BLOCKS):
+                continue
+            module = name.removesuffix(_MX_BLOCKS)
+            blocks, scales = others.pop(name), others.pop(f"{module}_scales", None)
+            if scales is None or blocks.shape != (*scales.shape, BLOCK // 2):
+                found = "none" if scales is None else list(scales.shape)
+                raise _Mismatch(f"the scales of {name} {list(blocks.shape)} are {found}")
+            matrices[module] = turned(MXFP4Source(blocks, scales))
         return others | matrices
 
     def _matrix(self, module: str, kind: str) -> QuantizedSource | None:
@@ -345,8 +351,7 @@ class _Reader:
     def _scaled(self, module: str, codes: TensorSource, zero: int, bits: int) -> QuantizedSource:
         """Where tensors beside them say what codes are, of which `zero` means nothing, unless it is said, too."""
         inverse = f"{module}.weight_scale_inv" in self._sources
-        scales = self._of(module, "weight_scale_inv" if inverse else "weight_scale")
-        scales = _as_matrix(scales)
+        scales = _as_matrix(self._of(module, "weight_scale_inv" if inverse else "weight_scale"))
         blocks = self._blocks(module, scales, codes.shape, self._stored.block or (1, None))
         zeros = None
         if f"{module}.weight_zero_point" in self._sources:
