@@ -59,8 +59,7 @@ def reading_of(served: ServedModel, request: ChatCompletionRequest, prompt: Chat
     if marks is not None:
         parser = with_reasoning(marks, parser, inside=inside)
     texts = (*(tool_format.marks if tool_format else ()), *((marks.start, marks.end) if marks else ()))
-    special = served.token_decoder.special_ids(texts)
-    hidden = frozenset() if request.skip_special_tokens is False else frozenset(special)
+    special, hidden = _special(served, request, texts)
     added = served.token_decoder.added_ids(texts)
     token_ids = {text: i for text, i in added.items() if text in special or (text[0] == "<" and text[-1] == ">")}
     found = marks is not None
@@ -71,8 +70,7 @@ def _reading_of_all(
     served: ServedModel, request: ChatCompletionRequest, known: ToolFormat, tools: ToolSet | None
 ) -> Reading:
     """By a format that reads thoughts and answers as well as calls."""
-    special = served.token_decoder.special_ids(known.marks)
-    hidden = frozenset() if request.skip_special_tokens is False else frozenset(special)
+    special, hidden = _special(served, request, known.marks)
     return Reading(
         known.parser(tools or ToolSet({})),
         frozenset(special.values()),
@@ -82,6 +80,14 @@ def _reading_of_all(
         token_ids=served.token_decoder.added_ids(known.marks),
         finds_thoughts=True,
     )
+
+
+def _special(
+    served: ServedModel, request: ChatCompletionRequest, marks: tuple[str, ...]
+) -> tuple[dict[str, int], frozenset[str]]:
+    """Marks that are special tokens, with their ids; and those of them that the user does not see."""
+    special = served.token_decoder.special_ids(marks)
+    return special, frozenset() if request.skip_special_tokens is False else frozenset(special)
 
 
 def _begins_inside(marks: ReasoningMarks, request: ChatCompletionRequest, prompt: ChatPrompt) -> bool:
