@@ -214,7 +214,7 @@ def linear_packed(
     rounded to that before.
 
     Args:
-        x: [num_rows, in_features], float32 or bfloat16.
+        x: [num_rows, in_features], of one of `DTYPES` for which `fits_packed` agrees.
         weight: [out_features, packing.row_bytes(in_features)] uint8, contiguous, as `lay_out_packed` orders it
             for the dtype of `x` and `in_int8`.
         bias: [out_features], the dtype of `x`.

@@ -272,7 +272,8 @@ def _values(codes: Tensor, packing: Packing) -> Tensor:
     """The whole numbers that codes are, int8."""
     if not packing.table:
         return codes
-    return torch.tensor(packing.table, dtype=torch.int8).index_select(0, codes.flatten().long()).view(codes.shape)
+    table = torch.tensor(packing.table, dtype=torch.int8, device=codes.device)
+    return table.index_select(0, codes.flatten().long()).view(codes.shape)
 
 
 def lay_panels(rows: Tensor, packing: Packing, panel: int, order: Callable[[Tensor], Tensor]) -> Tensor:

@@ -54,11 +54,19 @@ def blueprint_for(config: ModelConfig, info: ModelInfo, device: torch.device) ->
             whole = native.build(ParallelContext())
         stored = how_stored(whole, native.family, info)
     kept = _kept_in_8_bits(stored) if kind is None and device.type == "cuda" else {}
-    packings = {filled: each.packing for filled, each in stored.items()} if kind != "fp8" else {}
+    packings = {filled: each.packing for filled, each in stored.items() if kind != "fp8" and filled[0] not in kept}
     inner: NativeBlueprint | PackedBlueprint = native
     if kind == "int8" or any(packings.values()):
         inner = PackedBlueprint(native, packings, device, in_int8=kind == "int8")
     return QuantizedBlueprint(inner, kind, kept) if kind is not None or kept else inner
+
+
+def _built(native: NativeBlueprint, parallel: ParallelContext) -> Decoder:
+    """A model whose large matrices are going to be others, on the default device. For a GPU it is on the host, where
+    memory that nobody writes to costs nothing: there might be no room for them. What stays is moved when it is filled.
+    """
+    with torch.device("cpu") if torch.get_default_device().type == "cuda" else nullcontext():
+        return native.build(parallel)
 
 
 def _kept_in_8_bits(stored: Mapping[tuple[str, str], StoredAs]) -> dict[str, Quantization]:
@@ -94,7 +102,7 @@ class PackedBlueprint:
         return self.native.implementation
 
     def build(self, parallel: ParallelContext) -> Decoder:
-        model = self.native.build(parallel)
+        model = _built(self.native, parallel)
         embedding, head = getattr(model, "embedding", None), getattr(model, "head", None)
         for name, module in model.named_modules():
             if not isinstance(module, _QUANTIZED):
@@ -105,8 +113,10 @@ class PackedBlueprint:
             # Of several stages, the last has a tied embedding as its head alone.
             is_looked_up = is_embedding and parallel.is_first_stage
             packing = self._packing(f"{name}.weight", weight)
+            if is_looked_up and not ops.looks_up_packed(weight.dtype, self.device):
+                continue
             if is_looked_up and not is_head:
-                if packing is not None and ops.looks_up_packed(weight.dtype, self.device):
+                if packing is not None:
                     module.weight = PackedRows.like(weight, packing)
                 continue
             # What cannot stay as it is packed is in int8 as what is not packed.
@@ -157,12 +167,9 @@ class QuantizedBlueprint:
         return Implementation(native.kind, f"{native.reason}, {how}")
 
     def build(self, parallel: ParallelContext) -> Decoder:
-        """The large matrices are on the default device. On a GPU, all else is on the host still, where memory that
-        nobody writes to costs nothing: the weights would not fit as they were stored."""
-        device = torch.get_default_device()
-        with torch.device("cpu") if device.type == "cuda" else nullcontext():
-            model = self.inner.build(parallel)
-        quantize(model, self.kind, device, self.stored)
+        inner = self.inner
+        model = inner.build(parallel) if isinstance(inner, PackedBlueprint) else _built(inner, parallel)
+        quantize(model, self.kind, torch.get_default_device(), self.stored)
         return model
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:

@@ -5,20 +5,18 @@ from ..reference.tokens import keep_tokens, resolve_tokens  # likewise
 from .attention import paged_attention
 from .cache import write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
-from .linear import (
+from .linear import linear, linear_fp8, linear_int8
+from .moe import choose_experts, experts
+from .packed import (
     bounds_packed,
     fits_packed,
     lay_out_packed,
     likeliest_packed,
-    linear,
-    linear_fp8,
     linear_gated_packed,
-    linear_int8,
     linear_packed,
     look_up_packed,
     looks_up_packed,
 )
-from .moe import choose_experts, experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
 
 __all__ = [

@@ -2,8 +2,7 @@
 
 Weights in the dtype of the model are the vendor's GEMM's, which a kernel of ours would have to beat first; in 16 bits
 ours does for one row. Weights in 8 bits are read as they are, by a kernel that widens a tile on its way to the matrix
-instruction: half the bytes of bfloat16 where bytes are what a step waits for. No kernel reads packed weights:
-`fits_packed` says so.
+instruction: half the bytes of bfloat16 where bytes are what a step waits for. Packed ones: `packed`.
 """
 
 from __future__ import annotations
@@ -12,13 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..packed import Packing, unpack
 from . import tiles
 from .chain import chained
-from .elementwise import activate_and_mul
 from .linear_kernels import row_kernel, weight8_kernel
 from .numbers import PLAIN, dot_options, e4m3_format
-from .sampling import likeliest_tokens
 from .sizes import cdiv, next_power_of_2
 
 
@@ -46,50 +42,6 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_fp8`."""
     return _linear_weight8(x, weight.view(torch.uint8), scales, bias, e4m3_format(x.device))
-
-
-def linear_packed(
-    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype, _in_int8: bool
-) -> Tensor:
-    """See `ops.linear_packed`."""
-    return F.linear(x, unpack(weight, packing).to(x.dtype), bias).to(out_dtype)
-
-
-def linear_gated_packed(
-    x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, activation: str, in_int8: bool
-) -> Tensor:
-    """See `ops.linear_gated_packed`."""
-    return activate_and_mul(linear_packed(x, weight, packing, bias, x.dtype, in_int8), activation)
-
-
-def bounds_packed(_packing: Packing, _dtype: torch.dtype) -> bool:
-    """See `ops.bounds_packed`."""
-    return False
-
-
-def likeliest_packed(x: Tensor, weight: Tensor, packing: Packing, _lengths: Tensor) -> Tensor:
-    """See `ops.likeliest_packed`."""
-    return likeliest_tokens(linear_packed(x, weight, packing, None, torch.float32, False))
-
-
-def lay_out_packed(rows: Tensor, _packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> Tensor:
-    """See `ops.lay_out_packed`: as they are."""
-    return rows
-
-
-def look_up_packed(token_ids: Tensor, rows: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
-    """See `ops.look_up_packed`."""
-    return unpack(rows.index_select(0, token_ids), packing).to(dtype)
-
-
-def looks_up_packed(_dtype: torch.dtype) -> bool:
-    """See `ops.looks_up_packed`: never."""
-    return False
-
-
-def fits_packed(_shape: tuple[int, int], _packing: Packing, _dtype: torch.dtype, _in_int8: bool) -> bool:
-    """See `ops.fits_packed`: never."""
-    return False
 
 
 def _linear_weight8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, weight_format: int) -> Tensor:

@@ -60,42 +60,46 @@ def experts(
     activation: str,
     num_experts_in_all: int | None,
 ) -> Tensor:
-    """See `ops.experts`. (No packed weight fits: `fits_packed`.)"""
+    """See `ops.experts`."""
     num_tokens, experts_per_token = chosen.shape
     num_experts, hidden_size, size = down.shape
     num_assignments = num_tokens * experts_per_token
     chosen = chosen.contiguous()
     if num_tokens == 0:
         return torch.empty_like(x)
-    tile = tiles.gemm(x.device, "moe", num_rows=num_assignments // (num_experts_in_all or num_experts), dtype=x.dtype)
     order, ends = _sorted_by_expert(chosen, num_experts)
-    most_tiles = min(num_assignments, num_assignments // tile.block_m + num_experts)
-    shared: dict[str, Any] = {
-        "NUM_EXPERTS": num_experts,
-        "EXPERTS_PADDED": next_power_of_2(num_experts),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        "WEIGHT_FORMAT": PLAIN.value,
-        **dot_options(x.dtype),
-    }
-    of_gate_up, of_down = gate_up.weight, down.weight
-    if of_down.dtype == fp8.DTYPE:
-        of_gate_up, of_down = of_gate_up.view(torch.uint8), of_down.view(torch.uint8)
-        shared["WEIGHT_FORMAT"] = e4m3_format(x.device)
+    rows_each = num_assignments // (num_experts_in_all or num_experts)
+
+    def options(of: ExpertMatrices, features: int) -> tuple[tuple[int, int], dict[str, Any]]:
+        """A grid for so many features of each expert, and what a kernel is compiled for."""
+        tile = tiles.gemm(x.device, "packed_moe" if of.packing else "moe", num_rows=rows_each, dtype=x.dtype)
+        most_tiles = min(num_assignments, num_assignments // tile.block_m + num_experts)
+        return (most_tiles, cdiv(features, tile.block_n)), {
+            "NUM_EXPERTS": num_experts,
+            "EXPERTS_PADDED": next_power_of_2(num_experts),
+            "HAS_SCALES": of.scales is not None,
+            "HAS_BIAS": of.bias is not None,
+            "WEIGHT_FORMAT": e4m3_format(x.device) if of.weight.dtype == fp8.DTYPE else PLAIN.value,
+            "PACKING": of.packing,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "BLOCK_K": tile.block_k,
+            "num_warps": tile.num_warps,
+            "num_stages": tile.num_stages,
+            **dot_options(x.dtype),
+        }
+
+    grid, compiled_for = options(gate_up, size)
     inner = x.new_empty(num_assignments, size)
-    gate_up_kernel[(most_tiles, cdiv(size, tile.block_n))](
-        inner, x, of_gate_up, *_beside(gate_up, ends), order, ends,
-        x.stride(0), size, hidden_size, EXPERTS_PER_TOKEN=experts_per_token, ACTIVATION=activation,
-        HAS_SCALES=gate_up.scales is not None, HAS_BIAS=gate_up.bias is not None, **shared,
+    gate_up_kernel[grid](
+        inner, x, *_tensors(gate_up, ends), order, ends, x.stride(0), size, hidden_size,
+        EXPERTS_PER_TOKEN=experts_per_token, ACTIVATION=activation, **compiled_for,
     )  # fmt: skip
+    grid, compiled_for = options(down, hidden_size)
     parts = torch.empty(num_assignments, hidden_size, dtype=torch.float32, device=x.device)
-    down_kernel[(most_tiles, cdiv(hidden_size, tile.block_n))](
-        parts, inner, of_down, *_beside(down, ends), routing.contiguous(), order, ends,
-        size, hidden_size, HAS_SCALES=down.scales is not None, HAS_BIAS=down.bias is not None, **shared,
-    )  # fmt: skip
+    down_kernel[grid](
+        parts, inner, *_tensors(down, ends), routing.contiguous(), order, ends, size, hidden_size, **compiled_for
+    )
     out = torch.empty(num_tokens, hidden_size, dtype=x.dtype, device=x.device)
     add_kernel[(num_tokens, cdiv(hidden_size, _FEATURES))](
         out, parts, chosen, hidden_size, NUM_EXPERTS=num_experts, EXPERTS_PER_TOKEN=experts_per_token, BLOCK=_FEATURES
@@ -103,9 +107,11 @@ def experts(
     return out
 
 
-def _beside(of: ExpertMatrices, anything: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and biases, or anything in their place."""
-    return anything if of.scales is None else of.scales, anything if of.bias is None else of.bias
+def _tensors(of: ExpertMatrices, anything: Tensor) -> list[Tensor]:
+    """The weight, the float16 of a packed one, scales and biases, or anything in their place."""
+    weight = of.weight.view(torch.uint8) if of.weight.dtype == fp8.DTYPE else of.weight
+    float16s = None if of.packing is None else weight.view(torch.float16)
+    return [anything if each is None else each for each in (weight, float16s, of.scales, of.bias)]
 
 
 def _sorted_by_expert(chosen: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:

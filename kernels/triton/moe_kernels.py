@@ -9,6 +9,7 @@ import triton.language as tl
 
 from .gates import activate, bounded
 from .numbers import dot, widen
+from .packed_kernels import HALF, ROWS, packed_sums
 
 
 @triton.jit(do_not_specialize_on_alignment=["slots"])
@@ -105,10 +106,19 @@ def _own_assignments(
 
 
 @triton.jit
+def _own_panels(expert, num_rows, number, most, BLOCK_N: tl.constexpr):
+    """Panels of packed matrices of `num_rows` each: those of features `number * BLOCK_N` on of an expert's, of which
+    there are at most `most`."""
+    panel = tl.minimum(number * (BLOCK_N // ROWS) + tl.arange(0, BLOCK_N // ROWS), most // ROWS - 1)
+    return expert.to(tl.int64) * (num_rows // ROWS) + panel
+
+
+@triton.jit
 def gate_up_kernel(
     out,  # [num_assignments, size], contiguous: in the order of the assignments
     x,  # [num_tokens, hidden_size]
-    weight,  # [num_experts, 2 * size, hidden_size], contiguous
+    weight,  # [num_experts, 2 * size, hidden_size], contiguous; or panels of PACKING, bytes
+    float16s,  # of these, the same; or anything
     scales,  # [num_experts, 2 * size] float32 of weights in 8 bits, or anything
     bias,  # [num_experts, 2 * size], or anything
     order,  # see `_own_assignments`
@@ -123,6 +133,7 @@ def gate_up_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    PACKING: tl.constexpr,  # or None
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -135,20 +146,28 @@ def gate_up_kernel(
         return
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     inside_size = feature < size
-    x_rows = x + (assignment // EXPERTS_PER_TOKEN)[:, None] * x_stride
+    x_rows = x + assignment // EXPERTS_PER_TOKEN * x_stride
     gate_feature = expert.to(tl.int64) * 2 * size + tl.minimum(feature, size - 1)
-    gate_rows = weight + gate_feature[:, None] * hidden_size
-    up_rows = gate_rows + size.to(tl.int64) * hidden_size
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, hidden_size, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = (k < hidden_size)[None, :]
-        a = tl.load(x_rows + k[None, :], mask=inside, other=0.0)
-        g = widen(tl.load(gate_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
-        gate = dot(a, tl.trans(g), gate, PRECISION, UPCAST)
-        u = widen(tl.load(up_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
-        up = dot(a, tl.trans(u), up, PRECISION, UPCAST)
+    if PACKING is None:
+        gate_rows = weight + gate_feature[:, None] * hidden_size
+        up_rows = gate_rows + size.to(tl.int64) * hidden_size
+        gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, hidden_size, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            inside = (k < hidden_size)[None, :]
+            a = tl.load(x_rows[:, None] + k[None, :], mask=inside, other=0.0)
+            g = widen(tl.load(gate_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
+            gate = dot(a, tl.trans(g), gate, PRECISION, UPCAST)
+            u = widen(tl.load(up_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
+            up = dot(a, tl.trans(u), up, PRECISION, UPCAST)
+    else:
+        gate_panel = _own_panels(expert, 2 * size, tl.program_id(1), size, BLOCK_N)
+        up_panel = gate_panel + size // ROWS
+        num_blocks = hidden_size // (2 * HALF)
+        BLOCKS: tl.constexpr = BLOCK_K // (2 * HALF)
+        gate = packed_sums(x_rows, used, weight, float16s, gate_panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
+        up = packed_sums(x_rows, used, weight, float16s, up_panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
     if HAS_SCALES:
         gate = gate * tl.load(scales + gate_feature)[None, :]
         up = up * tl.load(scales + gate_feature + size)[None, :]
@@ -166,7 +185,8 @@ def gate_up_kernel(
 def down_kernel(
     out,  # [num_assignments, hidden_size] float32, contiguous: in the order of the assignments
     x,  # [num_assignments, size], contiguous
-    weight,  # [num_experts, hidden_size, size], contiguous
+    weight,  # [num_experts, hidden_size, size], contiguous; or panels of PACKING, bytes
+    float16s,  # of these, the same; or anything
     scales,  # [num_experts, hidden_size] float32 of weights in 8 bits, or anything
     bias,  # [num_experts, hidden_size], or anything
     routing,  # [num_assignments] float32: what an assignment counts
@@ -179,6 +199,7 @@ def down_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    PACKING: tl.constexpr,  # or None
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -191,13 +212,20 @@ def down_kernel(
         return
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_feature = expert.to(tl.int64) * hidden_size + tl.minimum(feature, hidden_size - 1)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, size, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        inside = (k < size)[None, :]
-        a = tl.load(x + assignment[:, None] * size + k[None, :], mask=inside, other=0.0)
-        b = tl.load(weight + weight_feature[:, None] * size + k[None, :], mask=inside, other=0)
-        acc = dot(a, tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST)), acc, PRECISION, UPCAST)
+    x_rows = x + assignment * size
+    if PACKING is None:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for start in range(0, size, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)
+            inside = (k < size)[None, :]
+            a = tl.load(x_rows[:, None] + k[None, :], mask=inside, other=0.0)
+            b = tl.load(weight + weight_feature[:, None] * size + k[None, :], mask=inside, other=0)
+            acc = dot(a, tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST)), acc, PRECISION, UPCAST)
+    else:
+        panel = _own_panels(expert, hidden_size, tl.program_id(1), hidden_size, BLOCK_N)
+        num_blocks = size // (2 * HALF)
+        BLOCKS: tl.constexpr = BLOCK_K // (2 * HALF)
+        acc = packed_sums(x_rows, used, weight, float16s, panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
     if HAS_SCALES:
         acc = acc * tl.load(scales + weight_feature)[None, :]
     if HAS_BIAS:

@@ -51,7 +51,7 @@ class GemmTile:
 class RowTile:
     """Of one row of x."""
 
-    block_n: int  # rows of the weight
+    block_n: int  # rows of the weight; of a packed one, whole panels
     block_k: int  # of `in_features`, per iteration
     num_warps: int
 
@@ -84,6 +84,11 @@ def row(device: torch.device, out_features: int) -> RowTile:
     """For one row that is multiplied with a weight of so many rows."""
     size = next((rows for rows in (2048, 4096, 8192) if out_features <= rows), "more")
     return _find(RowTile, device, f"row.n{size}.bf16")
+
+
+def packed_row(device: torch.device) -> RowTile:
+    """For one row that is multiplied with a packed weight."""
+    return _find(RowTile, device, "packed.m1")
 
 
 def device_class(device: torch.device) -> str:

@@ -20,6 +20,7 @@ from expert_cases import (
     choice_problem,
     run_experts,
 )
+from packed_cases import SIZES, of_backend, packed_case
 from torch import Tensor
 
 from quire.kernels import fp8, ops
@@ -29,9 +30,7 @@ from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recording import calls_of
 from quire.kernels.dispatch import forced_backend
-from quire.kernels.packed import IN_8_BITS, PACKINGS, Packing, pack, repack
-
-SIZES = {"hidden_size": 256, "size": 256}
+from quire.kernels.packed import IN_8_BITS
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name)
@@ -88,42 +87,9 @@ def test_wrong_arguments_are_refused() -> None:
         ops.choose_experts(torch.zeros(3, 8), 2, renormalize=True, slots=torch.arange(4))
 
 
-def packed(numbers: Tensor, packing: Packing) -> ops.ExpertMatrices:
-    """[num_experts, rows, columns], rounded to 8 bits; or, where scales are nested, random bytes of small scales."""
-    if packing.is_nested:
-        num_experts, num_rows, num_columns = numbers.shape
-        generator = torch.Generator().manual_seed(num_rows)
-        size = packing.row_bytes(num_columns)
-        rows = torch.randint(0, 256, (num_experts * num_rows, size), dtype=torch.uint8, generator=generator)
-        halves, _, _ = packing.parts(rows)
-        halves.copy_(torch.full((len(rows), halves.shape[1] // 2), 2e-5).half().view(torch.uint8))
-    else:
-        rows = repack(pack(numbers.flatten(0, 1)), IN_8_BITS, packing)
-    return ops.ExpertMatrices(rows.view(len(numbers), -1, rows.shape[1]), None, packing)
-
-
-def laid_out(of: ops.ExpertMatrices, dtype: torch.dtype, *, in_int8: bool = False) -> ops.ExpertMatrices:
-    assert of.packing is not None
-    each = [ops.lay_out_packed(rows, of.packing, dtype, in_int8=in_int8) for rows in of.weight]
-    return of._replace(weight=torch.stack(each), in_int8=in_int8)
-
-
-def packed_case(num_tokens: int, dtype: torch.dtype, kinds: tuple[str, str], **changes: int) -> dict[str, Any]:
-    """Arguments of `ops.experts` with rows of the file's order."""
-    arguments: dict[str, Any] = build_experts(ExpertCase(num_tokens, dtype=dtype, **SIZES, **changes))
-    for name, kind in zip(("gate_up", "down"), kinds, strict=True):
-        arguments[name] = packed(arguments[name].float(), PACKINGS[kind])
-    return arguments
-
-
 def unpacked_case(num_tokens: int, dtype: torch.dtype) -> dict[str, Any]:
     arguments: dict[str, Any] = build_experts(ExpertCase(num_tokens, dtype=dtype, **SIZES))
     return arguments | {name: ops.ExpertMatrices(arguments[name]) for name in ("gate_up", "down")}
-
-
-def of_backend(arguments: dict[str, Any], *, in_int8: bool = False) -> dict[str, Any]:
-    dtype = arguments["x"].dtype
-    return arguments | {name: laid_out(arguments[name], dtype, in_int8=in_int8) for name in ("gate_up", "down")}
 
 
 KINDS = [("q8_0", "q8_0"), ("q4_k", "q6_k"), ("q3_k", "q5_k")]

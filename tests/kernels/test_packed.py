@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
+from packed_cases import packed, whole_units
 
 from quire.kernels import ops
 from quire.kernels.cpu import (
@@ -111,26 +112,6 @@ kernels_of_packings, of_codes_of_packings = of_packings(KERNELS), of_packings(OF
 def most_by_codes(kernel: Any, packing: Packing) -> int:
     """Rows in bfloat16 with which numbers are not rounded: where sums are of codes, only so many."""
     return {codes: 16 if packing.bits == 4 else 32, dots: dots.FEW_ROWS}.get(kernel, sys.maxsize)
-
-
-def packed(packing: Packing, out_features: int, in_features: int, scale: float = 0.05) -> torch.Tensor:
-    """Rows of anything. Some of the float16 are subnormal, negative or zero; what is nested has 6 bits and a sign."""
-    generator = torch.Generator().manual_seed(out_features * 31 + in_features)
-    rows = torch.empty(out_features, packing.row_bytes(in_features), dtype=torch.uint8)
-    rows.random_(256, generator=generator)
-    halves, nested, _ = packing.parts(rows)
-    scales = torch.randn(out_features, halves.shape[1] // 2, generator=generator) * scale
-    scales /= 32 if packing.is_nested else 1
-    scales[:, ::5] *= 1e-4
-    scales[0, 0] = 0.0
-    halves.copy_(scales.half().view(torch.uint8))
-    nested.copy_(torch.randint(-63, 64, nested.shape, generator=generator).to(torch.int8).view(torch.uint8))
-    return rows
-
-
-def whole_units(packing: Packing, num_columns: int) -> int:
-    """As many, or some more that can be packed so."""
-    return -(-num_columns // packing.unit) * packing.unit
 
 
 def inputs(num_rows: int, in_features: int) -> torch.Tensor:

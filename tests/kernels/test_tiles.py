@@ -12,11 +12,13 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from quire.kernels.packed import BLOCK, ROWS
 from quire.kernels.triton import devices, tiles
 from quire.kernels.triton.attention import SPLIT
 from quire.workers.kernel_bench.tune import Job, fastest_of, jobs
 
 CPU = torch.device("cpu")
+PACKED = [*product(("packed", "packed_moe"), (1, 16, 17, 33, 5000), (torch.float32, torch.bfloat16))]
 
 
 @pytest.fixture(params=[None, (8, 6), (9, 0)], ids=str)
@@ -33,10 +35,14 @@ def test_every_kernel_finds_its_tile() -> None:
         tile = tiles.attention(CPU, short=short, head_dim=head_dim, dtype=dtype, fp8=fp8, block_size=block_size)
         assert SPLIT % tile.block_n == 0
         assert not short or tile.block_m == 16, "what is short is told by this"
-    for kernel, rows, dtype in product(("weight8", "moe"), (0, 1, 17, 33, 5000), dtypes):
+    for kernel, rows, dtype in product(("weight8", "moe", "packed", "packed_moe"), (0, 1, 17, 33, 5000), dtypes):
         assert tiles.gemm(CPU, kernel, num_rows=rows, dtype=dtype).block_m <= max(16, 2 * rows)
     for num_features in (1, 2048, 2049, 8192, 1_000_000):
         assert tiles.row(CPU, num_features).block_n <= 16
+    packed = [tiles.packed_row(CPU)]
+    packed += [tiles.gemm(CPU, kernel, num_rows=rows, dtype=dtype) for kernel, rows, dtype in PACKED]
+    for each in packed:
+        assert each.block_n % ROWS == each.block_k % BLOCK == 0, "whole panels and blocks"
 
 
 def test_a_detail_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,5 +87,7 @@ def test_the_fastest_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 def test_tuning_names_entries_that_there_are() -> None:
     assert {job.entry for job in jobs(CPU)} <= set(tiles.read()["sm90"]["tiles"])
-    assert [job.entry for job in jobs(CPU, ["experts"])] == [f"moe.m{rows}.bf16" for rows in (16, 32, 64, 128)]
+    assert [job.entry for job in jobs(CPU, ["experts"])] == [
+        f"{kernel}.m{rows}.bf16" for kernel in ("moe", "packed_moe") for rows in (16, 32, 64, 128)
+    ]
     assert not jobs(CPU, ["draw"])

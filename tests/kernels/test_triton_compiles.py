@@ -10,6 +10,7 @@ import pytest
 import torch
 from expert_cases import ExpertCase, build_experts, run_experts
 from kernel_cases import Case, attend, build
+from packed_cases import packed_case
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
@@ -18,7 +19,9 @@ from ahead_of_time import SHARED_MEMORY, compiled_launches
 
 from quire.kernels import elementwise, fp8, ops
 from quire.kernels.elementwise import HeadNorms, Rotation
+from quire.kernels.packed import PACKINGS
 from quire.kernels.sampling import Draws, draw_tokens, exclude_tokens
+from quire.kernels.triton.packed import unpacked
 
 MIXED = ((1, 600), (40, 300))  # a decode with two splits and a chunk
 BF16 = torch.bfloat16
@@ -130,6 +133,40 @@ def test_linear_in_8_bits(kind: torch.dtype, num_rows: int) -> None:
         operation(x, weight, torch.ones(256), torch.zeros(256, dtype=BF16))
     assert names(launched) == ["weight8_kernel"]
     assert ("mma.sync" if num_rows == 1 else "wgmma.mma_async") in launched[0].asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "name"), [(1, "packed_row_kernel"), (16, "packed_kernel"), (100, "packed_kernel")]
+)
+@pytest.mark.parametrize("kind", ["q4_1", "q6_k", "q8_0", "mxfp4", "iq4_xs", "z4_128"])
+def test_packed_linear(kind: str, num_rows: int, name: str) -> None:
+    packing = PACKINGS[kind]
+    x, weight = torch.zeros(num_rows, 512, dtype=BF16), torch.zeros(256, packing.row_bytes(512), dtype=torch.uint8)
+    with compiled_launches() as launched:
+        ops.linear_packed(x, weight, packing, torch.zeros(256, dtype=BF16))
+        ops.linear_packed(x, weight, packing, out_dtype=torch.float32)
+    assert names(launched) == [name] * 2
+    for kernel in launched:
+        ptx = kernel.asm["ptx"]
+        assert re.search(r"cp\.async\.wait_group\s+[1-9]", ptx), "weights are not loaded ahead"
+        assert num_rows == 1 or "wgmma.mma_async" in ptx
+
+
+def test_packed_linear_of_many_rows() -> None:
+    packing = PACKINGS["q4_k"]
+    with compiled_launches() as launched:
+        for dtype in ops.DTYPES:
+            unpacked(torch.zeros(256, packing.row_bytes(512), dtype=torch.uint8), packing, dtype)
+    assert names(launched) == ["unpack_kernel"] * 3
+
+
+@pytest.mark.parametrize("num_tokens", [4, 400])
+def test_packed_experts(num_tokens: int) -> None:
+    arguments = packed_case(num_tokens, BF16, ("mxfp4", "z4_128"), activation="swiglu_oai", has_bias=True)
+    with compiled_launches() as launched:
+        ops.experts(**arguments)
+    assert names(launched) == ["sort_kernel", "gate_up_kernel", "down_kernel", "add_kernel"]
+    assert all("wgmma.mma_async" in kernel.asm["ptx"] for kernel in launched[1:3])
 
 
 @pytest.mark.parametrize(("num_tokens", "weights"), [(4, None), (400, None), (4, fp8.DTYPE)])

@@ -9,16 +9,19 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import elementwise_cases
 import expert_cases
+import packed_cases
 import sampling_cases
 import torch
 from kernel_cases import CASES, TOLERANCE, Case, alone, attend, build
 
 from quire.kernels import fp8, ops
 from quire.kernels.dispatch import forced_backend
+from quire.kernels.packed import PACKINGS, Packing, unpack
 
 INVARIANT = [
     Case(((1, 1100), (1, 9), (20, 50), (3, 600)), num_heads=3, num_kv_heads=1, head_dim=32),
@@ -27,6 +30,16 @@ INVARIANT = [
 
 
 Check = Callable[[str], str | None]
+
+# Rows of x: one, a tile of them, several, and more than are multiplied without unpacking the weight before.
+PACKED = [(1, torch.float32), (5, torch.float16), (130, torch.float32)]
+MORE_PACKED = [(70, torch.float32), (1, torch.bfloat16), (9, torch.bfloat16)]  # of some ways to pack
+PACKED_EXPERTS: list[tuple[int, torch.dtype, tuple[str, str], dict[str, Any]]] = [
+    (1, torch.float32, ("q8_0", "q8_0"), {"hidden_size": 96, "size": 160}),
+    (40, torch.float32, ("q4_k", "q6_k"), {"elsewhere": 2}),
+    (7, torch.bfloat16, ("mxfp4", "mxfp4"), {"hidden_size": 96, "activation": "swiglu_oai", "has_bias": True}),
+    (70, torch.float32, ("z4_128", "q3_k"), {"num_experts": 2}),
+]
 
 # Decodes and longer ones in turn, more than four: some come after the others where there is little room for their sums.
 MANY = Case(((1, 1100), (2, 9), (20, 50), (3, 600), (1, 700), (1, 1), (9, 40), (1, 1030), (2, 520)), padding=2)
@@ -143,6 +156,54 @@ def row_error(out_features: int, in_features: int, dtype: torch.dtype, device: s
     return float((out.float() - expected).abs().nan_to_num(nan=torch.inf).max())
 
 
+def packed_problem(packing: Packing, num_rows: int, dtype: torch.dtype, device: str) -> str | None:
+    """Of a layer whose number of panels no tile divides, and no part of the blocks of a row: its numbers, bit by bit
+    but in bfloat16, to which the interpreter rounds in another way; and products, with a bias and without."""
+    out_features, in_features = 80, packed_cases.whole_units(packing, 800)
+    rows = packed_cases.packed(packing, out_features, in_features).to(device)
+    generator = torch.Generator().manual_seed(num_rows)
+    x = torch.randn(num_rows, in_features + 8, generator=generator).to(device, dtype)[:, :in_features]
+    bias = torch.randn(out_features, generator=generator).to(device, dtype)
+    with forced_backend("triton"):
+        weight = ops.lay_out_packed(rows, packing, dtype)
+        got = [ops.linear_packed(x, weight, packing, each, out_dtype=torch.float32) for each in (bias, None)]
+        gated = ops.linear_gated_packed(x, weight[: out_features // 16 // 2 * 32], packing, None, "silu")
+    if num_rows > 128 and dtype != torch.bfloat16:
+        from quire.kernels.triton.packed import unpacked
+
+        if not torch.equal(unpacked(weight, packing, dtype), unpack(rows.cpu(), packing).to(device, dtype)):
+            return "a number is not that which is packed"
+    with forced_backend("reference"):
+        expected = [ops.linear_packed(x, rows, packing, each, out_dtype=torch.float32) for each in (bias, None)]
+        expected.append(ops.linear_gated_packed(x, rows[: len(weight) // 32 * 32], packing, None, "silu"))
+    allowed = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 3e-2}[dtype]
+    for one, other in zip((*got, gated), expected, strict=True):
+        error = float((one.float() - other.float()).abs().nan_to_num(nan=torch.inf).max() / other.float().abs().max())
+        if error > allowed:
+            return f"error {error:.2e} of the largest, allowed {allowed:.0e}"
+    return None
+
+
+def packed_experts_problem(
+    num_tokens: int, dtype: torch.dtype, kinds: tuple[str, str], changes: dict[str, Any], device: str
+) -> str | None:
+    arguments = packed_cases.packed_case(num_tokens, dtype, kinds, **changes)
+    arguments = {name: moved(value, device) for name, value in arguments.items()}
+    with forced_backend("reference"):
+        expected = ops.experts(**arguments).float()
+    with forced_backend("triton"):
+        out = ops.experts(**packed_cases.of_backend(arguments)).float()
+    error = float((out - expected).abs().nan_to_num(nan=torch.inf).max() / expected.abs().max())
+    return beyond(error, 5e-2 if dtype == torch.bfloat16 else 1e-5)
+
+
+def moved(value: Any, device: str) -> Any:
+    """Tensors, and those of experts' matrices, to a device."""
+    if isinstance(value, ops.ExpertMatrices):
+        return value._replace(weight=value.weight.to(device), bias=moved(value.bias, device))
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
 def experts_error(case: expert_cases.ExpertCase, device: str) -> float:
     """Largest deviation from the reference."""
     arguments = expert_cases.build_experts(case, device)
@@ -238,6 +299,14 @@ def checks() -> dict[str, Check]:
         named[name] = lambda device, case=(out_features, in_features, dtype), bias=bias: beyond(
             row_error(*case, device, bias), TOLERANCE[case[2]]
         )
+    for packing in PACKINGS.values():
+        for num_rows, dtype in (*PACKED, *(MORE_PACKED if packing.name in ("q4_1", "mxfp4", "q6_k") else ())):
+            named[f"linear-{packing.name}-{num_rows}-{str(dtype).removeprefix('torch.')}"] = (
+                lambda device, case=(packing, num_rows, dtype): packed_problem(*case, device)
+            )
+    for num_tokens, dtype, kinds, changes in PACKED_EXPERTS:
+        name = "-".join(["experts", str(num_tokens), *kinds, str(dtype).removeprefix("torch."), *changes])
+        named[name] = lambda device, case=(num_tokens, dtype, kinds, changes): packed_experts_problem(*case, device)
     for experts in expert_cases.EXPERT_CASES:
         named[experts.name] = lambda device, case=experts: beyond(
             experts_error(case, device), expert_cases.EXPERT_TOLERANCE[case.dtype]

@@ -22,11 +22,15 @@ from quire.engine.kv_cache_spec import KVCacheConfig, group_layers
 from quire.engine.outputs import BlockUpdate, NewRow, SchedulerOutput
 from quire.engine.sampling_params import SamplingParams
 from quire.kernels import fp8, ops
+from quire.kernels.packed import IN_8_BITS
 from quire.kernels.triton import chain
 from quire.workers.decode_graphs import DecodeGraphs, End, GraphBackend, graph_sizes
 from quire.workers.kv_cache import allocate_kv_cache
 from quire.workers.launched_step import LaunchedStep
 from quire.workers.layers.attention import KVScales
+from quire.workers.layers.linear import ColumnParallelLinear, RowParallelLinear
+from quire.workers.layers.moe import ExpertWeights
+from quire.workers.layers.parameter import PackedParameter
 from quire.workers.model_runner import ModelRunner, StepLimits
 from quire.workers.models.decoder import Decoder
 from quire.workers.models.spec import (
@@ -56,6 +60,7 @@ class GraphCase:
     dtype: torch.dtype = torch.float32
     experts: bool = False
     quantization: Quantization | None = None
+    packed: bool = False
     cache_dtype: torch.dtype | None = None
     plain: Literal["greedy", "drawn"] | None = None  # all requests, so that graphs go on to tokens
     apart: bool = False  # compared with kernels none of which is launched before the last one is done
@@ -64,6 +69,7 @@ class GraphCase:
     def name(self) -> str:
         parts = ["graph", str(self.dtype).removeprefix("torch."), *(["experts"] if self.experts else [])]
         parts += [self.quantization] if self.quantization else []
+        parts += ["packed"] if self.packed else []
         parts += [self.plain] if self.plain else []
         parts += ["apart"] if self.apart else []
         return "-".join([*parts, *(["fp8-cache"] if self.cache_dtype else [])])
@@ -84,6 +90,8 @@ CASES = [
     GraphCase(18, experts=True, quantization="fp8", cache_dtype=fp8.DTYPE),
     GraphCase(18, torch.bfloat16, experts=True, quantization="int8"),
     GraphCase(18, torch.bfloat16, cache_dtype=fp8.DTYPE),
+    GraphCase(18, packed=True),
+    GraphCase(18, torch.bfloat16, experts=True, packed=True),
     GraphCase(18, torch.bfloat16, apart=True),
     GraphCase(18, plain="greedy"),
     GraphCase(18, plain="drawn"),
@@ -91,7 +99,12 @@ CASES = [
 
 
 def make_model(
-    device: torch.device, dtype: torch.dtype, *, experts: bool = False, quantization: Quantization | None = None
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    experts: bool = False,
+    quantization: Quantization | None = None,
+    packed: bool = False,
 ) -> Decoder:
     """Two layers, one of them with a sliding window; weights large enough that tokens depend on the whole context. With
     experts, queries and keys are normalized, too."""
@@ -114,13 +127,37 @@ def make_model(
         torch.set_default_dtype(default)
     if quantization is not None:
         quantize(model, quantization, device, {})
+    if packed:
+        pack_in_8_bits(model, device)
     generator = torch.Generator().manual_seed(int(experts))
     for name, parameter in model.named_parameters():
-        values = torch.ones(parameter.shape)
+        values = torch.ones(parameter.matrix_shape)
         if "norm" not in name:
             values.normal_(0.0, 0.2, generator=generator)
-        parameter.fill(values)
+        if isinstance(parameter, PackedParameter) and values.dim() == 3:
+            for i, matrix in enumerate(values):
+                parameter.fill(matrix, (slice(i, i + 1), slice(None), slice(None)))
+        else:
+            parameter.fill(values)
     return model.to(device).eval()
+
+
+def pack_in_8_bits(model: Decoder, device: torch.device) -> None:
+    """What kernels multiply so, which is most of it."""
+    num_packed = 0
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if module is model.embedding or not isinstance(
+            module, (ColumnParallelLinear, RowParallelLinear, ExpertWeights)
+        ):
+            continue
+        if PackedParameter.can_pack(weight, IN_8_BITS, device, in_int8=False):
+            with device:
+                module.weight = PackedParameter.like(
+                    weight, IN_8_BITS, device, is_head=False, is_looked_up=False, in_int8=False
+                )
+            num_packed += 1
+    assert num_packed >= 4
 
 
 def make_runner(
@@ -220,7 +257,8 @@ def run_graph_checks(
     case: GraphCase, device: torch.device, make_backend: Callable[[], GraphBackend]
 ) -> dict[str, str | None]:
     """Check name -> None, or what was wrong."""
-    model = make_model(device, case.dtype, experts=case.experts, quantization=case.quantization)
+    kinds = {"experts": case.experts, "quantization": case.quantization, "packed": case.packed}
+    model = make_model(device, case.dtype, **kinds)
     num_groups = len(group_layers(model.kv_cache_specs(BLOCK_SIZE, case.dtype), 1))
     eager, graphs = (make_runner(model, case.max_num_seqs, device, case.cache_dtype) for _ in range(2))
     graphs.capture_graphs(make_backend())

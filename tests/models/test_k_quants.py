@@ -226,3 +226,22 @@ def test_the_models_of_the_benchmark(tmp_path: Path, shape: str) -> None:
     numbers = dict(model.named_parameters())
     assert numbers["embedding.weight"].shape == (49_160, 128)
     assert 0.019 < numbers["layers.1.mlp.down.weight"].std() < 0.021
+
+
+def test_on_a_gpu(tmp_path: Path) -> None:
+    """All that is multiplied is packed, but for an embedding that is the head: it is looked up, too."""
+    pytest.importorskip("triton")
+    path = tmp_path / "model.gguf"
+    write_model(path, "Q4_K", {"attn_v": "Q6_K"})
+    info = load_model_info(ModelConfig(model=str(path)))
+    for dtype in (torch.bfloat16, torch.float16):
+        with building(torch.device("meta"), dtype):
+            model = blueprint_for(ModelConfig(model=str(path)), info, torch.device("cuda")).build(ParallelContext())
+        found = {name: p.packing.name for name, p in model.named_parameters() if isinstance(p, PackedParameter)}
+        names = [f"{each}.weight" for each in ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")]
+        packings = ("k6_1_16", "q4_k", "q4_k", "q4_k")
+        assert found == {
+            f"layers.{layer}.{name}": packing
+            for layer in range(2)
+            for name, packing in zip(names, packings, strict=True)
+        }

@@ -194,6 +194,21 @@ def test_8_bits_stay_as_they_are(tmp_path: Path, name: str, kind: type[ScaledPar
                 assert torch.equal(parameter.float() * parameter.scales[:, None], wanted), name
 
 
+def test_int8_on_a_gpu(tmp_path: Path) -> None:
+    """Where it is asked for, nothing is packed: kernels there round no x."""
+    pytest.importorskip("triton")
+    info = make(tmp_path, awq(128))
+    kinds = {}
+    for quantization in (None, "int8"):
+        blueprint = blueprint_for(
+            ModelConfig(model=str(info.path), quantization=quantization), info, torch.device("cuda")
+        )
+        with torch.device("meta"):
+            model = blueprint.build(ParallelContext())
+        kinds[quantization] = {type(p) for name, p in model.named_parameters() if "mlp" in name and "norm" not in name}
+    assert kinds == {None: {PackedParameter}, "int8": {Int8Parameter}}
+
+
 @pytest.mark.parametrize("name", ["awq, 128", "gptq", "int8"])
 def test_packed_experts_and_fused_projections(tmp_path: Path, name: str) -> None:
     """One rank, and two that share what they can."""

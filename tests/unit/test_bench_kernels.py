@@ -28,7 +28,7 @@ def test_bytes_and_flops_of_the_others() -> None:
     assert write_kv_work(3, num_kv_heads=2, head_dim=8, size=2, cache_size=1) == Work(3 * 2 * 8 * 2 * 3, 0)
     assert linear_work(2, 6, 5, size=4, weight_bits=8) == Work(2 * (5 + 6) * 4 + 30, 2 * 2 * 30)
     assert choice_work(3, 8, 2, size=2) == Work(3 * (16 + 24), 0)
-    work = experts_work(3, 2, 4, hidden_size=5, intermediate_size=7, size=2)
+    work = experts_work(3, 2, 4, hidden_size=5, intermediate_size=7, size=2, weight_bits=16)
     assert work == Work(4 * 3 * 35 * 2 + 2 * 3 * 5 * 2, 3 * 2 * 2 * 3 * 35)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +45,7 @@ class Sizes:
 GPU_SIZES = Sizes(
     decodes=((1, 1024), (16, 1024), (64, 1024), (256, 1024), (1, 32768), (16, 8192)),
     prefills=(2048, 8192, 32768),
-    rows=(1, 2, 4, 8, 16, 32, 2048, 8192),
+    rows=(1, 2, 4, 8, 16, 32, 64, 128, 2048, 8192),
     tokens=(1, 256, 8192),
     draws=(1, 64, 256),
 )
@@ -147,7 +148,8 @@ def _write_kv(
 def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
     """Gate and up: the largest matrix of a layer."""
     out_features, in_features = 2 * shape.intermediate_size, shape.hidden_size
-    packing = PACKINGS["q4_1"]
+    # As the default model's file has it; on a GPU as AWQ and GPTQ have it.
+    packing = PACKINGS["q4_1" if device.type == "cpu" else "z4_128"]
     weights: dict[str, torch.dtype | Packing] = {str(dtype).removeprefix("torch."): dtype, "int8": torch.int8}
     if device.type != "cpu":  # there it is to save memory, and known to be slow
         weights["fp8"] = fp8.DTYPE
@@ -157,7 +159,7 @@ def _linear(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.
             kinds.append((name, packing, in_int8))
     for kind, weight, in_int8 in kinds:
         for num_rows in sizes.rows:
-            bits = int(packing.bits_per_number) if isinstance(weight, Packing) else 8 * weight.itemsize
+            bits = packing.bits_per_number if isinstance(weight, Packing) else 8 * weight.itemsize
             work = linear_work(num_rows, out_features, in_features, size=dtype.itemsize, weight_bits=bits)
             yield Case(
                 "linear",
@@ -183,17 +185,24 @@ def linear_run(
     """A linear layer with weights of a dtype, or packed and multiplied as they are, or in int8."""
     x = torch.randn(num_rows, in_features, device=device, dtype=dtype)
     if isinstance(weight, Packing):
-        packed = torch.randint(256, (out_features, weight.row_bytes(in_features)), dtype=torch.uint8)
-        halves, *_ = weight.parts(packed)
-        halves.copy_(torch.randn(out_features, halves.shape[1] // 2).half().view(torch.uint8))
-        laid_out = ops.lay_out_packed(packed.to(device), weight, dtype, in_int8=in_int8)
-        return lambda: ops.linear_packed(x, laid_out, weight, in_int8=in_int8)
+        packed = _packed(out_features, in_features, weight, device, dtype, in_int8=in_int8)
+        return lambda: ops.linear_packed(x, packed, weight, in_int8=in_int8)
     numbers = torch.randn(out_features, in_features, device=device, dtype=dtype)
     if weight == dtype:
         return lambda: ops.linear(x, numbers)
     stored, scales = (numbers * 30).to(weight), torch.ones(out_features, device=device)
     operation = ops.linear_int8 if weight == torch.int8 else ops.linear_fp8
     return lambda: operation(x, stored, scales)
+
+
+def _packed(
+    out_features: int, in_features: int, packing: Packing, device: torch.device, dtype: torch.dtype, *, in_int8: bool
+) -> Tensor:
+    """A random weight, as `ops.linear_packed` takes it."""
+    rows = torch.randint(256, (out_features, packing.row_bytes(in_features)), dtype=torch.uint8, device=device)
+    halves, *_ = packing.parts(rows)
+    halves.copy_(torch.randn(out_features, halves.shape[1] // 2, device=device).half().view(torch.uint8))
+    return ops.lay_out_packed(rows, packing, dtype, in_int8=in_int8)
 
 
 def _experts(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
@@ -204,7 +213,12 @@ def _experts(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch
         work = choice_work(num_tokens, shape.num_experts, shape.experts_per_token, size=dtype.itemsize)
         make = partial(_choice_run, num_tokens, shape, device, dtype)
         yield Case("experts", f"choose {of}, {num_tokens} tokens", work, dtype, make)
-    for num_tokens in sizes.rows:
+    packing = PACKINGS["mxfp4"]
+    kinds: list[Packing | None] = [None]
+    matrices = (2 * shape.intermediate_size, shape.hidden_size), (shape.hidden_size, shape.intermediate_size)
+    if device.type != "cpu" and all(ops.fits_packed(each, packing, dtype, device) for each in matrices):
+        kinds.append(packing)
+    for kind, num_tokens in itertools.product(kinds, sizes.rows):
         chosen = _chosen(shape, num_tokens)
         work = experts_work(
             num_tokens,
@@ -213,9 +227,11 @@ def _experts(shape: LayerShape, sizes: Sizes, device: torch.device, dtype: torch
             hidden_size=shape.hidden_size,
             intermediate_size=shape.intermediate_size,
             size=dtype.itemsize,
+            weight_bits=8 * dtype.itemsize if kind is None else kind.bits_per_number,
         )
-        name = f"{of}, {num_tokens} tokens"
-        yield Case("experts", name, work, dtype, lambda chosen=chosen: experts_run(shape, chosen, device, dtype))  # type: ignore[misc]
+        name = f"{'' if kind is None else f'{kind.name} '}{of}, {num_tokens} tokens"
+        make = partial(experts_run, shape, chosen, device, dtype, kind)
+        yield Case("experts", name, work, dtype, make)
 
 
 def _choice_run(num_tokens: int, shape: LayerShape, device: torch.device, dtype: torch.dtype) -> Run:
@@ -228,18 +244,27 @@ def _chosen(shape: LayerShape, num_tokens: int) -> Tensor:
     return torch.rand(num_tokens, shape.num_experts, generator=generator).topk(shape.experts_per_token).indices
 
 
-def experts_run(shape: LayerShape, chosen: Tensor, device: torch.device, dtype: torch.dtype) -> Run:
-    """A mixture of experts for tokens that chose these."""
+def experts_run(
+    shape: LayerShape, chosen: Tensor, device: torch.device, dtype: torch.dtype, packing: Packing | None = None
+) -> Run:
+    """A mixture of experts, perhaps packed, for tokens that chose these."""
     hidden_size, size = shape.hidden_size, shape.intermediate_size
     x = torch.randn(len(chosen), hidden_size, device=device, dtype=dtype)
-    gate_up = torch.randn(shape.num_experts, 2 * size, hidden_size, device=device, dtype=dtype)
-    down = torch.randn(shape.num_experts, hidden_size, size, device=device, dtype=dtype)
+
+    def matrices(num_rows: int, num_columns: int) -> ops.ExpertMatrices:
+        if packing is None:
+            return ops.ExpertMatrices(torch.randn(shape.num_experts, num_rows, num_columns, device=device, dtype=dtype))
+        rows = _packed(shape.num_experts * num_rows, num_columns, packing, device, dtype, in_int8=False)
+        return ops.ExpertMatrices(rows.view(shape.num_experts, num_rows, -1), packing=packing)
+
+    gate_up, down = matrices(2 * size, hidden_size), matrices(hidden_size, size)
     routing, chosen = torch.rand(chosen.shape, device=device), chosen.to(device)
     return lambda: ops.experts(
         x,
         chosen,
         routing,
-        *map(ops.ExpertMatrices, (gate_up, down)),
+        gate_up,
+        down,
         activation="silu",
         num_experts_in_all=shape.num_experts,
     )

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from quire.kernels import fp8
+from quire.kernels.packed import PACKINGS, Packing
 
 from .cases import GROUPS, Run, attention_run, experts_run, linear_run
 from .measure import Timer
@@ -39,7 +40,7 @@ class Job:
 
 def jobs(device: torch.device, groups: Sequence[str] = GROUPS) -> list[Job]:
     """One for every entry in the table of tiles for bfloat16 and 8 bits; float32 is not for speed."""
-    found = (*_attention_jobs(device), *_row_jobs(device), *_gemm_jobs(device))
+    found = (*_attention_jobs(device), *_row_jobs(device), *_gemm_jobs(device), *_packed_jobs(device))
     return [job for job in found if job.group in groups]
 
 
@@ -85,13 +86,6 @@ def _row_jobs(device: torch.device) -> list[Job]:
 def _gemm_jobs(device: torch.device) -> list[Job]:
     from quire.kernels.triton.tiles import GemmTile
 
-    experts = LayerShape(0, 0, 0, 2048, 768, num_experts=64, experts_per_token=8)
-
-    def expert_job(rows: int) -> Run:
-        tokens = rows * experts.num_experts // experts.experts_per_token
-        chosen = torch.rand(tokens, experts.num_experts).topk(experts.experts_per_token).indices
-        return experts_run(experts, chosen, device, torch.bfloat16)
-
     found = []
     for rows in (16, 32, 64, 128):
         own = {min(rows, 64), rows}
@@ -106,9 +100,32 @@ def _gemm_jobs(device: torch.device) -> list[Job]:
                 lambda rows=num_rows: linear_run(rows, 28672, 4096, device, torch.bfloat16, torch.int8),  # type: ignore[misc]
             )
         )
-        found.append(
-            Job("experts", f"moe.m{rows}.bf16", tiles, lambda rows=num_rows: expert_job(rows))  # type: ignore[misc]
-        )
+        found.append(Job("experts", f"moe.m{rows}.bf16", tiles, partial(_expert_job, num_rows, device, None)))
+    return found
+
+
+def _expert_job(rows: int, device: torch.device, packing: Packing | None) -> Run:
+    """So many rows for each of some experts."""
+    shape = LayerShape(0, 0, 0, 2048, 768, num_experts=64, experts_per_token=8)
+    tokens = rows * shape.num_experts // shape.experts_per_token
+    chosen = torch.rand(tokens, shape.num_experts).topk(shape.experts_per_token).indices
+    return experts_run(shape, chosen, device, torch.bfloat16, packing)
+
+
+def _packed_jobs(device: torch.device) -> list[Job]:
+    """With weights as AWQ and GPTQ have them, and experts as gpt-oss has them."""
+    from quire.kernels.triton.tiles import GemmTile, RowTile
+
+    dtype, packing = torch.bfloat16, PACKINGS["z4_128"]
+    row_tiles = [RowTile(*size) for size in itertools.product((16, 32, 64), (128, 256, 512, 1024), (2, 4, 8))]
+    found = [Job("linear", "packed.m1", row_tiles, lambda: linear_run(1, 28672, 4096, device, dtype, packing))]
+    for rows in (16, 32, 64, 128):
+        sizes = itertools.product(sorted({min(rows, 64), rows}), (32, 64, 128), (64, 128, 256), (4, 8), (2, 3, 4))
+        tiles = [GemmTile(*size) for size in sizes]
+        run = partial(linear_run, rows, 28672, 4096, device, dtype, packing)
+        found.append(Job("linear", f"packed.m{rows}.bf16", tiles, run))
+        of_experts = partial(_expert_job, 2048 if rows == 128 else rows, device, PACKINGS["mxfp4"])
+        found.append(Job("experts", f"packed_moe.m{rows}.bf16", tiles, of_experts))
     return found
 
 

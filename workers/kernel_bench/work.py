@@ -37,9 +37,9 @@ def draw_work(num_rows: int, vocab_size: int) -> Work:
     return Work(num_rows * vocab_size * 4, 0)
 
 
-def linear_work(num_rows: int, out_features: int, in_features: int, *, size: int, weight_bits: int) -> Work:
+def linear_work(num_rows: int, out_features: int, in_features: int, *, size: int, weight_bits: float) -> Work:
     """x @ weight.T; scales that are not stored with their numbers are too few to count."""
-    moved = num_rows * (in_features + out_features) * size + out_features * in_features * weight_bits // 8
+    moved = num_rows * (in_features + out_features) * size + int(out_features * in_features * weight_bits / 8)
     return Work(moved, 2 * num_rows * out_features * in_features)
 
 
@@ -49,11 +49,18 @@ def choice_work(num_tokens: int, num_experts: int, experts_per_token: int, *, si
 
 
 def experts_work(
-    num_tokens: int, experts_per_token: int, num_chosen: int, *, hidden_size: int, intermediate_size: int, size: int
+    num_tokens: int,
+    experts_per_token: int,
+    num_chosen: int,
+    *,
+    hidden_size: int,
+    intermediate_size: int,
+    size: int,
+    weight_bits: float,
 ) -> Work:
     """Of experts with a gate, `num_chosen` of which somebody chose."""
     matrices = 3 * hidden_size * intermediate_size
     return Work(
-        num_chosen * matrices * size + 2 * num_tokens * hidden_size * size,
+        int(num_chosen * matrices * weight_bits / 8) + 2 * num_tokens * hidden_size * size,
         2 * num_tokens * experts_per_token * matrices,
     )

@@ -219,6 +219,7 @@ class PackedParameter(_Packed):
         self._fill_rows(pack(values), (slice(None),) if target is None else target[:-1])
 
     def _fill_rows(self, rows: Tensor, target: Index) -> None:
+        rows = rows.to(self.data.device)  # whose backend lays them out
         if self.lengths is not None:
             self.lengths[:, target[0]] = packed_lengths(rows, self.packing)
         self.data[target] = ops.lay_out_packed(rows, self.packing, self.x_dtype, in_int8=self.in_int8)
