@@ -193,7 +193,8 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear_int8` with weights in `fp8.DTYPE`."""
+    """`linear_int8` with weights in `fp8.DTYPE`. scales may also be [groups, out_features], contiguous: of each row,
+    one for each part of `in_features / groups` numbers, which are a multiple of 16."""
     return backend_for(x.device).linear_fp8(x, weight, scales, bias)
 
 
@@ -328,7 +329,8 @@ class ExpertMatrices(NamedTuple):
 
     weight: [num_experts, rows, columns], contiguous (in float32 rows may lie apart, as in `linear`); or, packed, uint8
         [num_experts, rows, row_bytes], each matrix as of `linear_packed`.
-    scales: of weights in 8 bits, [num_experts, rows] float32, what each row is multiplied by.
+    scales: of weights in 8 bits, [num_experts, rows] float32, what each row is multiplied by; or [num_experts, groups,
+        rows], as of `linear_fp8`.
     packing, in_int8: of packed weights, as of `linear_packed`.
     bias: [num_experts, rows], contiguous, in the dtype of x.
     """

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -69,14 +70,24 @@ def _built(native: NativeBlueprint, parallel: ParallelContext) -> Decoder:
         return native.build(parallel)
 
 
-def _kept_in_8_bits(stored: Mapping[tuple[str, str], StoredAs]) -> dict[str, Quantization]:
-    """Parameters whose pieces are all in 8 bits in the file, and stay so on a GPU, whose memory they might not fit into
-    otherwise. On a CPU such numbers are computed with no faster, and those of int8 stay packed."""
+class Kept(NamedTuple):
+    """What a matrix is in 8 bits as."""
+
+    kind: Quantization
+    scale_columns: int | None = None  # see `ScaledSource`
+
+
+def _kept_in_8_bits(stored: Mapping[tuple[str, str], StoredAs]) -> dict[str, Kept]:
+    """Parameters whose pieces are all alike in 8 bits in the file, and stay so on a GPU, whose memory they might not
+    fit into otherwise. On a CPU such numbers are computed with no faster, and those of int8 stay packed, as they do
+    everywhere where not a row shares a scale."""
     of_dtype: dict[torch.dtype | None, Quantization] = {each.stored_as: kind for kind, each in _PARAMETERS.items()}
-    found: dict[str, set[Quantization | None]] = defaultdict(set)
+    found: dict[str, set[Kept | None]] = defaultdict(set)
     for (name, _), each in stored.items():
-        found[name].add(of_dtype.get(each.eight_bits))
-    return {name: kind for name, kinds in found.items() if len(kinds) == 1 for kind in kinds if kind is not None}
+        kind = of_dtype.get(each.eight_bits)
+        is_kept = kind == "fp8" or (kind == "int8" and each.scale_columns is None)
+        found[name].add(Kept(kind, each.scale_columns) if kind is not None and is_kept else None)
+    return {name: each for name, some in found.items() if len(some) == 1 for each in some if each is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +166,7 @@ class QuantizedBlueprint:
 
     inner: NativeBlueprint | PackedBlueprint
     kind: Quantization | None  # of all of them; None: of those alone that are so in the file
-    stored: Mapping[str, Quantization]  # these, by their parameters' names
+    stored: Mapping[str, Kept]  # these, by their parameters' names
 
     @property
     def architecture(self) -> str:
@@ -180,14 +191,13 @@ class QuantizedBlueprint:
 
 
 @torch.no_grad()
-def quantize(
-    model: nn.Module, kind: Quantization | None, device: torch.device, stored: Mapping[str, Quantization]
-) -> None:
-    """Give large matrices that are not packed room in 8 bits instead, on a device: in the kind of their parameter in
-    `stored`, else in `kind`, if any. Nothing was written to them yet, so the memory that they asked for was never
-    touched."""
+def quantize(model: nn.Module, kind: Quantization | None, device: torch.device, stored: Mapping[str, Kept]) -> None:
+    """Give large matrices that are not packed room in 8 bits instead, on a device: as `stored` says of their parameter,
+    where this rank's part is cut so, else in `kind`, if any. Nothing was written to them yet, so the memory that they
+    asked for was never touched."""
     for name, module in model.named_modules():
-        own = stored.get(f"{name}.weight", kind)
-        packed = PackedParameter | PackedRows
-        if isinstance(module, _QUANTIZED) and own is not None and not isinstance(module.weight, packed):
-            module.weight = _PARAMETERS[own].like(module.weight, device)
+        if not isinstance(module, _QUANTIZED) or isinstance(module.weight, PackedParameter | PackedRows):
+            continue
+        own = stored.get(f"{name}.weight", None if kind is None else Kept(kind))
+        if own is not None and ScaledParameter.can_scale(module.weight, own.scale_columns):
+            module.weight = _PARAMETERS[own.kind].like(module.weight, device, own.scale_columns)

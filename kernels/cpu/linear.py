@@ -250,7 +250,11 @@ def _widened(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | No
         for start in range(0, weight.shape[0], _WIDENED_ROWS):
             rows = slice(start, start + _WIDENED_ROWS)
             wide = weight[rows].to(dtype)
-            product = F.linear(wide_x, wide if scales is None else wide.mul_(scales[rows, None].to(dtype)))
+            if scales is not None:
+                own = scales[..., rows].to(dtype)
+                groups = wide.view(len(wide), 1 if scales.dim() == 1 else len(scales), -1)  # that share a scale
+                groups *= own.view(-1, own.shape[-1]).T[..., None]
+            product = F.linear(wide_x, wide)
             out[:, rows] = product if bias is None else product.add_(bias[rows].to(dtype))
 
     as_one_action(multiply, x.contiguous(), out)

@@ -16,9 +16,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return (out if bias is None else out + bias.float()).to(x.dtype)
 
 
+def scaled(weight: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of a matrix in 8 bits, with a scale for each row or parts of it: float32."""
+    if scales.dim() == 1:
+        return weight.float() * scales[:, None]
+    return weight.float() * scales.T.repeat_interleave(weight.shape[1] // len(scales), dim=1)
+
+
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
     """See `ops.linear_fp8`."""
-    return linear(x, weight.float() * scales[:, None], bias)
+    return linear(x, scaled(weight, scales), bias)
 
 
 def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..activation import gated
 from ..packed import unpack
+from .linear import scaled
 
 if TYPE_CHECKING:
     from ..ops import ExpertMatrices
@@ -54,5 +55,5 @@ def _project(of: ExpertMatrices, expert: int, x: Tensor) -> Tensor:
 def _matrix(of: ExpertMatrices, expert: int) -> Tensor:
     if of.packing is not None:
         return unpack(of.weight[expert], of.packing)
-    matrix = of.weight[expert].float()
-    return matrix if of.scales is None else matrix * of.scales[expert, :, None]
+    matrix = of.weight[expert]
+    return matrix.float() if of.scales is None else scaled(matrix, of.scales[expert])

@@ -14,7 +14,7 @@ from torch import Tensor
 from . import tiles
 from .chain import chained
 from .linear_kernels import row_kernel, weight8_kernel
-from .numbers import PLAIN, dot_options, e4m3_format
+from .numbers import PLAIN, dot_options, e4m3_format, group_options
 from .sizes import cdiv, next_power_of_2
 
 
@@ -58,7 +58,8 @@ def _linear_weight8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | No
         out, x, weight, scales, scales if bias is None else bias,
         num_rows, out_features, in_features, x.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, WEIGHT_FORMAT=weight_format,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, **dot_options(x.dtype), **chained(x.device),
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, **group_options(scales, 1, in_features, tile.block_k),
+        **dot_options(x.dtype), **chained(x.device),
         num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out

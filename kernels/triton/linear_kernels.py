@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .chain import wait_for_others
-from .numbers import dot, widen
+from .numbers import scaled_dot, widen
 
 TILES_OF_ROWS = tl.constexpr(8)  # of x, that are multiplied with a tile of the weight one after the other
 
@@ -53,7 +53,7 @@ def weight8_kernel(
     out,  # [num_rows, out_features], contiguous
     x,  # [num_rows, in_features]
     weight,  # [out_features, in_features] int8, or bytes of e4m3
-    scales,  # [out_features] float32
+    scales,  # [out_features] float32, or [in_features / GROUP, out_features]
     bias,  # [out_features], or anything
     num_rows,
     out_features,
@@ -62,6 +62,7 @@ def weight8_kernel(
     weight_stride,
     HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    GROUP: tl.constexpr,  # see `scaled_dot`
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -69,8 +70,8 @@ def weight8_kernel(
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
-    """A program takes BLOCK_M rows of x and BLOCK_N of the weight. A scale is one of a whole row, so it multiplies the
-    sum; products and sums are those of the numbers as they are stored."""
+    """A program takes BLOCK_M rows of x and BLOCK_N of the weight. Scales multiply sums, of a whole row or of GROUP
+    products; products are those of the numbers as they are stored."""
     wait_for_others(CHAINED)
     # Neighbours share rows of the weight, and further ones those of x, so that both come from the L2 cache: all tiles
     # of a group of rows before the next group.
@@ -90,8 +91,11 @@ def weight8_kernel(
         inside = (k < in_features)[None, :]
         a = tl.load(x_rows + k[None, :], mask=row_used & inside, other=0.0)
         b = tl.load(weight_rows + k[None, :], mask=inside, other=0)
-        acc = dot(a, tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST)), acc, PRECISION, UPCAST)
-    acc = acc * tl.load(scales + feature, mask=feature < out_features, other=0.0)[None, :]
+        b = tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST))
+        own = scales + (start // GROUP if GROUP > 0 else 0) * out_features + feature
+        acc = scaled_dot(a, b, acc, own, feature < out_features, GROUP, PRECISION, UPCAST)
+    if GROUP == 0:
+        acc = acc * tl.load(scales + feature, mask=feature < out_features, other=0.0)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + feature, mask=feature < out_features, other=0.0).to(tl.float32)[None, :]
     place = row.to(tl.int64)[:, None] * out_features + feature[None, :]

@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import fp8
 from . import tiles
 from .moe_kernels import add_kernel, choose_kernel, down_kernel, gate_up_kernel, sort_kernel
-from .numbers import PLAIN, dot_options, e4m3_format
+from .numbers import PLAIN, dot_options, e4m3_format, group_options
 from .sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def experts(
             "PACKING": of.packing,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
-            "BLOCK_K": tile.block_k,
+            **group_options(of.scales, 2, of.shape[2], tile.block_k),
             "num_warps": tile.num_warps,
             "num_stages": tile.num_stages,
             **dot_options(x.dtype),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from .gates import activate, bounded
-from .numbers import dot, widen
+from .numbers import scaled_dot, widen
 from .packed_kernels import HALF, ROWS, packed_sums
 
 
@@ -119,7 +119,7 @@ def gate_up_kernel(
     x,  # [num_tokens, hidden_size]
     weight,  # [num_experts, 2 * size, hidden_size], contiguous; or panels of PACKING, bytes
     float16s,  # of these, the same; or anything
-    scales,  # [num_experts, 2 * size] float32 of weights in 8 bits, or anything
+    scales,  # [num_experts, 2 * size] or [num_experts, hidden_size / GROUP, 2 * size] float32 of 8 bits, or anything
     bias,  # [num_experts, 2 * size], or anything
     order,  # see `_own_assignments`
     ends,
@@ -133,6 +133,7 @@ def gate_up_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    GROUP: tl.constexpr,  # see `scaled_dot`
     PACKING: tl.constexpr,  # or None
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -153,14 +154,16 @@ def gate_up_kernel(
         up_rows = gate_rows + size.to(tl.int64) * hidden_size
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        of_expert = scales + expert.to(tl.int64) * (hidden_size // GROUP if GROUP > 0 else 1) * 2 * size
         for start in range(0, hidden_size, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             inside = (k < hidden_size)[None, :]
             a = tl.load(x_rows[:, None] + k[None, :], mask=inside, other=0.0)
+            own = of_expert + (start // GROUP if GROUP > 0 else 0) * 2 * size + feature
             g = widen(tl.load(gate_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
-            gate = dot(a, tl.trans(g), gate, PRECISION, UPCAST)
+            gate = scaled_dot(a, tl.trans(g), gate, own, inside_size, GROUP, PRECISION, UPCAST)
             u = widen(tl.load(up_rows + k[None, :], mask=inside, other=0), a.dtype, WEIGHT_FORMAT, UPCAST)
-            up = dot(a, tl.trans(u), up, PRECISION, UPCAST)
+            up = scaled_dot(a, tl.trans(u), up, own + size, inside_size, GROUP, PRECISION, UPCAST)
     else:
         gate_panel = _own_panels(expert, 2 * size, tl.program_id(1), size, BLOCK_N)
         up_panel = gate_panel + size // ROWS
@@ -168,7 +171,7 @@ def gate_up_kernel(
         BLOCKS: tl.constexpr = BLOCK_K // (2 * HALF)
         gate = packed_sums(x_rows, used, weight, float16s, gate_panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
         up = packed_sums(x_rows, used, weight, float16s, up_panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
-    if HAS_SCALES:
+    if HAS_SCALES and GROUP == 0:
         gate = gate * tl.load(scales + gate_feature)[None, :]
         up = up * tl.load(scales + gate_feature + size)[None, :]
     if HAS_BIAS:
@@ -187,7 +190,7 @@ def down_kernel(
     x,  # [num_assignments, size], contiguous
     weight,  # [num_experts, hidden_size, size], contiguous; or panels of PACKING, bytes
     float16s,  # of these, the same; or anything
-    scales,  # [num_experts, hidden_size] float32 of weights in 8 bits, or anything
+    scales,  # [num_experts, hidden_size] or [num_experts, size / GROUP, hidden_size] float32 of 8 bits, or anything
     bias,  # [num_experts, hidden_size], or anything
     routing,  # [num_assignments] float32: what an assignment counts
     order,  # see `_own_assignments`
@@ -199,6 +202,7 @@ def down_kernel(
     HAS_SCALES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
+    GROUP: tl.constexpr,  # see `scaled_dot`
     PACKING: tl.constexpr,  # or None
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -215,18 +219,21 @@ def down_kernel(
     x_rows = x + assignment * size
     if PACKING is None:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        of_expert = scales + expert.to(tl.int64) * (size // GROUP if GROUP > 0 else 1) * hidden_size
         for start in range(0, size, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)
             inside = (k < size)[None, :]
             a = tl.load(x_rows[:, None] + k[None, :], mask=inside, other=0.0)
             b = tl.load(weight + weight_feature[:, None] * size + k[None, :], mask=inside, other=0)
-            acc = dot(a, tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST)), acc, PRECISION, UPCAST)
+            b = tl.trans(widen(b, a.dtype, WEIGHT_FORMAT, UPCAST))
+            own = of_expert + (start // GROUP if GROUP > 0 else 0) * hidden_size + feature
+            acc = scaled_dot(a, b, acc, own, feature < hidden_size, GROUP, PRECISION, UPCAST)
     else:
         panel = _own_panels(expert, hidden_size, tl.program_id(1), hidden_size, BLOCK_N)
         num_blocks = size // (2 * HALF)
         BLOCKS: tl.constexpr = BLOCK_K // (2 * HALF)
         acc = packed_sums(x_rows, used, weight, float16s, panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
-    if HAS_SCALES:
+    if HAS_SCALES and GROUP == 0:
         acc = acc * tl.load(scales + weight_feature)[None, :]
     if HAS_BIAS:
         acc += tl.load(bias + weight_feature).to(tl.float32)[None, :]

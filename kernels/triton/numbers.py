@@ -57,6 +57,29 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
+@triton.jit
+def scaled_dot(a, b, acc, scales, inside, GROUP: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + a @ b, float32; where GROUP numbers of a row of the weight share a scale, times those of this part.
+
+    scales: [BLOCK_N] pointers to them; inside: [BLOCK_N], which there are.
+    """
+    if GROUP > 0:
+        part = dot(a, b, tl.zeros_like(acc), PRECISION, UPCAST)
+        acc += part * tl.load(scales, mask=inside, other=0.0)[None, :]
+    else:
+        acc = dot(a, b, acc, PRECISION, UPCAST)
+    return acc
+
+
+def group_options(scales: torch.Tensor | None, num_dims: int, in_features: int, block_k: int) -> dict[str, int]:
+    """GROUP of `scaled_dot`, 0 where scales have `num_dims` dimensions, one for each row, and a BLOCK_K that never
+    has parts of two groups."""
+    if scales is None or scales.dim() == num_dims:
+        return {"GROUP": 0, "BLOCK_K": block_k}
+    group = in_features // scales.shape[-2]
+    return {"GROUP": group, "BLOCK_K": min(block_k, group & -group)}
+
+
 def e4m3_format(device: torch.device) -> int:
     """How a device decodes e4m3: by an instruction from compute capability 8.9 on."""
     native = (devices.capability(device) or (0, 0)) >= (8, 9)

@@ -22,6 +22,7 @@ class ExpertCase:
     activation: str = "silu"
     dtype: torch.dtype = torch.float32
     weights: torch.dtype | None = None  # in 8 bits
+    group: int | None = None  # numbers of a row that share a scale, where not all do
     has_bias: bool = False
     elsewhere: int = 0  # experts that other ranks have: half of them before ours, half behind
 
@@ -30,6 +31,7 @@ class ExpertCase:
         shape = f"{self.num_tokens}x{self.experts_per_token}of{self.num_experts}-{self.hidden_size}-{self.size}"
         parts = ["experts", shape, self.activation, str(self.dtype).removeprefix("torch.")]
         parts += [str(self.weights).removeprefix("torch.")] if self.weights else []
+        parts += [f"by{self.group}"] if self.group else []
         parts += ["bias"] if self.has_bias else []
         return "-".join([*parts, *([f"elsewhere{self.elsewhere}"] if self.elsewhere else [])])
 
@@ -46,6 +48,8 @@ EXPERT_CASES = [
     ExpertCase(20, activation="swiglu_oai", has_bias=True, elsewhere=2),
     ExpertCase(11, activation="swiglu_oai", has_bias=True, dtype=torch.bfloat16),
     ExpertCase(5, weights=torch.int8, has_bias=True),
+    ExpertCase(30, weights=fp8.DTYPE, group=16, size=64, elsewhere=2),
+    ExpertCase(3, dtype=torch.bfloat16, weights=fp8.DTYPE, group=48, size=96),
 ]
 
 # Sums of some tens of products of order 1, twice. In bfloat16 what lies between the two products is rounded as well.
@@ -70,15 +74,16 @@ def build_experts(case: ExpertCase, device: str = "cpu") -> dict[str, Tensor | s
     shapes = {"gate_up": (2 * case.size, case.hidden_size), "down": (case.hidden_size, case.size)}
     for name, shape in shapes.items():
         weight = torch.randn(case.num_experts, *shape, generator=generator) / shape[1] ** 0.5
-        scales = weight.abs().amax(dim=-1) / 127
+        groups = weight.view(*weight.shape[:2], -1, case.group or shape[1])
+        scales = groups.abs().amax(dim=-1) / 127
         if case.has_bias:
             arguments[f"{name}_bias"] = torch.randn(weight.shape[:2], generator=generator).to(device, case.dtype)
         if case.weights is None:
             arguments[name] = weight.to(device, case.dtype)
             continue
-        stored = weight / scales[..., None]
+        stored = (groups / scales[..., None]).flatten(2)
         arguments[name] = (stored.round() if case.weights == torch.int8 else stored).to(case.weights).to(device)
-        arguments[f"{name}_scales"] = scales.to(device)
+        arguments[f"{name}_scales"] = (scales.transpose(1, 2) if case.group else scales[..., 0]).contiguous().to(device)
     return arguments
 
 

@@ -214,9 +214,12 @@ def test_int8_of_what_is_not_finite_or_zero(num_rows: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 25])
-def test_fp8_agrees_with_the_reference(num_rows: int) -> None:
+@pytest.mark.parametrize("num_groups", [None, 3])
+def test_fp8_agrees_with_the_reference(num_rows: int, num_groups: int | None) -> None:
     x, weight, bias = _inputs(num_rows, 52, 576)
-    stored, scales = fp8.quantize(weight, 0.01), torch.rand(52, generator=torch.Generator().manual_seed(3)) / 100
+    of_parts = (52,) if num_groups is None else (num_groups, 52)
+    stored = fp8.quantize(weight, 0.01)
+    scales = torch.rand(of_parts, generator=torch.Generator().manual_seed(3)) / 100
     with forced_backend("reference"):
         expected = ops.linear_fp8(x, stored, scales, bias)
     torch.testing.assert_close(ops.linear_fp8(x, stored, scales, bias), expected, rtol=1e-5, atol=1e-4)

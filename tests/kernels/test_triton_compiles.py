@@ -131,7 +131,9 @@ def test_linear_in_8_bits(kind: torch.dtype, num_rows: int) -> None:
     x, weight = torch.zeros(num_rows, 512, dtype=BF16), torch.zeros(256, 512).to(kind)
     with compiled_launches() as launched:
         operation(x, weight, torch.ones(256), torch.zeros(256, dtype=BF16))
-    assert names(launched) == ["weight8_kernel"]
+        if kind == fp8.DTYPE:
+            operation(x, weight, torch.ones(4, 256))
+    assert names(launched) == ["weight8_kernel"] * len(launched)
     assert ("mma.sync" if num_rows == 1 else "wgmma.mma_async") in launched[0].asm["ptx"]
 
 
@@ -169,9 +171,12 @@ def test_packed_experts(num_tokens: int) -> None:
     assert all("wgmma.mma_async" in kernel.asm["ptx"] for kernel in launched[1:3])
 
 
-@pytest.mark.parametrize(("num_tokens", "weights"), [(4, None), (400, None), (4, fp8.DTYPE)])
-def test_experts(num_tokens: int, weights: torch.dtype | None) -> None:
-    case = ExpertCase(num_tokens, 8, 2, hidden_size=256, size=128, dtype=BF16, weights=weights)
+@pytest.mark.parametrize(
+    ("num_tokens", "weights", "group"),
+    [(4, None, None), (400, None, None), (4, fp8.DTYPE, None), (400, fp8.DTYPE, 128)],
+)
+def test_experts(num_tokens: int, weights: torch.dtype | None, group: int | None) -> None:
+    case = ExpertCase(num_tokens, 8, 2, hidden_size=256, size=128, dtype=BF16, weights=weights, group=group)
     arguments = build_experts(case)
     with compiled_launches() as launched:
         run_experts(arguments)

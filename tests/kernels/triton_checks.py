@@ -124,14 +124,18 @@ def numbers_are_stored_right(dtype: torch.dtype, scale: float, device: str) -> b
     return torch.equal(torch.where(is_nan, got | 0x80, got), torch.where(is_nan, 0xFF, expected).expand(2, -1))
 
 
-def linear_error(kind: torch.dtype, num_rows: int, dtype: torch.dtype, device: str, bias: bool) -> float:
+def linear_error(
+    kind: torch.dtype, num_rows: int, dtype: torch.dtype, device: str, bias: bool, num_groups: int = 1
+) -> float:
     """Largest deviation of a layer with weights in 8 bits, of sizes that no tile divides."""
-    out_features, in_features = 70, 100
+    out_features, in_features = 70, 100 if num_groups == 1 else 48 * num_groups
     generator = torch.Generator().manual_seed(num_rows)
     x = torch.randn(num_rows, in_features + 3, generator=generator).to(device, dtype)[:, :in_features]
     weight = torch.randn(out_features, in_features, generator=generator) / in_features**0.5
-    scales = weight.abs().amax(dim=1) / 127
-    stored = weight / scales[:, None]
+    groups = weight.view(out_features, num_groups, -1)
+    scales = groups.abs().amax(dim=2) / 127
+    stored = (groups / scales[..., None]).flatten(1)
+    scales = scales[:, 0] if num_groups == 1 else scales.T.contiguous()
     stored = (stored.round() if kind == torch.int8 else stored).to(kind).to(device)
     added = torch.randn(out_features, generator=generator).to(device, dtype) if bias else None
     operation = ops.linear_int8 if kind == torch.int8 else ops.linear_fp8
@@ -278,17 +282,20 @@ def checks() -> dict[str, Check]:
     for dtype in ops.DTYPES:
         for name in elementwise_cases.checks(dtype):
             named[name] = lambda device, name=name, dtype=dtype: elementwise_problem(name, dtype, device)
-    for kind, num_rows, dtype, bias in (
-        (torch.int8, 1, torch.float32, True),
-        (torch.int8, 70, torch.float32, False),
-        (torch.int8, 650, torch.float32, True),  # more than one group of tiles
-        (torch.int8, 17, torch.bfloat16, True),
-        (fp8.DTYPE, 5, torch.float32, False),
-        (fp8.DTYPE, 33, torch.bfloat16, True),
+    for kind, num_rows, dtype, bias, num_groups in (
+        (torch.int8, 1, torch.float32, True, 1),
+        (torch.int8, 70, torch.float32, False, 1),
+        (torch.int8, 650, torch.float32, True, 1),  # more than one group of tiles
+        (torch.int8, 17, torch.bfloat16, True, 1),
+        (fp8.DTYPE, 5, torch.float32, False, 1),
+        (fp8.DTYPE, 33, torch.bfloat16, True, 1),
+        (fp8.DTYPE, 40, torch.float32, True, 3),
+        (fp8.DTYPE, 1, torch.bfloat16, False, 2),
     ):
         name = f"linear-{str(kind).removeprefix('torch.')}-{num_rows}-{str(dtype).removeprefix('torch.')}"
-        named[name] = lambda device, case=(kind, num_rows, dtype), bias=bias: beyond(
-            linear_error(*case, device, bias), TOLERANCE[case[2]]
+        name += f"-{num_groups}-groups" if num_groups > 1 else ""
+        named[name] = lambda device, case=(kind, num_rows, dtype), more=(bias, num_groups): beyond(
+            linear_error(*case, device, *more), TOLERANCE[case[2]]
         )
     for out_features, in_features, dtype, bias in (
         (70, 100, torch.bfloat16, True),

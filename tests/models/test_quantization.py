@@ -202,7 +202,7 @@ def test_on_a_gpu_the_weights_are_never_there_as_they_were_stored(
     model = FamilyUnderTest(TINY_FAMILIES["qwen3-moe"], tmp_path)
     gpu, built = torch.device("cuda", 0), []
 
-    def like(parameter: ShardedParameter, device: torch.device) -> Int8Parameter:
+    def like(parameter: ShardedParameter, device: torch.device, _scale_columns: int | None) -> Int8Parameter:
         built.append((parameter.device.type, device))
         return made(parameter, parameter.device)
 

@@ -34,6 +34,7 @@ from quire.engine.model_source import ModelInfo, load_model_info
 from quire.engine.stored_quantization import stored_quantization
 from quire.kernels import ops
 from quire.kernels.packed import PACKINGS, unpack
+from quire.kernels.reference.linear import scaled
 from quire.workers.blueprints import blueprint_of
 from quire.workers.layers.attention import KVScales
 from quire.workers.layers.parameter import Fp8Parameter, Int8Parameter, PackedParameter, ScaledParameter
@@ -192,6 +193,29 @@ def test_8_bits_stay_as_they_are(tmp_path: Path, name: str, kind: type[ScaledPar
             if name in short:
                 assert isinstance(parameter, kind)
                 assert torch.equal(parameter.float() * parameter.scales[:, None], wanted), name
+
+
+@pytest.mark.parametrize("columns", [32, 80])
+def test_blocks_of_fp8_stay_as_they_are(tmp_path: Path, columns: int) -> None:
+    """On a GPU; fused, of experts, and on a rank of two. Where a block is cut, or there is a part of one, numbers are
+    what they were. A block of 48 rows may end within a head, or a projection."""
+    config = {**FP8_BLOCKS, "weight_block_size": [48, columns]}
+    experts = {"moe_intermediate_size": 128, "mlp_only_layers": [], "num_local_experts": 6}
+    for family, settings in (("qwen3-moe", experts), ("phi3", {"pad_token_id": 0})):
+        info = make(tmp_path / family, float8(config, 48, columns, "weight_scale_inv"), family, **settings)
+        for grid in (Grid(), Grid(tensor_size=2)):
+            parallel = ParallelContext(grid.tensor_size - 1, grid)
+            model = blueprint_for(ModelConfig(model=str(info.path)), info, torch.device("cuda")).build(parallel)
+            blueprint_of(info).load(model, info, progress=False)
+            kept = 0
+            wanted = plain(info_of(info.path / "plain"), parallel)
+            for (name, found), numbers in zip(model.named_parameters(), wanted.parameters(), strict=True):
+                if isinstance(found, Fp8Parameter):
+                    kept += 1
+                    one_by_one = found.view(-1, *found.shape[-2:]), found.scales.view(-1, *found.scales.shape[-2:])
+                    found = torch.stack([scaled(*each) for each in zip(*one_by_one, strict=True)]).view(found.shape)
+                assert torch.equal(found, numbers), name
+            assert kept == (8 if columns == 32 else 0)
 
 
 def test_int8_on_a_gpu(tmp_path: Path) -> None:

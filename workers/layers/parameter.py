@@ -45,12 +45,14 @@ class PackedSource(TensorSource, Protocol):
 
 
 class ScaledSource(TensorSource, Protocol):
-    """A matrix that may be in 8 bits in its file, with a scale for each row."""
+    """A matrix that may be in 8 bits in its file, with a scale for each row, or for some columns of it."""
 
     eight_bits: torch.dtype | None  # int8 or float8_e4m3fn; None where it is not so
+    scale_columns: int | None  # of a row, that share a scale; None: all
 
     def read_scaled(self, index: Index) -> tuple[Tensor, Tensor]:
-        """The part that `index` cuts out, as it is stored, and the scales of its rows: [num_rows] float32."""
+        """The part that `index` cuts out between such columns, as it is stored, and the scales of each row of it:
+        [num_rows, 1 or more] float32."""
         ...
 
 
@@ -252,47 +254,72 @@ class PackedParameter(_Packed):
 
 
 class ScaledParameter(ShardedParameter):
-    """A matrix, or one per expert, held in 8 bits. Row r of it is `self[r] * scales[r]`.
+    """A matrix, or one per expert, held in 8 bits. Row r of it is `self[r] * scales[r]`, or each part of it times a
+    scale of its own.
 
-    Each row has the scale that its largest value needs (symmetric, per output channel), or the one of its file, where
-    the matrix is stored so. What multiplies the matrix stays as precise as it was, or nearly so.
+    Scales are those that the largest values need (symmetric, per output channel), or those of the file, where the
+    matrix is stored so. What multiplies the matrix stays as precise as it was, or nearly so.
     """
 
     stored_as: ClassVar[torch.dtype]
     largest: ClassVar[float]  # what a row's largest value is stored as
 
-    scales: Tensor  # [..., out_features] float32
+    scales: Tensor  # [..., out_features] float32; or [..., groups, out_features]
     computed: torch.dtype  # of what multiplies the matrix
 
     @classmethod
-    def like(cls, parameter: ShardedParameter, device: torch.device) -> Self:
-        """Room for the same pieces, on a device."""
-        data = torch.zeros(parameter.shape, dtype=cls.stored_as, device=device)
-        made = cls(data, parameter.pieces)
-        made.scales = torch.ones(parameter.shape[:-1], dtype=torch.float32, device=device)
+    def like(cls, parameter: ShardedParameter, device: torch.device, scale_columns: int | None = None) -> Self:
+        """Room for the same pieces, on a device; see `ScaledSource` and `can_scale`."""
+        *others, num_rows, num_columns = parameter.shape
+        groups = [] if scale_columns is None else [num_columns // scale_columns]
+        made = cls(torch.zeros(parameter.shape, dtype=cls.stored_as, device=device), parameter.pieces)
+        made.scales = torch.ones(*others, *groups, num_rows, dtype=torch.float32, device=device)
         made.computed = parameter.dtype
         return made
 
+    @staticmethod
+    def can_scale(parameter: ShardedParameter, scale_columns: int | None) -> bool:
+        """Whether its pieces are cut between columns that share a scale, and kernels multiply so."""
+        if scale_columns is None:
+            return True
+        ends = [end for piece in parameter.pieces.values() for end in (piece.source[1].start, piece.source[1].stop)]
+        return scale_columns % 16 == 0 and all(end % scale_columns == 0 for end in ends)
+
     def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
-        if getattr(source, "eight_bits", None) != self.stored_as:
+        if getattr(source, "eight_bits", None) != self.stored_as or source.scale_columns != self._scale_columns:  # type: ignore[attr-defined]
             super().weight_loader(source, piece)
             return
         place = self.pieces[piece]
         codes, scales = cast(ScaledSource, source).read_scaled(place.source)
         self.data[place.target].copy_(codes)
-        self.scales[place.target[:-1]].copy_(scales)
+        self._scales_by_row[place.target[:-1]].copy_(scales)
 
     def fill(self, values: Tensor, target: Index | None = None) -> None:
         target = target or whole(tuple(self.shape))
-        values = values.float()
-        scales = values.abs().amax(dim=-1).div_(self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
-        self.data[target].copy_(self._rounded(values / scales[..., None]))
-        self.scales[target[:-1]].copy_(scales)
+        groups = values.float().reshape(*values.shape[:-1], self._scales_by_row.shape[-1], -1)
+        scales = groups.abs().amax(dim=-1).div_(self.largest).clamp_(min=torch.finfo(torch.float32).tiny)
+        self.data[target].copy_(self._rounded(groups / scales[..., None]).flatten(-2))
+        self._scales_by_row[target[:-1]].copy_(scales)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         # As bytes: not every backend selects rows of a type that it does not compute with.
         stored = self.data.view(torch.uint8).index_select(0, token_ids).view(self.stored_as)
-        return (stored.float() * self.scales.index_select(0, token_ids)[:, None]).to(self.computed)
+        scales = self._scales_by_row.index_select(0, token_ids)
+        groups = stored.float().view(*scales.shape, -1)
+        return (groups * scales[..., None]).flatten(1).to(self.computed)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.nbytes + self.scales.nbytes
+
+    @property
+    def _scales_by_row(self) -> Tensor:
+        """[..., out_features, groups], of which there is at least one."""
+        return self.scales[..., None] if self.scales.dim() < self.dim() else self.scales.transpose(-1, -2)
+
+    @property
+    def _scale_columns(self) -> int | None:
+        return None if self.scales.dim() < self.dim() else self.shape[-1] // self.scales.shape[-2]
 
     @staticmethod
     def _rounded(values: Tensor) -> Tensor:

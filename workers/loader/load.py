@@ -69,7 +69,8 @@ class StoredAs(NamedTuple):
     """How a file has a matrix, where kernels know it."""
 
     packing: Packing | None  # in which it is packed
-    eight_bits: torch.dtype | None  # with a scale per row
+    eight_bits: torch.dtype | None  # with a scale per row,
+    scale_columns: int | None  # or for so many columns of it
 
 
 def how_stored(model: Decoder, family: Family, info: ModelInfo) -> dict[tuple[str, str], StoredAs]:
@@ -77,7 +78,7 @@ def how_stored(model: Decoder, family: Family, info: ModelInfo) -> dict[tuple[st
     with open_checkpoint(info) as sources:
         plan = _plan(model, family, sources, info)
         return {
-            filled: StoredAs(getattr(source, "packing", None), getattr(source, "eight_bits", None))
+            filled: StoredAs(*(getattr(source, each, None) for each in StoredAs._fields))
             for filled, source in plan.items()
         }
 

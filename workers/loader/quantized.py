@@ -223,14 +223,20 @@ class QuantizedSource:
 
     @property
     def eight_bits(self) -> torch.dtype | None:
-        """The type of its codes, where they are numbers of 8 bits, and the scale of a row is all that they need."""
-        by_rows = self.scales.columns >= self.shape[1] and (self.scales.rows == 1 or self.scales.rows >= self.shape[0])
-        return self._eight_bits if by_rows and self.zeros is None and self.zero == 0 else None
+        """The type of its codes, where they are numbers of 8 bits, and scales are all that they need."""
+        in_order = self.scales.columns > 1 or self.shape[1] == 1
+        return self._eight_bits if in_order and self.zeros is None and self.zero == 0 else None
+
+    @property
+    def scale_columns(self) -> int | None:
+        """See `ScaledSource`."""
+        return self.scales.columns if self.scales.columns < self.shape[1] else None
 
     def read_scaled(self, index: Index) -> tuple[Tensor, Tensor]:
-        """Where `eight_bits` says so: the codes, and the scale of each row in float32."""
+        """See `ScaledSource`."""
         codes = self.codes.read(index)
-        return codes, self.scales.read(index).float().reshape(-1).expand(len(codes))
+        scales = self.scales.read(index, self.scales.columns).float()
+        return codes, scales.expand(len(codes), scales.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

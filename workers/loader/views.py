@@ -53,6 +53,11 @@ class RowsOfGroups:
         """See `ScaledSource`."""
         return getattr(self.source, "eight_bits", None)
 
+    @property
+    def scale_columns(self) -> int | None:
+        """See `ScaledSource`."""
+        return getattr(self.source, "scale_columns", None)
+
     def read(self, index: Index) -> Tensor:
         return self._rows(self.source.read, index)
 
