@@ -29,6 +29,7 @@ class StoredQuantization:
     group_size: int | None = None  # inputs that share a scale: of AWQ and GPTQ; None: all of a row
     zeros_less: int = 0  # what zero points are stored less, in as many bits
     block: tuple[int, int] | None = None  # rows and columns that share a scale
+    rounds_x: bool = False  # what multiplies any matrix is meant to be in 8 bits, no more scales than tokens
 
 
 def stored_quantization(hf_config: Mapping[str, Any]) -> StoredQuantization | None:
@@ -77,7 +78,17 @@ def _compressed(given: Mapping[str, Any]) -> StoredQuantization:
     _check("transform_config", transforms, not transforms, "weights that are not rotated")
     blocks = {tuple(size) for group in groups.values() if (size := (group.get("weights") or {}).get("block_structure"))}
     _check("config_groups", sorted(blocks), len(blocks) <= 1, "blocks of one size")
-    return StoredQuantization("compressed-tensors", block=_block(*blocks) if blocks else None)
+    rounds_x = len(groups) > 0 and all(_rounds_x(group.get("input_activations")) for group in groups.values())
+    return StoredQuantization("compressed-tensors", block=_block(*blocks) if blocks else None, rounds_x=rounds_x)
+
+
+def _rounds_x(given: Any) -> bool:
+    """Whether activations are whole numbers of 8 bits, as many below zero as above, with a scale for each token or one
+    for all."""
+    if not isinstance(given, dict):
+        return False
+    is_whole = given.get("num_bits") == 8 and given.get("type", "int") == "int"
+    return is_whole and given.get("symmetric", True) is True and given.get("strategy") in ("token", "tensor")
 
 
 def _fp8(given: Mapping[str, Any]) -> StoredQuantization:

@@ -177,7 +177,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return backend_for(x.device).linear(x, weight, bias)
 
 
-def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_int8(
+    x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None, *, in_int8: bool = False
+) -> Tensor:
     """x @ (weight * scales[:, None]).T + bias, in the dtype of `x`: weights of 8 bits.
 
     A CPU may round x to 16 bits of its row's largest.
@@ -187,9 +189,16 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None =
         weight: [out_features, in_features] int8.
         scales: [out_features] float32.
         bias: [out_features], the dtype of `x`.
+        in_int8: x may be rounded to 8 bits, that is to whole multiples of 1/127 of its row's largest.
     Returns [num_rows, out_features], a new tensor.
     """
-    return backend_for(x.device).linear_int8(x, weight, scales, bias)
+    return backend_for(x.device).linear_int8(x, weight, scales, bias, in_int8)
+
+
+def pays_in_int8(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `linear_int8` takes less `in_int8`, of a weight [out_features, in_features] and x of a dtype, than if the
+    weight were packed."""
+    return backend_for(device).pays_in_int8(shape, dtype)
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -211,8 +220,8 @@ def linear_packed(
 
     What `linear` computes with these numbers, which are never all in memory. Sums and what is summed are rounded to
     float32: of the size of each number, or of the largest that its block could have; x to about 2^-23 of the largest of
-    the numbers that meet a scale, at most, and where it is bfloat16 to 2^-15. In bfloat16, numbers of the weight may be
-    rounded to that before.
+    the numbers that meet a scale, at most, and where it is bfloat16 to 2^-15. Where x has 16 bits, the weight's numbers
+    may be rounded to its dtype before.
 
     Args:
         x: [num_rows, in_features], of one of `DTYPES` for which `fits_packed` agrees.

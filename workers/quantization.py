@@ -54,20 +54,29 @@ def blueprint_for(config: ModelConfig, info: ModelInfo, device: torch.device) ->
         with torch.device("meta"):
             whole = native.build(ParallelContext())
         stored = how_stored(whole, native.family, info)
-    kept = _kept_in_8_bits(stored) if kind is None and device.type == "cuda" else {}
-    packings = {filled: each.packing for filled, each in stored.items() if kind != "fp8" and filled[0] not in kept}
+    rounds_x = kind == "int8" and info.quantization is not None and info.quantization.rounds_x
+    kept: Mapping[str, Kept] = {}
+    if rounds_x or (kind is None and device.type == "cuda"):
+        kept = _kept_in_8_bits(stored, rounds_x=rounds_x)
+    packings = {filled: each.packing for filled, each in stored.items()} if kind != "fp8" else {}
     inner: NativeBlueprint | PackedBlueprint = native
     if kind == "int8" or any(packings.values()):
-        inner = PackedBlueprint(native, packings, device, in_int8=kind == "int8")
+        inner = PackedBlueprint(native, packings, device, in_int8=kind == "int8", kept=frozenset(kept))
     return QuantizedBlueprint(inner, kind, kept) if kind is not None or kept else inner
 
 
 def _built(native: NativeBlueprint, parallel: ParallelContext) -> Decoder:
     """A model whose large matrices are going to be others, on the default device. For a GPU it is on the host, where
-    memory that nobody writes to costs nothing: there might be no room for them. What stays is moved when it is filled.
+    memory that nobody writes to costs nothing: there might be no room for them. What stays as it is, `_moved` moves.
     """
     with torch.device("cpu") if torch.get_default_device().type == "cuda" else nullcontext():
         return native.build(parallel)
+
+
+def _moved(model: Decoder) -> Decoder:
+    """To a GPU, if that is the default device, before anything is filled."""
+    device = torch.get_default_device()
+    return model.to(device) if device.type == "cuda" else model
 
 
 class Kept(NamedTuple):
@@ -75,18 +84,19 @@ class Kept(NamedTuple):
 
     kind: Quantization
     scale_columns: int | None = None  # see `ScaledSource`
+    in_int8: bool = False  # see `ops.linear_int8`
 
 
-def _kept_in_8_bits(stored: Mapping[tuple[str, str], StoredAs]) -> dict[str, Kept]:
-    """Parameters whose pieces are all alike in 8 bits in the file, and stay so on a GPU, whose memory they might not
-    fit into otherwise. On a CPU such numbers are computed with no faster, and those of int8 stay packed, as they do
-    everywhere where not a row shares a scale."""
+def _kept_in_8_bits(stored: Mapping[tuple[str, str], StoredAs], *, rounds_x: bool) -> dict[str, Kept]:
+    """Parameters whose pieces are all alike in 8 bits in the file, and may stay so: on a GPU, whose memory they might
+    not fit into otherwise; or with `rounds_x` those of int8, where what multiplies them is rounded by rows. (Others of
+    int8 stay packed.)"""
     of_dtype: dict[torch.dtype | None, Quantization] = {each.stored_as: kind for kind, each in _PARAMETERS.items()}
     found: dict[str, set[Kept | None]] = defaultdict(set)
     for (name, _), each in stored.items():
         kind = of_dtype.get(each.eight_bits)
-        is_kept = kind == "fp8" or (kind == "int8" and each.scale_columns is None)
-        found[name].add(Kept(kind, each.scale_columns) if kind is not None and is_kept else None)
+        is_kept = (kind == "fp8" and not rounds_x) or (kind == "int8" and each.scale_columns is None)
+        found[name].add(Kept(kind, each.scale_columns, rounds_x) if kind is not None and is_kept else None)
     return {name: each for name, some in found.items() if len(some) == 1 for each in some if each is not None}
 
 
@@ -103,6 +113,7 @@ class PackedBlueprint:
     packings: Mapping[tuple[str, str], Packing | None]  # of each (parameter, piece), where the file has some
     device: torch.device  # that the model will be on
     in_int8: bool
+    kept: frozenset[str]  # parameters that may stay in the 8 bits of their file
 
     @property
     def architecture(self) -> str:
@@ -113,6 +124,10 @@ class PackedBlueprint:
         return self.native.implementation
 
     def build(self, parallel: ParallelContext) -> Decoder:
+        return _moved(self.pack(parallel))
+
+    def pack(self, parallel: ParallelContext) -> Decoder:
+        """With what is not packed on the host, where the default device is a GPU."""
         model = _built(self.native, parallel)
         embedding, head = getattr(model, "embedding", None), getattr(model, "head", None)
         for name, module in model.named_modules():
@@ -123,6 +138,8 @@ class PackedBlueprint:
                 continue
             # Of several stages, the last has a tied embedding as its head alone.
             is_looked_up = is_embedding and parallel.is_first_stage
+            if f"{name}.weight" in self.kept and self._keeps(module, weight):
+                continue
             packing = self._packing(f"{name}.weight", weight)
             if is_looked_up and not ops.looks_up_packed(weight.dtype, self.device):
                 continue
@@ -140,6 +157,13 @@ class PackedBlueprint:
                     weight, chosen, self.device, is_head=is_head, is_looked_up=is_looked_up, in_int8=in_int8
                 )
         return model
+
+    def _keeps(self, module: nn.Module, weight: ShardedParameter) -> bool:
+        """Whether what is in 8 bits stays so: where x is rounded, if that takes less."""
+        if not self.in_int8:
+            return True
+        num_rows, num_columns = weight.shape[-2:]
+        return _rounds_x(module) and ops.pays_in_int8((num_rows, num_columns), weight.dtype, self.device)
 
     def _first_that_fits(self, weight: ShardedParameter, *packings: Packing | None) -> Packing | None:
         """None where none does."""
@@ -179,9 +203,9 @@ class QuantizedBlueprint:
 
     def build(self, parallel: ParallelContext) -> Decoder:
         inner = self.inner
-        model = inner.build(parallel) if isinstance(inner, PackedBlueprint) else _built(inner, parallel)
+        model = inner.pack(parallel) if isinstance(inner, PackedBlueprint) else _built(inner, parallel)
         quantize(model, self.kind, torch.get_default_device(), self.stored)
-        return model
+        return _moved(model)
 
     def load(self, model: Decoder, info: ModelInfo, *, progress: bool) -> None:
         self.inner.load(model, info, progress=progress)
@@ -199,5 +223,13 @@ def quantize(model: nn.Module, kind: Quantization | None, device: torch.device, 
         if not isinstance(module, _QUANTIZED) or isinstance(module.weight, PackedParameter | PackedRows):
             continue
         own = stored.get(f"{name}.weight", None if kind is None else Kept(kind))
-        if own is not None and ScaledParameter.can_scale(module.weight, own.scale_columns):
-            module.weight = _PARAMETERS[own.kind].like(module.weight, device, own.scale_columns)
+        if own is None or not ScaledParameter.can_scale(module.weight, own.scale_columns):
+            continue
+        module.weight = _PARAMETERS[own.kind].like(module.weight, device, own.scale_columns)
+        if isinstance(module.weight, Int8Parameter):
+            module.weight.in_int8 = own.in_int8 and _rounds_x(module)
+
+
+def _rounds_x(module: nn.Module) -> bool:
+    """Whether what it multiplies may be rounded: heads stay exact, and experts are faster packed."""
+    return isinstance(module, ColumnParallelLinear | RowParallelLinear)

@@ -12,6 +12,7 @@ from .linear import (
     linear_gated_packed,
     linear_int8,
     linear_packed,
+    pays_in_int8,
 )
 from .look_up import look_up_packed, looks_up_packed
 from .moe import experts
@@ -41,6 +42,7 @@ __all__ = [
     "look_up_packed",
     "looks_up_packed",
     "paged_attention",
+    "pays_in_int8",
     "resolve_tokens",
     "rms_norm",
     "rotate",

@@ -1,10 +1,10 @@
 # ruff: noqa: ARG001 (numba looks at the names of what is generated from)
 # mypy: disable-error-code="untyped-decorator"
-"""Rows of x in two digits to the base 256, for instructions that multiply bytes.
+"""Rows of x in two digits to the base 256, or in one, for instructions that multiply bytes.
 
 x is rounded to whole multiples of its row's largest / X_MAX, 15 bits and a sign, and that whole number is written as
 high * 256 + low with digits of -128 .. 127. A product with int8 weights is then two products of bytes, whose sums are
-whole numbers: no rounding, in whatever order they are added.
+whole numbers: no rounding, in whatever order they are added. With one digit, these are multiples of the largest / 127.
 
 The instruction multiplies signed with unsigned bytes, so weights come as w + 128, and sums start from -128 * (what is
 added to them of x). A row lies in memory as `in_features` high digits, as many low ones, and META_BYTES: the scale
@@ -43,7 +43,7 @@ from .vectors import (
 )
 
 X_MAX = 127 * 256 + 127  # the largest that two digits hold on both sides
-NUM_DIGITS = 2
+MOST_DIGITS = 2
 META_BYTES = 192
 
 
@@ -56,21 +56,23 @@ def dot_int8(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
     return call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [sums, weights, x])
 
 
-def scale_of(b: ir.IRBuilder, row: Any, in_features: Any) -> Any:
-    return load(b, b.add(row, b.mul(in_features, INT64(NUM_DIGITS))), FLOAT)
+def scale_of(b: ir.IRBuilder, num_digits: int, row: Any, in_features: Any) -> Any:
+    return load(b, b.add(row, b.mul(in_features, INT64(num_digits))), FLOAT)
 
 
-def sums_start(b: ir.IRBuilder, row: Any, in_features: Any, digit: int) -> Any:
-    meta = b.add(row, b.mul(in_features, INT64(NUM_DIGITS)))
+def sums_start(b: ir.IRBuilder, num_digits: int, row: Any, in_features: Any, digit: int) -> Any:
+    meta = b.add(row, b.mul(in_features, INT64(num_digits)))
     return load(b, b.add(meta, INT64(64 + 64 * digit)), INTS)
 
 
-def join_digits(b: ir.IRBuilder, high: Any, low: Any) -> Any:
-    """The float32 of high * 256 + low, vectors of int32."""
+def join_digits(b: ir.IRBuilder, high: Any, *low: Any) -> Any:
+    """The float32 of high * 256 + low, or of one digit alone, vectors of int32."""
     lanes = high.type.count
     floats = ir.VectorType(FLOAT, lanes)
-    wide = [b.sitofp(high, floats), splat(floats, 256.0), b.sitofp(low, floats)]
-    return call(b, f"llvm.fma.v{lanes}f32", floats, wide)
+    wide = b.sitofp(high, floats)
+    for each in low:
+        wide = call(b, f"llvm.fma.v{lanes}f32", floats, [wide, splat(floats, 256.0), b.sitofp(each, floats)])
+    return wide
 
 
 def rounding(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]], least: float) -> tuple[Any, Any]:
@@ -92,15 +94,18 @@ def largest_bits(b: ir.IRBuilder, blocks: Sequence[Sequence[Any]]) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def quantize_row(typing_context: Any, x_bytes: Any, x: Any, in_features: Any, out: Any) -> Any:
-    """Write a row of x (4 bytes: float32, 2: bfloat16; a constant) as whole multiples of its largest / X_MAX.
+def quantize_row(typing_context: Any, x_bytes: Any, num_digits: Any, x: Any, in_features: Any, out: Any) -> Any:
+    """Write a row of x (4 bytes: float32, 2: bfloat16) as whole multiples of its largest / X_MAX, or / 127, in so many
+    digits; both are constants.
 
     What is not finite makes the scale, and so every result of the row, NaN.
     """
     load_type = FLOATS if x_bytes.literal_value == 4 else ir.VectorType(INT16, LANES)
+    count = num_digits.literal_value
+    most = X_MAX if count > 1 else 127
 
     def generate(_context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, x, in_features, out = arguments
+        _, _, x, in_features, out = arguments
 
         def values(k: Any) -> Any:
             loaded = load(b, b.add(x, b.mul(k, INT64(x_bytes.literal_value))), load_type)
@@ -115,21 +120,23 @@ def quantize_row(typing_context: Any, x_bytes: Any, x: Any, in_features: Any, ou
         tops, nothing = loop_over(b, in_features, LANES, [splat(FLOATS, 1e-30), splat(FLOATS, 0.0)], largest)
         top = call(b, "llvm.vector.reduce.fmax.v16f32", FLOAT, [tops])
         nan_or_zero = b.extract_element(sum_lanes(b, [nothing] * 4), INT32(0))
-        scale = b.fdiv(top, ir.Constant(FLOAT, float(X_MAX)))
-        inverse = broadcast(b, b.fdiv(ir.Constant(FLOAT, float(X_MAX)), top), LANES)
+        scale = b.fdiv(top, ir.Constant(FLOAT, float(most)))
+        inverse = broadcast(b, b.fdiv(ir.Constant(FLOAT, float(most)), top), LANES)
 
         def split(k: Any, _: list[Any]) -> list[Any]:
             nearest = call(b, "llvm.rint.v16f32", FLOATS, [b.fmul(values(k), inverse)])
             whole = b.fptosi(nearest, INTS)
-            high = b.ashr(b.add(whole, splat(INTS, 128)), splat(INTS, 8))
-            store(b, b.trunc(high, INT8S), b.add(out, k))
-            store(b, b.trunc(whole, INT8S), b.add(b.add(out, in_features), k))
+            if count > 1:
+                high = b.ashr(b.add(whole, splat(INTS, 128)), splat(INTS, 8))
+                store(b, b.trunc(high, INT8S), b.add(out, k))
+            last = b.add(out, b.mul(in_features, INT64(count - 1)))
+            store(b, b.trunc(whole, INT8S), b.add(last, k))
             return []
 
         loop_over(b, in_features, LANES, [], split)
-        meta = b.add(out, b.mul(in_features, INT64(NUM_DIGITS)))
+        meta = b.add(out, b.mul(in_features, INT64(count)))
         store(b, b.fadd(scale, nan_or_zero), meta)
-        for digit in range(NUM_DIGITS):
+        for digit in range(count):
             start = b.add(out, b.mul(in_features, INT64(digit)))
 
             def excess(k: Any, so_far: list[Any], start: Any = start) -> list[Any]:
@@ -140,4 +147,4 @@ def quantize_row(typing_context: Any, x_bytes: Any, x: Any, in_features: Any, ou
             store(b, b.sub(splat(INTS, 0), total), b.add(meta, INT64(64 + 64 * digit)))
         return _context.get_dummy_value()
 
-    return types.void(x_bytes, *[types.int64] * 3), generate
+    return types.void(x_bytes, num_digits, *[types.int64] * 3), generate

@@ -76,13 +76,14 @@ def linear(
     it is this kernel, whoever else has some for more; None if that is not all.
     """
     form = FORMATS[name]
-    if form.parts > 1 and len(x) > MAX_PREPARED:
+    is_prepared = form.parts > 1 or form.digits > 0
+    if is_prepared and len(x) > MAX_PREPARED:
         return torch.cat([linear(name, rows, weight, scales, bias) for rows in torch.split(x, MAX_PREPARED)])
     x = x.contiguous()
     num_rows, in_features = x.shape
     out_features, num_threads = weight.shape[0], torch.get_num_threads()
     out = x.new_empty(num_rows, out_features)
-    prepared = num_threads * num_rows * _prepared_row(form, in_features) if form.parts > 1 else 0
+    prepared = num_threads * num_rows * _prepared_row(form, in_features) if is_prepared else 0
     memory = torch.empty(prepared, dtype=torch.int8)
     claims = new_claims(num_threads)
     arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
@@ -100,8 +101,8 @@ def linear(
         ctypes.addressof(claims),
     )
     rows = None if most_rows is None else (Rows(8 * _NUM_ROWS),)
-    is_told = most_rows is not None and form.parts == 1 and scales is None  # which it could not be told
-    most_rows = min(most_rows or sys.maxsize, MAX_PREPARED if form.parts > 1 else sys.maxsize)
+    is_told = most_rows is not None and not is_prepared and scales is None  # which it could not be told
+    most_rows = min(most_rows or sys.maxsize, MAX_PREPARED if is_prepared else sys.maxsize)
     call = CompiledCall(_entry(name), arguments, claims, rows, is_idempotent=True, most_rows=most_rows)
     run_call(call._replace(places=_PLACES) if is_told else call)
     return out
@@ -132,7 +133,7 @@ def is_padded(weight: Tensor) -> bool:
 
 
 def _prepared_row(form: Format, in_features: int) -> int:
-    return form.parts * form.x_bytes * in_features + (META_BYTES if form.digits > 1 else 0)
+    return form.parts * form.x_bytes * in_features + (META_BYTES if form.digits > 0 else 0)
 
 
 @cache
@@ -147,12 +148,17 @@ def _entry(name: str) -> Any:
 
 
 @njit(error_model="numpy")
-def _quantize_rows(size: int, x: int, num_rows: int, in_features: int, out: int, out_row: int) -> None:
+def _quantize_rows(size: int, num_digits: int, x: int, num_rows: int, in_features: int, out: int, out_row: int) -> None:
     for row in range(num_rows):
-        if size == 4:
-            quantize_row(4, x + row * in_features * 4, in_features, out + row * out_row)
+        source, target = x + row * in_features * size, out + row * out_row
+        if size == 4 and num_digits == 1:
+            quantize_row(4, 1, source, in_features, target)
+        elif size == 4:
+            quantize_row(4, 2, source, in_features, target)
+        elif num_digits == 1:
+            quantize_row(2, 1, source, in_features, target)
         else:
-            quantize_row(2, x + row * in_features * 2, in_features, out + row * out_row)
+            quantize_row(2, 2, source, in_features, target)
 
 
 @njit(error_model="numpy")
@@ -186,10 +192,10 @@ def _compiled(name: str, sources: str) -> Any:
     form = FORMATS[name]
     most, eight = form.largest[0], form.of_eight[0]  # rows of x in the largest tile, and in those of eight
     beside_most, beside_eight, beside_four, beside_few = (form.beside(num_x) for num_x in (most, eight, 4, 1))
-    parts, in_digits, of_few, in_order = form.parts, form.digits > 1, form.of_few, form.of_few == IN_ORDER
+    parts, num_digits, of_few, in_order = form.parts, form.digits, form.of_few, form.of_few == IN_ORDER
     near_bytes = IN_ORDER_BYTES if in_order else NEAR_BYTES
     is_narrow = form.of_eight[1] < form.largest[1]  # eight rows of x are read anew for fewer rows of the weight
-    x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if in_digits else 0
+    x_bytes, weight_bytes, meta_bytes = form.x_bytes, form.weight_bytes, META_BYTES if num_digits > 0 else 0
 
     @cfunc(types.void(types.voidptr), cache=True)
     @filed_as(name)
@@ -202,11 +208,11 @@ def _compiled(name: str, sources: str) -> Any:
         thread = enter(claims)
         first_x, weight_row = a[_X], in_features * weight_bytes
         x_row = in_features * x_bytes * parts + meta_bytes
-        if parts > 1:
+        if parts > 1 or num_digits > 0:
             # Each thread for itself: a microsecond a row, into its own cache, and nobody waits.
             first_x = a[_PREPARED] + thread * num_rows * x_row
-            if in_digits:
-                _quantize_rows(size, a[_X], num_rows, in_features, first_x, x_row)
+            if num_digits > 0:
+                _quantize_rows(size, num_digits, a[_X], num_rows, in_features, first_x, x_row)
             else:
                 _widen_rows(a[_X], num_rows, in_features, first_x, x_row)
         num_blocks = (out_features + BLOCK - 1) // BLOCK

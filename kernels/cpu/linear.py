@@ -11,7 +11,8 @@ Weights come in three precisions:
 
     float32     multiplied and added in float32
     bfloat16    x as well; products and sums in float32
-    int8        x in 16 bits of its row's largest (`digits`), products and sums in whole numbers
+    int8        x in 16 bits of its row's largest, or 8 where it may be rounded to that (`digits`), products and sums in
+                whole numbers
 
 Those that are packed (`kernels.packed`) are multiplied with x in float32 or bfloat16: in matrix tiles (`codes`); else,
 in vectors, in bfloat16 by its dot products where they are fast (`dots`), otherwise by those of bytes, or by what AVX2
@@ -46,13 +47,15 @@ from torch import Tensor
 from ..packed import Packing
 from . import byte_dots, codes, dots, few_rows, many_rows, matrix_tiles, panels, rounded_dots
 from .byte_products import has_products
+from .digits import MOST_DIGITS
 from .elementwise import activate_and_mul
 from .features import dots_are_fast
 from .intrinsics import IS_X86
 from .likeliest import likeliest
+from .many_rows import BLOCK
 from .recording import as_one_action
 from .sampling import likeliest_tokens
-from .tile_product import TILE
+from .tile_product import STEP_BYTES, TILE
 from .tiles import FORMATS, TILE_ROWS, best_format
 from .turned_tiles import products
 
@@ -145,7 +148,7 @@ def _linear_float32(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
-def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, in_int8: bool) -> Tensor:
     """See `ops.linear_int8`."""
     if x.dtype not in _COMPILED or len(x) == 0 or not _alike(x, bias):
         return _widened(x, weight, scales, bias, torch.float32)
@@ -153,15 +156,23 @@ def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) 
     whole = len(weight) // TILE * TILE
     if in_digits and 0 < whole < len(weight) and many_rows.fits(weight[:whole]):
         biases = (None, None) if bias is None else (bias[:whole], bias[whole:])
-        most = linear_int8(x, weight[:whole], scales[:whole], biases[0])
+        most = linear_int8(x, weight[:whole], scales[:whole], biases[0], in_int8)
         return torch.cat([most, _widened(x, weight[whole:], scales[whole:], biases[1], torch.float32)], dim=1)
     if _is_many(x, weight):
-        return many_rows.linear(x, weight, scales, bias, least_rows=_from_rows(weight))
-    if in_digits and _fits(x, weight, "int8 dot", FEW_ROWS[products(torch.int8)[0]]):
-        return few_rows.linear("int8 dot", x, weight, scales, bias, most_rows=_to_rows(weight))
+        num_digits = 1 if in_int8 else MOST_DIGITS
+        return many_rows.linear(x, weight, scales, bias, least_rows=_from_rows(weight), num_digits=num_digits)
+    name = "int8 digit" if in_int8 else "int8 dot"
+    if in_digits and _fits(x, weight, name, FEW_ROWS[products(torch.int8)[0]]):
+        return few_rows.linear(name, x, weight, scales, bias, most_rows=_to_rows(weight))
     if x.dtype == torch.float32 and _fits(x, weight, "int8", FEW_ROWS["float32"]):
         return few_rows.linear("int8", x, weight, scales, bias, most_rows=_to_rows(weight))
     return _widened(x, weight, scales, bias, torch.float32)
+
+
+def pays_in_int8(shape: tuple[int, int], dtype: torch.dtype) -> bool:
+    """See `ops.pays_in_int8`."""
+    is_whole = shape[0] % BLOCK == 0 and shape[1] % STEP_BYTES == 0
+    return dtype in _COMPILED and is_whole and _int8() == "int8 dot"
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, new_claims, take_item
-from .digits import META_BYTES, NUM_DIGITS, quantize_row
+from .digits import META_BYTES, MOST_DIGITS, quantize_row
 from .intrinsics import pointer
 from .matrix_tiles import configuration
 from .recording import CompiledCall, Rows
@@ -73,7 +73,7 @@ _SOURCES = (
     *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
-_META_WORDS = (1 + NUM_DIGITS) * TILE  # of TILE rows of x in digits: see `finish`
+_META_WORDS = (1 + MOST_DIGITS) * TILE  # of TILE rows of x in digits: see `finish`
 
 _TURN = Arguments("x", "x_bytes", "in_features", "turned", "meta", "num_x")
 _TURN_TYPE = _TURN.dtype
@@ -105,21 +105,23 @@ def linear(
     bias: Tensor | None,
     product: str | None = None,
     least_rows: int | None = None,
+    num_digits: int = MOST_DIGITS,
 ) -> Tensor:
     """(x @ weight.T) * scales + bias, in the dtype of x, where the weight `fits`.
 
     x [num_rows, in_features] and weight [out_features, in_features]: both float32 or both bfloat16 and no scales, or x
     float32 or bfloat16 and the weight int8. `product`: one of the `products` of the weight's type, the first if None.
+    num_digits: of x, where that has some.
     least_rows: from how many on it is this kernel, whoever else has some for fewer; None if that is not all.
     """
     x, product = x.contiguous(), product or products(weight.dtype)[0]
     (num_rows, in_features), (out_features, num_threads) = x.shape, (weight.shape[0], torch.get_num_threads())
     out = x.new_empty(num_rows, out_features)
-    kernel = _kernel(product, weight.dtype, x.dtype)
+    kernel = _kernel(product, weight.dtype, x.dtype, num_digits)
     num_groups, row_bytes = -(-num_rows // TILE), in_features * kernel.itemsize
-    turned = torch.empty(kernel.num_digits * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
+    turned = torch.empty((kernel.num_digits or 1) * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    x_meta = torch.empty(num_groups * _META_WORDS if kernel.num_digits > 1 else 0, dtype=torch.float32)
+    x_meta = torch.empty(num_groups * _META_WORDS if kernel.num_digits > 0 else 0, dtype=torch.float32)
     kernel.turn(
         num_rows, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, first, x_meta.data_ptr(), num_rows, per=TILE, also="num_x",
@@ -151,7 +153,7 @@ def turn_rows(x: Tensor) -> Tensor:
     `tile_product`). What a last group has no rows for is unspecified."""
     x, (num_rows, in_features) = x.contiguous(), x.shape
     out = torch.empty(-(-num_rows // TILE) * TILE * in_features, dtype=torch.float32)
-    _turn(_run("float32", torch.float32), x.dtype == torch.bfloat16, False)(
+    _turn(_run("float32", torch.float32), x.dtype == torch.bfloat16, 0)(
         num_rows, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, out.data_ptr(), 0, num_rows, per=TILE, also="num_x",
     )  # fmt: skip
@@ -175,20 +177,19 @@ def _itemsize(product: str, dtype: torch.dtype) -> int:
 class _Kernel(NamedTuple):
     turn: RowFunction  # of groups of TILE rows of x
     multiply: Any  # ctypes function pointer
-    num_digits: int
+    num_digits: int  # of x; 0: it has none
     itemsize: int
 
 
 @cache
-def _kernel(product: str, weight: torch.dtype, x: torch.dtype) -> _Kernel:
+def _kernel(product: str, weight: torch.dtype, x: torch.dtype, num_digits: int) -> _Kernel:
     """Compiled when it is first asked for, as not every CPU can; kept on disk."""
     sources, itemsize = _sources(), _itemsize(product, weight)
-    in_digits = weight == torch.int8 and itemsize == 1
-    num_digits = NUM_DIGITS if in_digits else 1
+    num_digits = num_digits if weight == torch.int8 and itemsize == 1 else 0
     run = _run(product, weight)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
     multiply = _multiply_worker(product, run, num_digits, widened, sources)
-    turn = _turn(run, x.itemsize < itemsize, in_digits)
+    turn = _turn(run, x.itemsize < itemsize, num_digits)
     return _Kernel(turn, multiply.ctypes, num_digits, itemsize)
 
 
@@ -203,16 +204,15 @@ def _sources() -> str:
     return f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
 
 
-_TURN_NS = {False: 0.3, True: 0.5}  # about what an element takes, in digits or not
+_TURN_NS = (0.3, 0.4, 0.5)  # about what an element takes, by digits
 
 
 @cache
-def _turn(run: int, becomes_wider: bool, in_digits: bool) -> RowFunction:
+def _turn(run: int, becomes_wider: bool, num_digits: int) -> RowFunction:
     sources = _sources()
-    compiled = (
-        partial(_turn_digits_worker, sources) if in_digits else partial(_turn_worker, run, becomes_wider, sources)
-    )
-    return RowFunction(compiled, _TURN, _TURN_NS[in_digits], is_idempotent=True)
+    in_digits = partial(_turn_digits_worker, num_digits, sources)
+    compiled = in_digits if num_digits > 0 else partial(_turn_worker, run, becomes_wider, sources)
+    return RowFunction(compiled, _TURN, _TURN_NS[num_digits], is_idempotent=True)
 
 
 @cache
@@ -246,17 +246,18 @@ def _turn_worker(run: int, becomes_wider: bool, sources: str) -> Any:
 
 
 @cache
-def _turn_digits_worker(sources: str) -> Any:
+def _turn_digits_worker(num_digits: int, sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(num_digits)
     def worker(address: int) -> None:
         sources  # noqa: B018 (likewise)
         a = carray(pointer(address), (1,), _TURN_TYPE)[0]
         size, x_row = a.in_features, a.in_features * a.x_bytes
-        digit_row = NUM_DIGITS * size + META_BYTES
+        digit_row = num_digits * size + META_BYTES
         memory = np.empty(TILE * digit_row, np.int8)
         digits = memory.ctypes.data
-        metas = carray(pointer(a.meta), (a.num_rows, NUM_DIGITS + 1, TILE), np.float32)
-        starts = carray(pointer(a.meta), (a.num_rows, NUM_DIGITS + 1, TILE), np.int32)
+        metas = carray(pointer(a.meta), (a.num_rows, MOST_DIGITS + 1, TILE), np.float32)
+        starts = carray(pointer(a.meta), (a.num_rows, MOST_DIGITS + 1, TILE), np.int32)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
@@ -267,17 +268,17 @@ def _turn_digits_worker(sources: str) -> Any:
                 for i in range(num_x):
                     row, place = group * TILE + i, digits + i * digit_row
                     if a.x_bytes == 2:
-                        quantize_row(2, a.x + row * x_row, size, place)
+                        quantize_row(2, num_digits, a.x + row * x_row, size, place)
                     else:
-                        quantize_row(4, a.x + row * x_row, size, place)
-                    metas[group, 0, i] = carray(pointer(place + NUM_DIGITS * size), (1,), np.float32)[0]
-                    parts = carray(pointer(place + NUM_DIGITS * size + 64), (NUM_DIGITS, LANES), np.int32)
-                    for digit in range(NUM_DIGITS):
+                        quantize_row(4, num_digits, a.x + row * x_row, size, place)
+                    metas[group, 0, i] = carray(pointer(place + num_digits * size), (1,), np.float32)[0]
+                    parts = carray(pointer(place + num_digits * size + 64), (num_digits, LANES), np.int32)
+                    for digit in range(num_digits):
                         starts[group, 1 + digit, i] = parts[digit].sum()
                 for i in range(num_x, TILE):  # what lay there may be subnormal, and take a hundred cycles a number
                     metas[group, :, i] = 0
-                for digit in range(NUM_DIGITS):
-                    turned = a.turned + (group * NUM_DIGITS + digit) * TILE * size
+                for digit in range(num_digits):
+                    turned = a.turned + (group * num_digits + digit) * TILE * size
                     for k in range(0, size, STEP_BYTES):
                         turn_tile(0, False, digits + digit * size + k, digit_row, num_x - 1, turned + k * TILE, 0)
         memory[0] = 0  # it lives until here: Numba does not see who has its address
@@ -303,7 +304,8 @@ def _widen(size: int, weight: int, scales: int, num_rows: int, in_features: int,
 @cache
 def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sources: str) -> Any:
     """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
-    x_tiles = 2 // num_digits  # of TILE rows of x, which are multiplied at a time
+    parts = num_digits or 1  # of a row of x
+    x_tiles = 2 // parts  # of TILE rows of x, which are multiplied at a time
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(product, run, num_digits, widened)
@@ -343,14 +345,14 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
                 w = numbers
             for pair in range(chunk * chunk_pairs, min((chunk + 1) * chunk_pairs, num_pairs)):
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
-                num_b = 1 if num_digits == 1 and num_rows - first_row <= TILE else 2
+                num_b = 1 if parts == 1 and num_rows - first_row <= TILE else 2
                 multiply(product, run, num_a, num_b, w, row_bytes, x, goes_by, row_bytes, fetch, lines, sums)
                 fetch += lines * row_bytes
                 if fetch >= fetch_end:
                     lines = 0
                 if a[_BIAS] != 0:
                     load_row(a[_BIAS] + first_column * size, num_a * TILE, short, bias)
-                for j in range(num_b // num_digits):
+                for j in range(num_b // parts):
                     row = first_row + j * TILE
                     place, rows = sums + j * TILE_BYTES, min(TILE, num_rows - row)
                     meta, scales = a[_X_META] + 4 * (row // TILE) * _META_WORDS, a[_SCALES] + 4 * first_column

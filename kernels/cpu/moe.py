@@ -92,8 +92,9 @@ def _project(x: Tensor, of: ExpertMatrices, expert: int, dtype: torch.dtype = to
         return linear_packed(x, of.weight[expert], of.packing, bias, dtype, of.in_int8)
     if of.scales is None:
         return linear(x, of.weight[expert], bias)
-    scaled = linear_int8 if of.weight.dtype == torch.int8 else linear_fp8
-    return scaled(x, of.weight[expert], of.scales[expert], bias)
+    if of.weight.dtype == torch.int8:
+        return linear_int8(x, of.weight[expert], of.scales[expert], bias, False)
+    return linear_fp8(x, of.weight[expert], of.scales[expert], bias)
 
 
 def _bias(of: ExpertMatrices, expert: int) -> Tensor | None:

@@ -23,7 +23,7 @@ from numba import types
 from numba.core.cgutils import alloca_once
 from numba.extending import intrinsic
 
-from .digits import META_BYTES, NUM_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
+from .digits import META_BYTES, MOST_DIGITS, dot_int8, join_digits, scale_of, sums_start, unsigned
 from .features import FETCHES_IN_ORDER, IS_WIDE, cpu_features
 from .tile_product import CLASSES, IN_A_ROW, STEP_BYTES
 from .vectors import (
@@ -71,15 +71,16 @@ class Format:
     x_vector: ir.Type  # what belongs to a step, of a part of a row
     weight_vector: ir.Type  # likewise, of `rows` rows
     prepare: Callable[[ir.IRBuilder, Any], Any]  # a loaded vector of weights, once for all rows of x
-    # (builder, x, prepared weights, sums) -> sums, where x is a vector, or a list of them for parts of one digit
+    # (builder, x, prepared weights, sums) -> sums, where x is a vector, or a list of them for parts with one sum
     multiply: Callable[[ir.IRBuilder, Any, Any, Any], Any]
     largest: tuple[int, int]  # of its tiles: rows of x, rows of the weight
     of_eight: tuple[int, int]  # for eight rows of x, a common batch: of x, what divides them
     needs: str | None = None  # a feature of the CPU
     parts: int = 1  # that a row of x has become, one behind the other
-    digits: int = 1  # numbers that an element is written in: each is a part and has sums of its own
+    digits: int = 0  # that an element is written in (`digits`), where sums are of whole numbers: each is a part
     rows: int = 1  # of the weight that a vector holds: 1, or 4, for the order of `tile_product`
-    of_few: int = FAR  # how the weight is read for very few rows of x; IN_ORDER only where `rows` and `digits` are 1
+    # How the weight is read for very few rows of x; IN_ORDER only where `rows` is 1, and `digits` at most 1.
+    of_few: int = FAR
 
     def beside(self, num_x: int) -> int:
         """The rows of the weight in a tile of so many rows of x."""
@@ -112,7 +113,7 @@ _WIDE = ((6, 4), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))
 _LONG = ((8, 2), (8, 2)) if IS_WIDE else ((2, 2), (2, 2))  # where a vector of weights becomes two
 _QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((6, 4), (4, 4))
 _LONG_QUARTERS = ((12, 8), (8, 8)) if IS_WIDE else ((4, 4), (4, 4))
-_DIGITS = ((4, 2), (4, 2))
+_TWO_DIGITS = ((4, 2), (4, 2))
 
 FORMATS = {
     "float32": Format(16, 4, 4, FLOATS, FLOATS, _same, fma, *_QUARTERS, rows=4, of_few=NEAR),
@@ -120,7 +121,8 @@ FORMATS = {
     "bfloat16": Format(
         *(32, 2, 2, FLOATS, INTS, _widen_bfloat16, _fma_bfloat16, *_LONG_QUARTERS), parts=2, rows=4, of_few=NEAR
     ),
-    "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_DIGITS, "avx512vnni", NUM_DIGITS, NUM_DIGITS),
+    "int8 dot": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_TWO_DIGITS, "avx512vnni", MOST_DIGITS, MOST_DIGITS),
+    "int8 digit": Format(64, 1, 1, INTS, INTS, unsigned, dot_int8, *_WIDE, "avx512vnni", digits=1, of_few=IN_ORDER),
     "int8": Format(16, 4, 1, FLOATS, INT8S, _widen_int8, fma, *_LONG),
 }
 
@@ -176,7 +178,7 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
         values = [b.extract_value(arguments[4], i) for i in range(len(Places._fields))]
         x, weight, in_features, fetch, fetch_shift, scales, bias, out, out_features, out_bytes = values
         x_row = b.mul(in_features, INT64(form.x_bytes * form.parts))
-        if form.digits > 1:
+        if form.digits > 0:
             x_row = b.add(x_row, INT64(META_BYTES))
         x_rows = [b.add(x, b.mul(x_row, INT64(i))) for i in range(m)]
         weight_row = b.mul(in_features, INT64(form.weight_bytes))
@@ -197,8 +199,9 @@ def tile(typing_context: Any, format_name: Any, num_x: Any, num_weights: Any, re
             multiply = _in_quarters if form.rows > 1 else _in_vectors
             results = multiply(b, form, x_rows, weight_rows, in_features, fetch_lines)
         for row, column, part in results:
-            if form.digits > 1:
-                part = b.fmul(part, broadcast(b, scale_of(b, x_rows[row], in_features), part.type.count))
+            if form.digits > 0:
+                scale = scale_of(b, form.digits, x_rows[row], in_features)
+                part = b.fmul(part, broadcast(b, scale, part.type.count))
             offset = b.mul(INT64(column), out_bytes)
             part = _scale(b, part, scales, column)
             address = b.add(b.add(out, b.mul(b.mul(out_features, INT64(row)), out_bytes)), offset)
@@ -226,7 +229,8 @@ def _in_order(
     where each row has its own, it begins anew with each.
     """
     n = len(weight_rows)
-    memory = b.ptrtoint(alloca_once(b, ir.ArrayType(FLOATS, len(x_rows) * n)), INT64)
+    vector = INTS if form.digits > 0 else FLOATS
+    memory = b.ptrtoint(alloca_once(b, ir.ArrayType(vector, len(x_rows) * n)), INT64)
     places = [b.add(memory, INT64(STEP_BYTES * i)) for i in range(len(x_rows) * n)]
 
     def walk_row(i: Any, _state: list[Any]) -> list[Any]:
@@ -241,7 +245,7 @@ def _in_order(
         return []
 
     loop_over(b, INT64(n), 1, [], walk_row, may_unroll=False)
-    return _add_lanes(b, form, len(x_rows), n, [load(b, place, FLOATS) for place in places])
+    return _add_lanes(b, form, len(x_rows), n, [load(b, place, vector) for place in places])
 
 
 def _walk(
@@ -259,7 +263,7 @@ def _walk(
             added += [form.multiply(b, x, prepared, next(totals)) for prepared in weights for x in parts]
         return added
 
-    digits = range(form.digits)
+    digits = range(form.digits or 1)
     starts = [_sums_start(b, form, row, in_features, digit) for row in x_rows for _ in weight_rows for digit in digits]
     return loop_over(b, in_features, form.step, starts, step)
 
@@ -267,8 +271,9 @@ def _walk(
 def _add_lanes(b: ir.IRBuilder, form: Format, m: int, n: int, sums: list[Any]) -> Iterator[tuple[int, int, Any]]:
     """Rows, first columns and results from the sums of `_walk`, of `m` rows of x and `n` of the weight."""
     for i in range(0, m * n, 4):
-        digits = [sum_lanes(b, sums[d :: form.digits][i : i + 4]) for d in range(form.digits)]
-        totals = digits[0] if form.digits == 1 else join_digits(b, *digits)
+        count = form.digits or 1
+        parts = [sum_lanes(b, sums[part::count][i : i + 4]) for part in range(count)]
+        totals = join_digits(b, *parts) if form.digits > 0 else parts[0]
         for row in range(i // n, (i + 3) // n + 1):
             first = max(row * n - i, 0)
             yield row, 0, take(b, totals, range(first, min(first + n, 4)))
@@ -345,4 +350,4 @@ def _add_bias(b: ir.IRBuilder, part: Any, biased: Any, read: Callable[[], Any]) 
 
 
 def _sums_start(b: ir.IRBuilder, form: Format, row: Any, in_features: Any, digit: int) -> Any:
-    return splat(FLOATS, 0.0) if form.digits == 1 else sums_start(b, row, in_features, digit)
+    return sums_start(b, form.digits, row, in_features, digit) if form.digits > 0 else splat(FLOATS, 0.0)

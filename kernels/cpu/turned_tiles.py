@@ -182,7 +182,7 @@ def finish(
     """Store the sums of one or two A as `num_rows` rows of results for 16 or 32 columns, which `out_row` bytes are
     between. The sums of the second A lie `a_sums` bytes behind those of the first.
 
-    `product` and `num_digits` are constants. In two digits an A has a tile for each, and x_meta
+    `product` and `num_digits` are constants. In digits (0: x has none) an A has a tile for each, and x_meta
     (float32, then for either digit what products of vectors start from, int32) and scales multiply. bias is added; it
     and scales are float32, for each of the columns. `short`: results are rounded to bfloat16.
     """
@@ -218,7 +218,7 @@ def finish(
 def _results(b: ir.IRBuilder, num_digits: int, in_vectors: bool, sums: Any, x_meta: Any, scales: Any) -> list[Any]:
     """The 16 columns of an A, without their bias."""
     places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
-    if num_digits == 1:
+    if num_digits == 0:
         return [load(b, place, FLOATS) for place in places]
     tiles = [[load(b, b.add(place, INT64(TILE_BYTES * i)), INTS) for place in places] for i in range(num_digits)]
     if in_vectors:

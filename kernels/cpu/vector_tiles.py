@@ -64,7 +64,7 @@ def multiply(b: ir.IRBuilder, form: Format, run: int, num_a: int, num_b: int, op
 
 def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b: int, operands: Operands) -> None:
     """Sums of a weight row lie STEP_BYTES behind those of the row before it, those of a B TILE_BYTES."""
-    in_digits = form.digits > 1  # sums are whole numbers
+    in_digits = form.digits > 0  # sums are whole numbers
     sum_type, add = (INTS, b.add) if in_digits else (FLOATS, b.fadd)
     zeros, word_type = splat(sum_type, 0), form.weight_vector.element
     places = [

@@ -14,6 +14,7 @@ from .linear import (
     linear_packed,
     look_up_packed,
     looks_up_packed,
+    pays_in_int8,
 )
 from .moe import choose_experts, experts
 from .sampling import draw_tokens, exclude_tokens, likeliest_tokens
@@ -41,6 +42,7 @@ __all__ = [
     "look_up_packed",
     "looks_up_packed",
     "paged_attention",
+    "pays_in_int8",
     "resolve_tokens",
     "rms_norm",
     "rotate",

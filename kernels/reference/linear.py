@@ -28,8 +28,10 @@ def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -
     return linear(x, scaled(weight, scales), bias)
 
 
-def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, in_int8: bool) -> Tensor:
     """See `ops.linear_int8`."""
+    if in_int8:
+        return linear(_rounded(x.float(), x.shape[1]), scaled(weight, scales), bias).to(x.dtype)
     return linear(x, weight.float() * scales[:, None], bias)
 
 
@@ -37,7 +39,7 @@ def linear_packed(
     x: Tensor, weight: Tensor, packing: Packing, bias: Tensor | None, out_dtype: torch.dtype, in_int8: bool
 ) -> Tensor:
     """See `ops.linear_packed`."""
-    x = _in_int8(x.float(), packing) if in_int8 else x.float()
+    x = _rounded(x.float(), BLOCK // packing.num_groups) if in_int8 else x.float()
     return linear(x, unpack(weight, packing), None if bias is None else bias.float()).to(out_dtype)
 
 
@@ -78,8 +80,13 @@ def fits_packed(shape: tuple[int, int], packing: Packing, _dtype: torch.dtype, _
     return shape[0] % ROWS == 0 and shape[1] % packing.unit == 0
 
 
-def _in_int8(x: Tensor, packing: Packing) -> Tensor:
-    """Rounded to whole multiples of 1/127 of the largest of each group."""
-    blocks = x.reshape(len(x), -1, BLOCK // packing.num_groups)
+def pays_in_int8(_shape: tuple[int, int], _dtype: torch.dtype) -> bool:
+    """See `ops.pays_in_int8`."""
+    return True
+
+
+def _rounded(x: Tensor, size: int) -> Tensor:
+    """To whole multiples of 1/127 of the largest of each group of so many numbers of a row."""
+    blocks = x.reshape(len(x), x.shape[1] // size, size)
     units = blocks.abs().amax(dim=-1, keepdim=True).clamp_(min=2.0**-100).div_(127)
     return blocks.div(units).round_().mul_(units).reshape(x.shape)

@@ -5,7 +5,7 @@ from ..reference.tokens import keep_tokens, resolve_tokens  # likewise
 from .attention import paged_attention
 from .cache import write_kv
 from .elementwise import activate_and_mul, add_rms_norm, rms_norm, rotate, rotate_and_write_kv
-from .linear import linear, linear_fp8, linear_int8
+from .linear import linear, linear_fp8, linear_int8, pays_in_int8
 from .moe import choose_experts, experts
 from .packed import (
     bounds_packed,
@@ -41,6 +41,7 @@ __all__ = [
     "look_up_packed",
     "looks_up_packed",
     "paged_attention",
+    "pays_in_int8",
     "resolve_tokens",
     "rms_norm",
     "rotate",

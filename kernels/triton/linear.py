@@ -34,9 +34,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-    """See `ops.linear_int8`."""
+def linear_int8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None, _in_int8: bool) -> Tensor:
+    """See `ops.linear_int8`. Nothing is rounded."""
     return _linear_weight8(x, weight, scales, bias, PLAIN.value)
+
+
+def pays_in_int8(_shape: tuple[int, int], _dtype: torch.dtype) -> bool:
+    """See `ops.pays_in_int8`."""
+    return False
 
 
 def linear_fp8(x: Tensor, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:

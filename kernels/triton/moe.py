@@ -25,6 +25,7 @@ from .. import fp8
 from . import tiles
 from .moe_kernels import add_kernel, choose_kernel, down_kernel, gate_up_kernel, sort_kernel
 from .numbers import PLAIN, dot_options, e4m3_format, group_options
+from .packed_kernels import form_of
 from .sizes import cdiv, next_power_of_2
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def experts(
             "HAS_SCALES": of.scales is not None,
             "HAS_BIAS": of.bias is not None,
             "WEIGHT_FORMAT": e4m3_format(x.device) if of.weight.dtype == fp8.DTYPE else PLAIN.value,
-            "PACKING": of.packing,
+            "FORM": None if of.packing is None else form_of(of.packing),
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
             **group_options(of.scales, 2, of.shape[2], tile.block_k),

@@ -117,7 +117,7 @@ def _own_panels(expert, num_rows, number, most, BLOCK_N: tl.constexpr):
 def gate_up_kernel(
     out,  # [num_assignments, size], contiguous: in the order of the assignments
     x,  # [num_tokens, hidden_size]
-    weight,  # [num_experts, 2 * size, hidden_size], contiguous; or panels of PACKING, bytes
+    weight,  # [num_experts, 2 * size, hidden_size], contiguous; or panels, bytes
     float16s,  # of these, the same; or anything
     scales,  # [num_experts, 2 * size] or [num_experts, hidden_size / GROUP, 2 * size] float32 of 8 bits, or anything
     bias,  # [num_experts, 2 * size], or anything
@@ -134,7 +134,7 @@ def gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
     GROUP: tl.constexpr,  # see `scaled_dot`
-    PACKING: tl.constexpr,  # or None
+    FORM: tl.constexpr,  # or None
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -149,7 +149,7 @@ def gate_up_kernel(
     inside_size = feature < size
     x_rows = x + assignment // EXPERTS_PER_TOKEN * x_stride
     gate_feature = expert.to(tl.int64) * 2 * size + tl.minimum(feature, size - 1)
-    if PACKING is None:
+    if FORM is None:
         gate_rows = weight + gate_feature[:, None] * hidden_size
         up_rows = gate_rows + size.to(tl.int64) * hidden_size
         gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -169,8 +169,8 @@ def gate_up_kernel(
         up_panel = gate_panel + size // ROWS
         num_blocks = hidden_size // (2 * HALF)
         BLOCKS: tl.constexpr = BLOCK_K // (2 * HALF)
-        gate = packed_sums(x_rows, used, weight, float16s, gate_panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
-        up = packed_sums(x_rows, used, weight, float16s, up_panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
+        gate = packed_sums(x_rows, used, weight, float16s, gate_panel, num_blocks, BLOCKS, FORM, PRECISION, UPCAST)
+        up = packed_sums(x_rows, used, weight, float16s, up_panel, num_blocks, BLOCKS, FORM, PRECISION, UPCAST)
     if HAS_SCALES and GROUP == 0:
         gate = gate * tl.load(scales + gate_feature)[None, :]
         up = up * tl.load(scales + gate_feature + size)[None, :]
@@ -188,7 +188,7 @@ def gate_up_kernel(
 def down_kernel(
     out,  # [num_assignments, hidden_size] float32, contiguous: in the order of the assignments
     x,  # [num_assignments, size], contiguous
-    weight,  # [num_experts, hidden_size, size], contiguous; or panels of PACKING, bytes
+    weight,  # [num_experts, hidden_size, size], contiguous; or panels, bytes
     float16s,  # of these, the same; or anything
     scales,  # [num_experts, hidden_size] or [num_experts, size / GROUP, hidden_size] float32 of 8 bits, or anything
     bias,  # [num_experts, hidden_size], or anything
@@ -203,7 +203,7 @@ def down_kernel(
     HAS_BIAS: tl.constexpr,
     WEIGHT_FORMAT: tl.constexpr,  # see `widen`
     GROUP: tl.constexpr,  # see `scaled_dot`
-    PACKING: tl.constexpr,  # or None
+    FORM: tl.constexpr,  # or None
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -217,7 +217,7 @@ def down_kernel(
     feature = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     weight_feature = expert.to(tl.int64) * hidden_size + tl.minimum(feature, hidden_size - 1)
     x_rows = x + assignment * size
-    if PACKING is None:
+    if FORM is None:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         of_expert = scales + expert.to(tl.int64) * (size // GROUP if GROUP > 0 else 1) * hidden_size
         for start in range(0, size, BLOCK_K):
@@ -232,7 +232,7 @@ def down_kernel(
         panel = _own_panels(expert, hidden_size, tl.program_id(1), hidden_size, BLOCK_N)
         num_blocks = size // (2 * HALF)
         BLOCKS: tl.constexpr = BLOCK_K // (2 * HALF)
-        acc = packed_sums(x_rows, used, weight, float16s, panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
+        acc = packed_sums(x_rows, used, weight, float16s, panel, num_blocks, BLOCKS, FORM, PRECISION, UPCAST)
     if HAS_SCALES and GROUP == 0:
         acc = acc * tl.load(scales + weight_feature)[None, :]
     if HAS_BIAS:

@@ -19,9 +19,9 @@ from . import tiles
 from .chain import chained
 from .elementwise import activate_and_mul
 from .numbers import dot_options
-from .packed_kernels import packed_kernel, packed_row_kernel, unpack_kernel
+from .packed_kernels import form_of, packed_kernel, packed_row_kernel, unpack_kernel
 from .sampling import likeliest_tokens
-from .sizes import cdiv
+from .sizes import cdiv, next_power_of_2
 
 MOST_ROWS = 128  # of x: with more, the third tile of rows would unpack a weight again (estimated, not measured)
 _BLOCKS = 8  # that a program unpacks into memory
@@ -33,8 +33,8 @@ def linear_packed(
 ) -> Tensor:
     """See `ops.linear_packed`. Nothing is rounded to 8 bits."""
     num_rows, num_panels, num_blocks = len(x), len(weight) // ROWS, x.shape[1] // BLOCK
-    if num_rows > MOST_ROWS:
-        return F.linear(x, unpacked(weight, packing, x.dtype), bias).to(out_dtype)
+    if num_rows > MOST_ROWS and out_dtype == x.dtype:  # else, of logits, the vendor's GEMM would round results
+        return F.linear(x, unpacked(weight, packing, x.dtype), bias)
     out = torch.empty(num_rows, len(weight), dtype=out_dtype, device=x.device)
     if num_rows == 0:
         return out
@@ -46,16 +46,16 @@ def linear_packed(
         panels = row_tile.block_n // ROWS
         packed_row_kernel[(cdiv(num_panels, panels),)](
             out, x, weight, float16s, added, num_panels, num_blocks, HAS_BIAS=has_bias, PANELS=panels,
-            BLOCKS=row_tile.block_k // BLOCK, NUM_STAGES=3, PACKING=packing, num_warps=row_tile.num_warps,
-            **chained(x.device),
+            BLOCKS=_blocks(row_tile.block_k, num_blocks), NUM_STAGES=3, FORM=form_of(packing), **chained(x.device),
+            num_warps=row_tile.num_warps,
         )  # fmt: skip
         return out
     tile = tiles.gemm(x.device, "packed", num_rows=num_rows, dtype=x.dtype)
     panels = tile.block_n // ROWS
     packed_kernel[(cdiv(num_rows, tile.block_m) * cdiv(num_panels, panels),)](
         out, x, weight, float16s, added, num_rows, num_panels, num_blocks, x.stride(0), HAS_BIAS=has_bias,
-        BLOCK_M=tile.block_m, PANELS=panels, BLOCKS=tile.block_k // BLOCK, PACKING=packing, **dot_options(x.dtype),
-        **chained(x.device), num_warps=tile.num_warps, num_stages=tile.num_stages,
+        BLOCK_M=tile.block_m, PANELS=panels, BLOCKS=_blocks(tile.block_k, num_blocks), FORM=form_of(packing),
+        **dot_options(x.dtype), **chained(x.device), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
 
@@ -103,10 +103,15 @@ def unpacked(weight: Tensor, packing: Packing, dtype: torch.dtype) -> Tensor:
     out = torch.empty(num_rows, num_columns, dtype=dtype, device=weight.device)
     num_blocks = num_columns // BLOCK
     unpack_kernel[(num_rows // ROWS, cdiv(num_blocks, _BLOCKS))](
-        out, weight, weight.view(torch.float16), num_blocks, BLOCKS=_BLOCKS, PACKING=packing,
+        out, weight, weight.view(torch.float16), num_blocks, BLOCKS=_BLOCKS, FORM=form_of(packing),
         **chained(weight.device),
     )  # fmt: skip
     return out
+
+
+def _blocks(block_k: int, num_blocks: int) -> int:
+    """Of a tile: no more than a row has, rounded up."""
+    return min(block_k // BLOCK, next_power_of_2(num_blocks))
 
 
 def _laid(packing: Packing, blocks: Tensor) -> Tensor:

@@ -18,6 +18,9 @@ x: nothing has to be put in another order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import triton
 import triton.language as tl
 
@@ -32,35 +35,70 @@ CODES = tl.constexpr(PANEL * BLOCK // 2)  # of one of either, a byte each
 E2M1_UNIT = tl.constexpr(32768.0)  # what `looked_up` leaves to scales
 
 
-@triton.constexpr_function
-def of(packing: Packing, name: str):
-    """A property of a packing, known when a kernel is compiled."""
-    return getattr(packing, name)
+@dataclass(frozen=True, slots=True)
+class Form:
+    """All that a kernel has to know of a packing. Compiled kernels are kept on disk by these values."""
+
+    bits: int
+    has_least: bool
+    is_nested: bool
+    num_groups: int
+    num_kinds: int
+    num_sharing: int  # blocks that share float16
+    num_nested: int
+    code_bytes: int
+    zero: int
+    is_e2m1: bool
+    words: tuple[int, ...]  # of a table, four whole numbers each, as the bytes of an int32
+
+
+@cache
+def form_of(packing: Packing) -> Form:
+    words = [
+        int.from_bytes(bytes(number & 255 for number in packing.table[i : i + 4]), "little", signed=False)
+        for i in range(0, len(packing.table), 4)
+    ]
+    return Form(
+        packing.bits,
+        packing.has_least,
+        packing.is_nested,
+        packing.num_groups,
+        packing.num_kinds,
+        packing.unit // BLOCK,
+        packing.num_nested,
+        packing.code_bytes,
+        0 if packing.has_least else packing.zero,
+        packing.name == "mxfp4",
+        tuple(word - (word >> 31 << 32) for word in words),
+    )
 
 
 @triton.constexpr_function
-def table_of(packing: Packing) -> str | None:
-    """How numbers are looked up, if they are."""
-    return None if not packing.table else "e2m1" if packing.name == "mxfp4" else "words"
+def of(form: Form, name: str):
+    """A field of a form, known when a kernel is compiled."""
+    return getattr(form, name)
 
 
 @triton.constexpr_function
-def word_of_table(packing: Packing, index: int):
-    """Four whole numbers of a table, as the bytes of an int32."""
-    word = int.from_bytes(bytes(number & 255 for number in packing.table[4 * index : 4 * index + 4]), "little")
-    return word - (1 << 32) if word >= 1 << 31 else word
+def word_of(form: Form, index: int) -> int:
+    return form.words[index]
+
+
+@triton.constexpr_function
+def has_table(form: Form) -> bool:
+    return form.words != ()
 
 
 @triton.jit
-def looked_up(code, PACKING: tl.constexpr):
+def looked_up(code, FORM: tl.constexpr):
     """What codes of 4 bits, int32, stand for, float32; of e2m1, that in `E2M1_UNIT`."""
-    if table_of(PACKING) == "e2m1":
+    if of(FORM, "is_e2m1"):
         # Its bits are where a float16 has its sign, the end of its exponent, and the first bit of its mantissa.
         bits = ((code & 8) << 12) | ((code & 7) << 9)
         number = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        low = tl.where((code & 4) != 0, word_of_table(PACKING, 1), word_of_table(PACKING, 0))
-        high = tl.where((code & 4) != 0, word_of_table(PACKING, 3), word_of_table(PACKING, 2))
+        low = tl.where((code & 4) != 0, word_of(FORM, 1), word_of(FORM, 0))
+        high = tl.where((code & 4) != 0, word_of(FORM, 3), word_of(FORM, 2))
         word = tl.where((code & 8) != 0, high, low)
         number = ((word << (24 - 8 * (code & 3))) >> 24).to(tl.float32)
     return number
@@ -73,61 +111,60 @@ def _less(code, ZERO: tl.constexpr):
 
 
 @triton.jit
-def _place(panel, block, num_blocks, PACKING: tl.constexpr):
+def _place(panel, block, num_blocks, FORM: tl.constexpr):
     """Where blocks of panels begin, [panels, blocks] int64: first what they share with others, then their own."""
-    SHARING: tl.constexpr = of(PACKING, "unit") // (2 * HALF)  # blocks
-    SHARED_BYTES: tl.constexpr = 2 * ROWS * of(PACKING, "num_kinds")
-    BLOCK_BYTES: tl.constexpr = ROWS * (of(PACKING, "num_nested") + of(PACKING, "code_bytes"))
+    SHARING: tl.constexpr = of(FORM, "num_sharing")
+    SHARED_BYTES: tl.constexpr = 2 * ROWS * of(FORM, "num_kinds")
+    BLOCK_BYTES: tl.constexpr = ROWS * (of(FORM, "num_nested") + of(FORM, "code_bytes"))
     unit = (panel * (num_blocks // SHARING))[:, None] + (block // SHARING)[None, :]
     shared = unit * (SHARED_BYTES + SHARING * BLOCK_BYTES)
     return shared, shared + SHARED_BYTES + ((block % SHARING) * BLOCK_BYTES)[None, :]
 
 
 @triton.jit
-def whole_numbers(weight, own, PACKING: tl.constexpr):
+def whole_numbers(weight, own, FORM: tl.constexpr):
     """What is multiplied by scales: two halves [panels, blocks, ROWS, HALF], float32.
 
     weight: the first byte of a matrix; own: see `_place`.
     """
     SHAPE: tl.constexpr = (own.shape[0], own.shape[1], ROWS, HALF)
-    ZERO: tl.constexpr = 0 if of(PACKING, "has_least") else of(PACKING, "zero")
-    codes_at = weight + (own + ROWS * of(PACKING, "num_nested"))[:, :, None]
+    codes_at = weight + (own + ROWS * of(FORM, "num_nested"))[:, :, None]
     first = tl.reshape(tl.load(codes_at + tl.arange(0, CODES)), SHAPE)
-    if of(PACKING, "bits") == 8:
+    if of(FORM, "bits") == 8:
         second = tl.reshape(tl.load(codes_at + CODES + tl.arange(0, CODES)), SHAPE)
         lower = _less((first ^ 128).to(tl.int32), 128)
         upper = _less((second ^ 128).to(tl.int32), 128)
     else:
         low_code = first.to(tl.int32) & 15
         high_code = first.to(tl.int32) >> 4
-        if of(PACKING, "bits") == 6:
+        if of(FORM, "bits") == 6:
             more = tl.load(codes_at + CODES + tl.arange(0, CODES // 2))
             more = tl.reshape(more, (own.shape[0], own.shape[1], ROWS, 1, HALF // 2)).to(tl.int32)
             more = tl.reshape(more >> (2 * tl.arange(0, 2)[:, None]), SHAPE)
             low_code = low_code | ((more & 3) << 4)
             high_code = high_code | (((more >> 4) & 3) << 4)
-        if table_of(PACKING) is not None:
-            lower = looked_up(low_code, PACKING)
-            upper = looked_up(high_code, PACKING)
+        if has_table(FORM):
+            lower = looked_up(low_code, FORM)
+            upper = looked_up(high_code, FORM)
         else:
-            lower = _less(low_code, ZERO)
-            upper = _less(high_code, ZERO)
+            lower = _less(low_code, of(FORM, "zero"))
+            upper = _less(high_code, of(FORM, "zero"))
     return lower, upper
 
 
 @triton.jit
-def _factor(float16s, weight, shared, own, KIND: tl.constexpr, PACKING: tl.constexpr):
+def _factor(float16s, weight, shared, own, KIND: tl.constexpr, FORM: tl.constexpr):
     """Scales (KIND 0) or least numbers (1) of both halves, [panels, blocks, ROWS] float32.
 
     float16s: the first byte of a matrix, for numbers of two bytes.
     """
-    GROUPS: tl.constexpr = of(PACKING, "num_groups")
+    GROUPS: tl.constexpr = of(FORM, "num_groups")
     row = tl.arange(0, ROWS)
     lower = tl.load(float16s + (shared // 2)[:, :, None] + KIND * ROWS + row).to(tl.float32)
-    if table_of(PACKING) == "e2m1":
+    if of(FORM, "is_e2m1"):
         lower = lower * E2M1_UNIT
     upper = lower
-    if of(PACKING, "is_nested"):
+    if of(FORM, "is_nested"):
         at = weight + own[:, :, None] + KIND * GROUPS * ROWS + row
         if GROUPS == 2:
             upper = lower * tl.load(at + ROWS).to(tl.int8, bitcast=True).to(tl.float32)
@@ -138,18 +175,18 @@ def _factor(float16s, weight, shared, own, KIND: tl.constexpr, PACKING: tl.const
 
 
 @triton.jit
-def numbers(weight, float16s, panel, block, num_blocks, PACKING: tl.constexpr):
+def numbers(weight, float16s, panel, block, num_blocks, FORM: tl.constexpr):
     """The numbers of blocks, each in panels: two halves [panels, blocks, ROWS, HALF], float32.
 
     panel: [panels] int64; block: [blocks] int32, each one of the `num_blocks` of a row.
     """
-    shared, own = _place(panel, block, num_blocks, PACKING)
-    lower, upper = whole_numbers(weight, own, PACKING)
-    lower_scale, upper_scale = _factor(float16s, weight, shared, own, 0, PACKING)
+    shared, own = _place(panel, block, num_blocks, FORM)
+    lower, upper = whole_numbers(weight, own, FORM)
+    lower_scale, upper_scale = _factor(float16s, weight, shared, own, 0, FORM)
     lower = lower * lower_scale[:, :, :, None]
     upper = upper * upper_scale[:, :, :, None]
-    if of(PACKING, "has_least"):
-        lower_least, upper_least = _factor(float16s, weight, shared, own, 1, PACKING)
+    if of(FORM, "has_least"):
+        lower_least, upper_least = _factor(float16s, weight, shared, own, 1, FORM)
         lower += lower_least[:, :, :, None]
         upper += upper_least[:, :, :, None]
     return lower, upper
@@ -171,7 +208,7 @@ def packed_sums(
     panel,  # [panels] int64
     num_blocks,
     BLOCKS: tl.constexpr,  # at a time
-    PACKING: tl.constexpr,
+    FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -182,7 +219,7 @@ def packed_sums(
     for first_block in range(0, num_blocks, BLOCKS):
         block = first_block + tl.arange(0, BLOCKS)
         # What is behind the last block is the last one again, times zero.
-        lower, upper = numbers(weight, float16s, panel, tl.minimum(block, num_blocks - 1), num_blocks, PACKING)
+        lower, upper = numbers(weight, float16s, panel, tl.minimum(block, num_blocks - 1), num_blocks, FORM)
         at = x_rows[:, None, None] + (block * (2 * HALF))[None, :, None] + tl.arange(0, HALF)
         mask = used[:, None, None] & (block < num_blocks)[None, :, None]
         # Features come first: a matrix instruction takes its first operand from registers, where these were unpacked.
@@ -206,7 +243,7 @@ def packed_row_kernel(
     PANELS: tl.constexpr,
     BLOCKS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    PACKING: tl.constexpr,
+    FORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """One row of x. A program takes PANELS panels, BLOCKS blocks at a time."""
@@ -216,17 +253,17 @@ def packed_row_kernel(
     acc = tl.zeros([PANELS, BLOCKS, ROWS], tl.float32)
     for first_block in tl.range(0, num_blocks, BLOCKS, num_stages=NUM_STAGES):
         block = first_block + tl.arange(0, BLOCKS)
-        shared, at = _place(panel, tl.minimum(block, num_blocks - 1), num_blocks, PACKING)
-        lower, upper = whole_numbers(weight, at, PACKING)
+        shared, at = _place(panel, tl.minimum(block, num_blocks - 1), num_blocks, FORM)
+        lower, upper = whole_numbers(weight, at, FORM)
         x_at = x + block[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
         inside = (block < num_blocks)[:, None]
         a = tl.load(x_at, mask=inside, other=0.0).to(tl.float32)
         b = tl.load(x_at + HALF, mask=inside, other=0.0).to(tl.float32)
-        lower_scale, upper_scale = _factor(float16s, weight, shared, at, 0, PACKING)
+        lower_scale, upper_scale = _factor(float16s, weight, shared, at, 0, FORM)
         acc += tl.sum(lower * a[None, :, None, :], axis=3) * lower_scale
         acc += tl.sum(upper * b[None, :, None, :], axis=3) * upper_scale
-        if of(PACKING, "has_least"):
-            lower_least, upper_least = _factor(float16s, weight, shared, at, 1, PACKING)
+        if of(FORM, "has_least"):
+            lower_least, upper_least = _factor(float16s, weight, shared, at, 1, FORM)
             acc += tl.sum(a, axis=1)[None, :, None] * lower_least
             acc += tl.sum(b, axis=1)[None, :, None] * upper_least
     total = tl.sum(acc, axis=1)
@@ -252,7 +289,7 @@ def packed_kernel(
     BLOCK_M: tl.constexpr,
     PANELS: tl.constexpr,
     BLOCKS: tl.constexpr,
-    PACKING: tl.constexpr,
+    FORM: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -266,7 +303,7 @@ def packed_kernel(
     used = row < num_rows
     panel = tl.minimum(own, num_panels - 1).to(tl.int64)
     x_rows = x + row.to(tl.int64) * x_stride
-    acc = packed_sums(x_rows, used, weight, float16s, panel, num_blocks, BLOCKS, PACKING, PRECISION, UPCAST)
+    acc = packed_sums(x_rows, used, weight, float16s, panel, num_blocks, BLOCKS, FORM, PRECISION, UPCAST)
     feature = tl.program_id(0) // tiles_of_rows * PANELS * ROWS + tl.arange(0, PANELS * ROWS)
     is_real = feature < num_panels * ROWS
     if HAS_BIAS:
@@ -282,14 +319,14 @@ def unpack_kernel(
     float16s,  # the same
     num_blocks,
     BLOCKS: tl.constexpr,
-    PACKING: tl.constexpr,
+    FORM: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
     """The numbers of panel `program_id(0)`, in BLOCKS blocks."""
     wait_for_others(CHAINED)
     panel = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    lower, upper = numbers(weight, float16s, panel, tl.minimum(block, num_blocks - 1), num_blocks, PACKING)
+    lower, upper = numbers(weight, float16s, panel, tl.minimum(block, num_blocks - 1), num_blocks, FORM)
     row = panel[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
     k = block[:, None] * (2 * HALF) + tl.arange(0, HALF)[None, :]
     at = out + row[:, None, :, None] * (num_blocks * 2 * HALF) + k[None, :, None, :]

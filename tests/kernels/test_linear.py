@@ -7,7 +7,7 @@ import torch
 
 from quire.kernels import fp8, ops
 from quire.kernels.cpu import few_rows, many_rows, turned_tiles
-from quire.kernels.cpu.digits import NUM_DIGITS, X_MAX
+from quire.kernels.cpu.digits import MOST_DIGITS, X_MAX
 from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.linear import FEW_ROWS
 from quire.kernels.cpu.tiles import FORMATS, best_format
@@ -93,7 +93,9 @@ def test_every_format_of_this_cpu(name: str, in_features: int) -> None:
     elif name.startswith("int8"):
         weight, scales = _int8_inputs((52, in_features))
     whole = few_rows.linear(name, x, weight, scales, bias)
-    exact = x.double() @ weight.double().T * (1 if scales is None else scales.double()) + bias.double()
+    units = x.abs().amax(dim=1, keepdim=True) / 127
+    computed = (x / units).round() * units if name == "int8 digit" else x
+    exact = computed.double() @ weight.double().T * (1 if scales is None else scales.double()) + bias.double()
     rtol, atol = 2**-8 if x.dtype == torch.bfloat16 else 1e-4, 2e-3 * (in_features / 576) ** 0.5
     torch.testing.assert_close(whole.double(), exact, rtol=rtol, atol=atol)
     for num_rows in range(1, len(x)):
@@ -131,7 +133,7 @@ def test_rows_that_are_not_there_have_no_scale(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "empty", dirty)
     many_rows.linear(x, weight, scales, bias)
     (metas,) = (each for each in made if each.dtype == torch.float32)
-    x_scales = metas.view(2, 1 + NUM_DIGITS, 16)[:, 0].flatten()
+    x_scales = metas.view(2, 1 + MOST_DIGITS, 16)[:, 0].flatten()
     assert (x_scales[:21] > 0).all()
     assert (x_scales[:21] < 1).all()
     assert (x_scales[21:] == 0).all()
@@ -189,25 +191,49 @@ def test_what_multiplies_on_others(
 
 @pytest.mark.skipif("int8 dot" not in products(torch.int8), reason="this CPU does not multiply bytes")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_is_the_same_in_all_tiles(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("num_digits", [1, 2])
+def test_int8_is_the_same_in_all_tiles(num_digits: int, dtype: torch.dtype) -> None:
     """Sums of whole numbers have no order: an int8 model's rows do not depend on their batch, however large."""
     x, _, bias = (tensor.to(dtype) for tensor in _inputs(2 * max(FEW_ROWS.values()), 960, 576))
     weight, scales = _int8_inputs((960, 576))
-    whole = ops.linear_int8(x, weight, scales, bias)
+    in_int8, name = num_digits == 1, "int8 digit" if num_digits == 1 else "int8 dot"
+    whole = ops.linear_int8(x, weight, scales, bias, in_int8=in_int8)
     for product in products(torch.int8):
-        assert torch.equal(many_rows.linear(x, weight, scales, bias, product), whole)
+        assert torch.equal(many_rows.linear(x, weight, scales, bias, product, num_digits=num_digits), whole)
     for num_rows in range(1, 2 * max(FEW_ROWS.values())):
-        assert torch.equal(few_rows.linear("int8 dot", x[:num_rows], weight, scales, bias), whole[:num_rows])
-        assert torch.equal(ops.linear_int8(x[:num_rows], weight, scales, bias), whole[:num_rows])
+        assert torch.equal(few_rows.linear(name, x[:num_rows], weight, scales, bias), whole[:num_rows])
+        assert torch.equal(ops.linear_int8(x[:num_rows], weight, scales, bias, in_int8=in_int8), whole[:num_rows])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [1, 3, 6, 8, 21, 40, 300])
+def test_int8_of_what_is_rounded_to_8_bits(num_rows: int, dtype: torch.dtype) -> None:
+    """By the largest of each row: the reference's numbers, but where it is half way between two. In 16 bits where that
+    is no faster."""
+    shape = (960, 576)
+    x, _, bias = (tensor.to(dtype) for tensor in _inputs(num_rows, *shape))
+    weight, scales = _int8_inputs(shape)
+    with forced_backend("reference"):
+        expected = [
+            ops.linear_int8(x.float(), weight, scales, bias.float(), in_int8=rounds) for rounds in (True, False)
+        ]
+    rounds = ops.pays_in_int8(shape, dtype, torch.device("cpu"))
+    got = ops.linear_int8(x, weight, scales, bias, in_int8=True).float()
+    errors = [float((got - each).abs().max()) for each in expected]
+    closest, rounding = min(errors), 2**-8 * float(expected[0].abs().max()) if dtype == torch.bfloat16 else 1e-2
+    assert closest == errors[0 if rounds else 1]
+    assert closest < rounding
+    assert float((expected[0] - expected[1]).abs().max()) > 1e-2, "rounding is seen"
+
+
+@pytest.mark.parametrize("in_int8", [False, True])
 @pytest.mark.parametrize("num_rows", [3, 40])
-def test_int8_of_what_is_not_finite_or_zero(num_rows: int) -> None:
+def test_int8_of_what_is_not_finite_or_zero(num_rows: int, in_int8: bool) -> None:
     """In all tiles: NaN stays in its row, and nothing times anything is nothing."""
     x, _, _ = _inputs(num_rows, 48, 64)
     weight, scales = _int8_inputs((48, 64))
     x[0, 5], x[1] = torch.inf, 0.0
-    out = ops.linear_int8(x, weight, scales)
+    out = ops.linear_int8(x, weight, scales, in_int8=in_int8)
     assert not out[0].isfinite().any()
     assert torch.equal(out[1], torch.zeros(48))
     assert out[2:].isfinite().all()

@@ -33,7 +33,7 @@ Check = Callable[[str], str | None]
 
 # Rows of x: one, a tile of them, several, and more than are multiplied without unpacking the weight before.
 PACKED = [(1, torch.float32), (5, torch.float16), (130, torch.float32)]
-MORE_PACKED = [(70, torch.float32), (1, torch.bfloat16), (9, torch.bfloat16)]  # of some ways to pack
+MORE_PACKED = [(70, torch.float32), (1, torch.bfloat16), (9, torch.bfloat16), (140, torch.bfloat16)]  # of some packings
 PACKED_EXPERTS: list[tuple[int, torch.dtype, tuple[str, str], dict[str, Any]]] = [
     (1, torch.float32, ("q8_0", "q8_0"), {"hidden_size": 96, "size": 160}),
     (40, torch.float32, ("q4_k", "q6_k"), {"elsewhere": 2}),
@@ -170,9 +170,12 @@ def packed_problem(packing: Packing, num_rows: int, dtype: torch.dtype, device: 
     bias = torch.randn(out_features, generator=generator).to(device, dtype)
     with forced_backend("triton"):
         weight = ops.lay_out_packed(rows, packing, dtype)
-        got = [ops.linear_packed(x, weight, packing, each, out_dtype=torch.float32) for each in (bias, None)]
+        got = [
+            ops.linear_packed(x, weight, packing, bias),
+            ops.linear_packed(x, weight, packing, out_dtype=torch.float32),
+        ]
         gated = ops.linear_gated_packed(x, weight[: out_features // 16 // 2 * 32], packing, None, "silu")
-    if num_rows > 128 and dtype != torch.bfloat16:
+    if num_rows > 128 and (dtype != torch.bfloat16 or device == "cuda"):
         from quire.kernels.triton.packed import unpacked
 
         if not torch.equal(unpacked(weight, packing, dtype), unpack(rows.cpu(), packing).to(device, dtype)):

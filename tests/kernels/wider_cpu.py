@@ -47,7 +47,7 @@ def _dot_int8(b: Any, x: Any, weights: Any, sums: Any) -> Any:
     return sums
 
 
-for _name, _multiply in (("bfloat16 dot", _dot_bfloat16), ("int8 dot", _dot_int8)):
+for _name, _multiply in (("bfloat16 dot", _dot_bfloat16), ("int8 dot", _dot_int8), ("int8 digit", _dot_int8)):
     tiles.FORMATS[_name] = replace(tiles.FORMATS[_name], multiply=_multiply, needs=None)
 digits.dot_int8, heads.dot_bfloat16, prompt_tiles.PRODUCT = _dot_int8, _dot_bfloat16, "bfloat16 dot"
 byte_products.PRODUCTS.update(dict.fromkeys(byte_products.PRODUCTS, byte_products.DOT._replace(dot=_dot_int8)))

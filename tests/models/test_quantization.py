@@ -206,9 +206,12 @@ def test_on_a_gpu_the_weights_are_never_there_as_they_were_stored(
         built.append((parameter.device.type, device))
         return made(parameter, parameter.device)
 
+    moved: list[str] = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: [moved.append(str(device)), model][1])
     made = Int8Parameter.like
     monkeypatch.setattr(Int8Parameter, "like", like)
     monkeypatch.setattr(torch, "get_default_device", lambda: gpu)
     blueprint_for(ModelConfig(quantization="int8"), model.info, torch.device("cpu")).build(ParallelContext())
     assert len(built) > 5
     assert set(built) == {("cpu", gpu)}
+    assert moved == ["cuda:0"], "what is not quantized, before it is filled"

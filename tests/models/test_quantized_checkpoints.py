@@ -20,6 +20,7 @@ from quantized_files import (
     compressed_int8,
     float8,
     gptq,
+    w8a8,
     write_mxfp4,
     write_quantized,
 )
@@ -33,6 +34,7 @@ from quire.engine.errors import ConfigError
 from quire.engine.model_source import ModelInfo, load_model_info
 from quire.engine.stored_quantization import stored_quantization
 from quire.kernels import ops
+from quire.kernels.dispatch import forced_backend
 from quire.kernels.packed import PACKINGS, unpack
 from quire.kernels.reference.linear import scaled
 from quire.workers.blueprints import blueprint_of
@@ -231,6 +233,34 @@ def test_int8_on_a_gpu(tmp_path: Path) -> None:
             model = blueprint.build(ParallelContext())
         kinds[quantization] = {type(p) for name, p in model.named_parameters() if "mlp" in name and "norm" not in name}
     assert kinds == {None: {PackedParameter}, "int8": {Int8Parameter}}
+
+
+def test_activations_that_are_meant_to_be_rounded(tmp_path: Path) -> None:
+    """In int8 what multiplies a matrix is rounded by rows, as W8A8 says, where that takes less; and codes are those of
+    the file. Without that option nothing is rounded, and of a checkpoint that does not say so, by blocks."""
+    info = make(tmp_path / "w8a8", w8a8(), vocab_size=512)
+    assert info.quantization is not None
+    assert info.quantization.rounds_x
+    stored = load_file(info.path / "model.safetensors")
+    wanted = stored["model.layers.0.mlp.down_proj.weight"]
+    rounds = ops.pays_in_int8((128, 256), torch.float32, CPU)
+    plainly, rounded = (built(info, quantization=kind) for kind in (None, "int8"))
+    other = built(make(tmp_path / "w8a16", compressed_int8(), vocab_size=512), quantization="int8")
+    for model, is_rounded in ((plainly, False), (rounded, rounds), (other, False)):
+        assert isinstance(model, Decoder)
+        down = model.layers["0"].mlp.down.weight
+        assert (isinstance(down, Int8Parameter) and down.in_int8) is is_rounded
+        if is_rounded:
+            assert torch.equal(down, wanted)
+            kept = [name for name, p in model.named_parameters() if isinstance(p, Int8Parameter) and p.in_int8]
+            assert len(kept) == 4 * len(model.own_layers)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    assert isinstance(rounded, Decoder)
+    got, mlp = rounded.layers["0"].mlp(x), rounded.layers["0"].mlp
+    if rounds:
+        with forced_backend("reference"):
+            expected = mlp(x)
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-2 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("name", ["awq, 128", "gptq", "int8"])

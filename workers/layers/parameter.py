@@ -21,6 +21,8 @@ from ..models.spec import WHOLE
 
 Index = tuple[slice, ...]
 
+_LAID_AT_ONCE = 1 << 22  # numbers that are put in the order of a kernel together
+
 
 class TensorSource(Protocol):
     """A tensor of a checkpoint that has not been read yet."""
@@ -221,10 +223,15 @@ class PackedParameter(_Packed):
         self._fill_rows(pack(values), (slice(None),) if target is None else target[:-1])
 
     def _fill_rows(self, rows: Tensor, target: Index) -> None:
-        rows = rows.to(self.data.device)  # whose backend lays them out
         if self.lengths is not None:
             self.lengths[:, target[0]] = packed_lengths(rows, self.packing)
-        self.data[target] = ops.lay_out_packed(rows, self.packing, self.x_dtype, in_int8=self.in_int8)
+        # On the device of the matrix, in parts: they take several times their memory on the way.
+        laid = torch.empty(rows.shape, dtype=torch.uint8, device=self.data.device) if len(rows) else rows
+        step = max(1, _LAID_AT_ONCE // self.matrix_shape[-1] // ROWS) * ROWS
+        for start in range(0, len(rows), step):
+            part = rows[start : start + step].to(self.data.device)
+            laid[start : start + step] = ops.lay_out_packed(part, self.packing, self.x_dtype, in_int8=self.in_int8)
+        self.data[target] = laid
 
     @property
     def matrices(self) -> ops.ExpertMatrices:
@@ -330,14 +337,16 @@ class ScaledParameter(ShardedParameter):
 class Int8Parameter(ScaledParameter):
     """Evenly spaced: an element is off by at most half of its row's scale.
 
-    On CPUs that multiply bytes, what multiplies the matrix is rounded to 16 bits of its row's largest.
+    On CPUs that multiply bytes, what multiplies the matrix is rounded to 16 bits of its row's largest, or to 8.
     """
 
     stored_as = torch.int8
     largest = 127.0  # -128 is left out, so that the scale is the same on both sides
 
+    in_int8: bool = False  # see `ops.linear_int8`
+
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        return ops.linear_int8(x, self.data, self.scales, bias)
+        return ops.linear_int8(x, self.data, self.scales, bias, in_int8=self.in_int8)
 
     @staticmethod
     def _rounded(values: Tensor) -> Tensor:
