@@ -230,7 +230,7 @@ def packed_sums(
     return tl.trans(acc)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_panels", "num_blocks"])
 def packed_row_kernel(
     out,  # [out_features]
     x,  # [32 * num_blocks]
@@ -274,7 +274,7 @@ def packed_row_kernel(
     tl.store(out + feature, total.to(out.dtype.element_ty), mask=is_used)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_panels", "num_blocks"])
 def packed_kernel(
     out,  # [num_rows, 16 * num_panels], contiguous
     x,  # [num_rows, 32 * num_blocks]
@@ -312,7 +312,7 @@ def packed_kernel(
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=used[:, None] & is_real[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def unpack_kernel(
     out,  # [16 * num_panels, 32 * num_blocks], contiguous
     weight,  # panels, bytes

@@ -154,6 +154,17 @@ def test_packed_linear(kind: str, num_rows: int, name: str) -> None:
         assert num_rows == 1 or "wgmma.mma_async" in ptx
 
 
+def test_packed_layers_of_a_model_share_kernels() -> None:
+    """Whatever their sizes: no request should wait for the compiler."""
+    packing = PACKINGS["z4_128"]
+    with compiled_launches() as launched:
+        for out_features, in_features in ((256, 512), (48, 2048), (16, 1152)):
+            weight = torch.zeros(out_features, packing.row_bytes(in_features), dtype=torch.uint8)
+            for num_rows in (1, 9, 16):
+                ops.linear_packed(torch.zeros(num_rows, in_features, dtype=BF16), weight, packing)
+    assert len({kernel.hash for kernel in launched}) == 2
+
+
 def test_packed_linear_of_many_rows() -> None:
     packing = PACKINGS["q4_k"]
     with compiled_launches() as launched:

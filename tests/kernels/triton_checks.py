@@ -32,8 +32,9 @@ INVARIANT = [
 Check = Callable[[str], str | None]
 
 # Rows of x: one, a tile of them, several, and more than are multiplied without unpacking the weight before.
-PACKED = [(1, torch.float32), (5, torch.float16), (130, torch.float32)]
-MORE_PACKED = [(70, torch.float32), (1, torch.bfloat16), (9, torch.bfloat16), (140, torch.bfloat16)]  # of some packings
+PACKED = [(1, torch.float32), (130, torch.float32)]
+BF16 = torch.bfloat16
+MORE_PACKED = [(5, torch.float16), (70, torch.float32), (1, BF16), (9, BF16), (140, BF16)]  # of some packings
 PACKED_EXPERTS: list[tuple[int, torch.dtype, tuple[str, str], dict[str, Any]]] = [
     (1, torch.float32, ("q8_0", "q8_0"), {"hidden_size": 96, "size": 160}),
     (40, torch.float32, ("q4_k", "q6_k"), {"elsewhere": 2}),
