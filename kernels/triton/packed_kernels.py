@@ -54,10 +54,8 @@ class Form:
 
 @cache
 def form_of(packing: Packing) -> Form:
-    words = [
-        int.from_bytes(bytes(number & 255 for number in packing.table[i : i + 4]), "little", signed=False)
-        for i in range(0, len(packing.table), 4)
-    ]
+    table = bytes(number & 255 for number in packing.table)
+    words = tuple(int.from_bytes(table[i : i + 4], "little", signed=True) for i in range(0, len(table), 4))
     return Form(
         packing.bits,
         packing.has_least,
@@ -69,7 +67,7 @@ def form_of(packing: Packing) -> Form:
         packing.code_bytes,
         0 if packing.has_least else packing.zero,
         packing.name == "mxfp4",
-        tuple(word - (word >> 31 << 32) for word in words),
+        words,
     )
 
 

@@ -293,11 +293,12 @@ class ScaledParameter(ShardedParameter):
         return scale_columns % 16 == 0 and all(end % scale_columns == 0 for end in ends)
 
     def weight_loader(self, source: TensorSource, piece: str = WHOLE) -> None:
-        if getattr(source, "eight_bits", None) != self.stored_as or source.scale_columns != self._scale_columns:  # type: ignore[attr-defined]
+        stored, place = cast(ScaledSource, source), self.pieces[piece]
+        is_alike = getattr(source, "eight_bits", None) == self.stored_as and stored.scale_columns == self._scale_columns
+        if not is_alike:
             super().weight_loader(source, piece)
             return
-        place = self.pieces[piece]
-        codes, scales = cast(ScaledSource, source).read_scaled(place.source)
+        codes, scales = stored.read_scaled(place.source)
         self.data[place.target].copy_(codes)
         self._scales_by_row[place.target[:-1]].copy_(scales)
 
