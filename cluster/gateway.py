@@ -15,12 +15,12 @@ from ray.serve.handle import DeploymentHandle
 
 from quire.engine.outputs import EngineOutput, EngineRequest
 
+from .api.answers import ModelCard
 from .api.app import create_app
 from .api.backend import ServedModel
 from .api.health import EngineHealth, ModelHealth, ServiceHealth
 from .api.keys import KeyRing
 from .api.limits import ApiLimits
-from .api.responses import ModelCard
 from .chaos import add_chaos_route
 from .config import QuireConfig
 from .directory import Directory, EngineRecord, GcsStore

@@ -12,8 +12,8 @@ from quire.engine.errors import ConfigError, EngineError, ModelNotFoundError
 from quire.engine.model_source import load_model_info
 from quire.engine.tokenizer import load_tokenizer
 
+from .api.answers import ModelCard
 from .api.backend import ServedModel
-from .api.responses import ModelCard
 
 logger = logging.getLogger(__name__)
 

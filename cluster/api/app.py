@@ -16,6 +16,7 @@ from quire.engine.errors import ModelNotFoundError
 
 from ..metrics import CONTENT_TYPE, GatewayMetrics
 from . import docs_page, openapi
+from .answers import ModelList
 from .backend import Backend
 from .chat import chat_completions
 from .completions import completions
@@ -27,7 +28,6 @@ from .keys import KeyMiddleware, KeyRing
 from .last_resort import LastResortMiddleware
 from .limits import ApiLimits
 from .readiness import Readiness
-from .responses import ModelList
 from .sse import ClientGoneError
 from .tokenization import detokenize_endpoint, tokenize_endpoint
 

@@ -18,9 +18,9 @@ from quire.engine.outputs import EngineOutput, EngineRequest
 
 from ..messages import ResumePoint
 from ..metrics import EngineStats
+from .answers import ModelCard
 from .chat_style import ChatStyle
 from .health import ServiceHealth
-from .responses import ModelCard
 
 
 @dataclass(frozen=True, slots=True)

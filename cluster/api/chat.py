@@ -15,17 +15,7 @@ from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput, FinishReason
 
 from .answer_grammar import answer_grammar
-from .backend import ServedModel
-from .beam_search import generation_of
-from .chat_prompt import chat_prompt
-from .chat_reading import MessageWriter, Reading, reading_of
-from .context import ApiContext, check_choices, off_the_loop, read_body, stream_response
-from .deadline import Deadline
-from .generation import Generation, find_model, options_of
-from .logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_token
-from .parsing import parse_request
-from .protocol import ChatCompletionRequest
-from .responses import (
+from .answers import (
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
@@ -36,6 +26,16 @@ from .responses import (
     CompletionTokensDetails,
     Usage,
 )
+from .backend import ServedModel
+from .beam_search import generation_of
+from .chat_prompt import chat_prompt
+from .chat_reading import MessageWriter, Reading, reading_of
+from .context import ApiContext, check_choices, off_the_loop, read_body, stream_response
+from .deadline import Deadline
+from .generation import Generation, find_model, options_of
+from .logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_token
+from .parsing import parse_request
+from .protocol import ChatCompletionRequest
 from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
 from .tenants import tenant_of

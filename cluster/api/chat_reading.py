@@ -10,11 +10,11 @@ from msgspec import UNSET
 
 from quire.engine.errors import InvalidRequestError
 
+from .answers import AssistantMessage, CalledFunction, CalledFunctionDelta, ChatDelta, ToolCall, ToolCallDelta
 from .backend import ServedModel
 from .chat_prompt import ChatPrompt
 from .protocol import ChatCompletionRequest
 from .reasoning import ReasoningMarks, plain, with_reasoning
-from .responses import AssistantMessage, CalledFunction, CalledFunctionDelta, ChatDelta, ToolCall, ToolCallDelta
 from .tools import Arguments, CallStart, Content, Event, IncrementalParser, Parser, Reasoning, ToolFormat, ToolSet
 
 

@@ -16,6 +16,7 @@ from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput
 from quire.engine.sampling_params import SamplingParams
 
+from .answers import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .backend import ServedModel
 from .beam_search import generation_of
 from .context import ApiContext, check_choices, off_the_loop, read_body, stream_response
@@ -34,7 +35,6 @@ from .logprobs import (
 from .parsing import parse_request
 from .protocol import CompletionRequest
 from .protocol.generation import num_kept
-from .responses import Completion, CompletionChoice, CompletionLogprobs, Usage
 from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
 from .tenants import tenant_of

@@ -16,6 +16,7 @@ from quire.engine.errors import EngineError, OverloadedError, QuireError
 from quire.engine.outputs import EngineOutput, EngineRequest, FloatArray
 
 from ..request_metrics import RequestMetrics
+from .answers import Embedding, Embeddings, EmbeddingUsage
 from .backend import ServedModel
 from .context import ApiContext, off_the_loop, read_body
 from .deadline import Deadline, Engines
@@ -24,7 +25,6 @@ from .errors import DeadlineError
 from .generation import find_model, options_of, raise_unless_answered, wait_for_room
 from .parsing import parse_request
 from .protocol.embeddings import EmbeddingRequest
-from .responses import Embedding, Embeddings, EmbeddingUsage
 from .sse import unless_client_leaves
 from .tenants import PromptBill, Tenant, tenant_of
 from .whole_answers import whole_response

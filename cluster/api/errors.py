@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequestError, ModelNotFoundError, OverloadedError, QuireError, TenantShareError
 
-from .responses import ErrorBody, ErrorDetail
+from .answers import ErrorBody, ErrorDetail
 
 _SHOWN_PATH_CHARS = 200
 

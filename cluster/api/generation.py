@@ -23,12 +23,12 @@ from quire.engine.outputs import (
 )
 
 from ..request_metrics import RequestMetrics
+from .answers import PromptTokensDetails, Usage
 from .backend import Backend, ServedModel
 from .deadline import Engines
 from .errors import DeadlineError
 from .protocol.generation import GenerationRequest
 from .protocol.scheduling import ScheduledRequest
-from .responses import PromptTokensDetails, Usage
 from .resume import EventIds
 from .tenants import NOBODY, PromptBill, Tenant
 

@@ -8,7 +8,7 @@ from quire.engine.detokenizer import TokenDecoder
 from quire.engine.outputs import PromptLogprobs, TokenLogprobs
 from quire.engine.prompt_logprobs import by_token
 
-from .responses import (
+from .answers import (
     ChatLogprobs,
     CompletionLogprobs,
     PromptLogprob,

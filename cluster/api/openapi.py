@@ -2,7 +2,7 @@
 
 The handlers parse bodies themselves (for their errors and their limits), so FastAPI knows nothing of them. Here the
 pydantic models of `protocol` become request schemas, with what `parsing` accepts besides, and the msgspec records of
-`responses` become those of the answers.
+`answers` become those of the answers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from pydantic import BaseModel
 import quire
 from quire.engine import sampling_params as bounds
 
-from .health import EngineHealth, ModelHealth
-from .parsing import HARMLESS, REFUSED
-from .protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, scheduling
-from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
-from .readiness import Ready
-from .responses import (
+from .answers import (
     ChatChunk,
     ChatCompletion,
     Completion,
@@ -32,6 +27,11 @@ from .responses import (
     ModelList,
     Tokenized,
 )
+from .health import EngineHealth, ModelHealth
+from .parsing import HARMLESS, REFUSED
+from .protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, scheduling
+from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
+from .readiness import Ready
 
 Schema = dict[str, Any]
 _REF = "#/components/schemas/{name}"

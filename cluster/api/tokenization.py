@@ -7,6 +7,7 @@ from starlette.responses import Response
 
 from quire.engine.errors import InvalidRequestError
 
+from .answers import Detokenized, Tokenized
 from .backend import Backend, ServedModel
 from .chat_prompt import chat_prompt
 from .context import ApiContext, json_response, off_the_loop, read_body
@@ -16,7 +17,6 @@ from .limits import ApiLimits
 from .parsing import decode_body, parse_request, validate_fields
 from .protocol.generation import num_kept
 from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
-from .responses import Detokenized, Tokenized
 from .sse import unless_client_leaves
 
 TokenizeRequest = TokenizePromptRequest | TokenizeChatRequest

@@ -10,9 +10,7 @@ from msgspec import UNSET
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from .context import json_response
-from .heavy_work import LARGE_ANSWER, HeavyWork
-from .responses import (
+from .answers import (
     ChatChoice,
     ChatCompletion,
     ChatLogprobs,
@@ -21,6 +19,8 @@ from .responses import (
     CompletionLogprobs,
     Embeddings,
 )
+from .context import json_response
+from .heavy_work import LARGE_ANSWER, HeavyWork
 
 _AT_ONCE = 64  # entries of a list; with 20 logprobs each, or as vectors, they take a millisecond or few
 _SENT_AT_ONCE = 256 << 10  # bytes

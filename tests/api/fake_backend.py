@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Sequence
 import msgspec
 import numpy as np
 
+from quire.cluster.api.answers import ModelCard
 from quire.cluster.api.backend import ServedModel
 from quire.cluster.api.health import EngineHealth, ModelHealth, ServiceHealth
-from quire.cluster.api.responses import ModelCard
 from quire.cluster.messages import ResumePoint
 from quire.cluster.metrics import EngineStats
 from quire.engine.outputs import (

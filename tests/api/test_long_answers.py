@@ -16,11 +16,11 @@ from fake_backend import FakeBackend
 from quire.cluster.api import chat as chat_module
 from quire.cluster.api import completions as completions_module
 from quire.cluster.api import heavy_work, whole_answers
+from quire.cluster.api.answers import Embedding, Embeddings, EmbeddingUsage
 from quire.cluster.api.backend import ServedModel
 from quire.cluster.api.beam_search import BeamGeneration
 from quire.cluster.api.heavy_work import HeavyWork
 from quire.cluster.api.logprobs import TokenNames, chat_logprobs
-from quire.cluster.api.responses import Embedding, Embeddings, EmbeddingUsage
 from quire.cluster.api.whole_answers import json_pieces, whole_response
 from quire.engine import beam_search as beam_search_module
 from quire.engine.beam_search import BeamSearch, BeamSearchParams
