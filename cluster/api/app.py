@@ -28,6 +28,7 @@ from .keys import KeyMiddleware, KeyRing
 from .last_resort import LastResortMiddleware
 from .limits import ApiLimits
 from .readiness import Readiness
+from .responses import create_response
 from .sse import ClientGoneError
 from .tokenization import detokenize_endpoint, tokenize_endpoint
 
@@ -74,6 +75,10 @@ def _add_generation_routes(app: FastAPI, context: ApiContext) -> None:
     @app.post("/v1/chat/completions")
     async def create_chat_completion(request: Request) -> Response:
         return await chat_completions(request, context)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request) -> Response:
+        return await create_response(request, context)
 
     @app.post("/v1/embeddings")
     async def create_embeddings(request: Request) -> Response:

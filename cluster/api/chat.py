@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
-import msgspec
 from msgspec import UNSET, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,7 +12,6 @@ from starlette.responses import Response
 from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput, FinishReason
 
-from .answer_grammar import answer_grammar
 from .answers import (
     ChatChoice,
     ChatChunk,
@@ -26,19 +23,13 @@ from .answers import (
     CompletionTokensDetails,
     Usage,
 )
-from .backend import ServedModel
-from .beam_search import generation_of
-from .chat_prompt import chat_prompt
-from .chat_reading import MessageWriter, Reading, reading_of
-from .context import ApiContext, check_choices, off_the_loop, read_body, stream_response
-from .deadline import Deadline
-from .generation import Generation, find_model, options_of
+from .chat_reading import MessageWriter, num_thought_tokens
+from .chat_turn import ChatTurn, begin_turn
+from .context import ApiContext, off_the_loop, read_body, stream_response
 from .logprobs import TokenNames, chat_logprobs, prompt_logprobs_by_token
 from .parsing import parse_request
 from .protocol import ChatCompletionRequest
-from .resume import Begun, may_resume
 from .sse import DONE, event, unless_client_leaves
-from .tenants import tenant_of
 from .whole_answers import whole_response
 
 
@@ -46,57 +37,32 @@ async def chat_completions(http: Request, context: ApiContext) -> Response:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(ChatCompletionRequest, body, context.limits))
-    deadline = Deadline(request.deadline_ms)
-    served = await deadline.hold(find_model(context.backend, request.model))
-    check_choices(1, request.n, context.limits)
-    metrics = context.metrics.start(served.name, request.n or 1)
-    prompt = await unless_client_leaves(http.receive, deadline.hold(chat_prompt(context, served, request, body)))
-    reading = reading_of(served, request, prompt)
-    token_ids = prompt.token_ids
-    room = served.input_processor.room_after(token_ids, "messages")
-    params = request.sampling_params(served.info.generation_defaults, room)
-    answer_id, engine_id = request.ids("chatcmpl")
-    tenant = tenant_of(http.scope)
-    options = options_of(request, served, tenant)
-    grammar = await off_the_loop(body, lambda: answer_grammar(reading, options.grammar, served.grammar_limits))
-    options = msgspec.structs.replace(options, grammar=grammar)
-    requests = served.input_processor.process(engine_id, token_ids, params, param="messages", options=options)
-    begun = Begun([requests], answer_id, int(time.time()))
+    turn = await begin_turn(http, context, request, body, "chatcmpl-")
+    answer = _ChatAnswer(turn, request)
     if request.stream:
-        begun = await deadline.hold(may_resume(begun, http, body, context.backend, served.name))
-    generation = generation_of(context, served, begun, metrics, request, tenant, deadline, marks=reading.mark_ids)
-    answer = _ChatAnswer(begun, served, generation, request, token_ids, reading)
-    if request.stream:
-        return await stream_response(http, answer.events(), begun.event_ids)
-    await unless_client_leaves(http.receive, generation.run())
-    return await whole_response(context.heavy_work, generation.size, answer.whole)
+        return await stream_response(http, answer.events(), turn.begun.event_ids)
+    await unless_client_leaves(http.receive, turn.generation.run())
+    return await whole_response(context.heavy_work, turn.generation.size, answer.whole)
 
 
 class _ChatAnswer:
     """Shapes what a generation yields."""
 
-    def __init__(
-        self,
-        begun: Begun,
-        served: ServedModel,
-        generation: Generation,
-        request: ChatCompletionRequest,
-        prompt_token_ids: list[int],
-        reading: Reading,
-    ) -> None:
-        self._id = begun.answer_id
-        self._created = begun.created
+    def __init__(self, turn: ChatTurn, request: ChatCompletionRequest) -> None:
+        served, self._generation = turn.served, turn.generation
+        self._id = turn.begun.answer_id
+        self._created = turn.begun.created
         self._model = served.name
         self._decoder = served.token_decoder
         self._names = TokenNames(served.token_decoder, as_ids=request.return_tokens_as_token_ids)
-        self._generation = generation
         self._request = request
-        self._prompt_token_ids = prompt_token_ids if request.return_token_ids else UNSET
+        self._prompt_token_ids = turn.prompt.token_ids if request.return_token_ids else UNSET
         echo = request.echoed_text()
         self._writers = [
-            MessageWriter(reading, echo=echo, include_reasoning=request.include_reasoning) for _ in generation.states
+            MessageWriter(turn.reading, echo=echo, include_reasoning=request.include_reasoning)
+            for _ in self._generation.states
         ]
-        self._reasons = reading.finds_thoughts
+        self._reasons = turn.reading.finds_thoughts
         self._thoughts: dict[int, int] = {}  # tokens of those that have ended, by choice
 
     def whole(self) -> ChatCompletion:
@@ -180,13 +146,11 @@ class _ChatAnswer:
         return None if self._request.include_usage else UNSET
 
     def _num_thought_tokens(self, state: RequestState) -> int:
-        writer = self._writers[state.index]
-        if writer.thinks:
-            return len(state.token_ids)
-        if not writer.thought_end:
-            return 0
+        parser = self._writers[state.index].parser
+        if parser is None or parser.thinks or not parser.thought_end:
+            return num_thought_tokens(parser, state)
         if state.index not in self._thoughts:
-            self._thoughts[state.index] = state.num_tokens_of(writer.thought_end)
+            self._thoughts[state.index] = num_thought_tokens(parser, state)
         return self._thoughts[state.index]
 
     def _event(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> bytes:

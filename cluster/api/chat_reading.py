@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from msgspec import UNSET
 
 from quire.engine.errors import InvalidRequestError
+from quire.engine.output_processor import RequestState
 
 from .answers import AssistantMessage, CalledFunction, CalledFunctionDelta, ChatDelta, ToolCall, ToolCallDelta
 from .backend import ServedModel
@@ -117,14 +118,8 @@ class MessageWriter:
         return self._parser is not None and self._parser.num_calls > 0
 
     @property
-    def thinks(self) -> bool:
-        """All of the text so far is a thought."""
-        return self._parser is not None and self._parser.thinks
-
-    @property
-    def thought_end(self) -> int:
-        """Characters of the text that were a thought."""
-        return 0 if self._parser is None else self._parser.thought_end
+    def parser(self) -> IncrementalParser | None:
+        return self._parser
 
     def first_delta(self) -> ChatDelta:
         """The role. Where the content may be nothing at all it begins as nothing."""
@@ -185,6 +180,13 @@ class MessageWriter:
         for event in (*self._parser.push(text), *(self._parser.finish() if finished else ())):
             if self._include_reasoning or not isinstance(event, Reasoning):
                 yield event
+
+
+def num_thought_tokens(parser: IncrementalParser | None, state: RequestState) -> int:
+    """Tokens of an answer so far that are a thought, by what has read its text."""
+    if parser is None or not (parser.thinks or parser.thought_end):
+        return 0
+    return len(state.token_ids) if parser.thinks else state.num_tokens_of(parser.thought_end)
 
 
 def _calls(delta: ChatDelta) -> list[ToolCallDelta]:

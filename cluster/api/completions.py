@@ -57,7 +57,7 @@ async def completions(http: Request, context: ApiContext) -> Response:
     _check_prompt_logprobs(params, token_ids, request.n or 1)
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
-    answer_id, engine_id = request.ids("cmpl")
+    answer_id, engine_id = request.ids("cmpl-")
     of_prompt = partial(served.input_processor.process, params=params, options=options)
     request_ids = [engine_id if len(prompts) == 1 else f"{engine_id}-p{i}" for i in range(len(prompts))]
     engine_requests = await off_the_loop(body, lambda: list(map(of_prompt, request_ids, token_ids)))

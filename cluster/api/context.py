@@ -20,7 +20,7 @@ from .errors import BodyTimeoutError, BodyTooLargeError
 from .heavy_work import LARGE, HeavyWork
 from .limits import ApiLimits
 from .resume import EventIds
-from .sse import EventStream, first_event, unless_client_leaves
+from .sse import EventStream, error_event, first_event, unless_client_leaves
 from .template_sandbox import TemplateSandbox
 
 T = TypeVar("T")
@@ -89,8 +89,13 @@ def json_response(payload: msgspec.Struct) -> Response:
 
 
 async def stream_response(
-    http: Request, events: AsyncGenerator[bytes, None], event_ids: EventIds | None = None
+    http: Request,
+    events: AsyncGenerator[bytes, None],
+    event_ids: EventIds | None = None,
+    failed: Callable[[Exception], bytes] = error_event,
 ) -> Response:
-    """Events as a response that begins with the first of them. What is raised until then gets an HTTP status."""
+    """Events as a response that begins with the first of them. What is raised until then gets an HTTP status, and
+    becomes an event afterwards, which `failed` makes."""
     number = None if event_ids is None else event_ids.number
-    return EventStream(await unless_client_leaves(http.receive, first_event(events, number)), events, number)
+    first = await unless_client_leaves(http.receive, first_event(events, number))
+    return EventStream(first, events, number, failed)

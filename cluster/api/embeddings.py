@@ -46,7 +46,7 @@ async def embeddings(http: Request, context: ApiContext) -> Response:
     tenant = tenant_of(http.scope)
     options = options_of(request, served, tenant)
     pooling = request.pooling(served.info.pooling)
-    _, engine_id = request.ids("embd")
+    _, engine_id = request.ids("embd-")
     of_input = partial(served.input_processor.process_embedding, pooling=pooling, param="input", options=options)
     request_ids = [f"{engine_id}-{i}" for i in range(len(token_ids))]
     requests = await off_the_loop(body, lambda: list(map(of_input, request_ids, token_ids)))

@@ -2,13 +2,13 @@
 
 The handlers parse bodies themselves (for their errors and their limits), so FastAPI knows nothing of them. Here the
 pydantic models of `protocol` become request schemas, with what `parsing` accepts besides, and the msgspec records of
-`answers` become those of the answers.
+`answers` and `output_items` become those of the answers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from pydantic import BaseModel
@@ -28,8 +28,9 @@ from .answers import (
     Tokenized,
 )
 from .health import EngineHealth, ModelHealth
+from .output_items import Response, StreamEvent
 from .parsing import HARMLESS, REFUSED
-from .protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, scheduling
+from .protocol import ChatCompletionRequest, CompletionRequest, EmbeddingRequest, ResponsesRequest, scheduling
 from .protocol.tokenization import DetokenizeRequest, TokenizeChatRequest, TokenizePromptRequest
 from .readiness import Ready
 
@@ -62,14 +63,14 @@ _ERRORS = {
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """One path and method. `chunk` is what the events of its stream hold, where it has one."""
+    """One path and method. `chunks` are what the events of its stream hold, where it has one."""
 
     path: str
     method: str
     summary: str
     answer: type[msgspec.Struct] | None = None
     request: tuple[type[BaseModel], ...] = ()
-    chunk: type[msgspec.Struct] | None = None
+    chunks: tuple[type[msgspec.Struct], ...] = ()
     errors: tuple[int, ...] = ()
 
 
@@ -80,7 +81,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Continue prompts.",
         Completion,
         (CompletionRequest,),
-        Completion,
+        (Completion,),
         (*_BODY_ERRORS, 408, 503),
     ),
     Endpoint(
@@ -89,7 +90,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         "Answer a conversation.",
         ChatCompletion,
         (ChatCompletionRequest,),
-        ChatChunk,
+        (ChatChunk,),
+        (*_BODY_ERRORS, 408, 503),
+    ),
+    Endpoint(
+        "/v1/responses",
+        "post",
+        "Answer a conversation, of items, with items.",
+        Response,
+        (ResponsesRequest,),
+        get_args(StreamEvent),
         (*_BODY_ERRORS, 408, 503),
     ),
     Endpoint(
@@ -123,6 +133,7 @@ _RANGES: dict[str, Schema] = {
     "best_of": {"minimum": 1, "maximum": 128},
     "max_tokens": {"minimum": 1},
     "max_completion_tokens": {"minimum": 1},
+    "max_output_tokens": {"minimum": 1},
     "min_tokens": {"minimum": 0},
     "temperature": {"minimum": 0, "maximum": 2},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
@@ -160,7 +171,6 @@ _PROMPTS: Schema = {
 # Fields that are read by code of their own.
 _WHOLE: dict[str, Schema] = {
     "prompt": _PROMPTS,
-    "input": _PROMPTS,
     "stop": {"anyOf": [_STOP, {"type": "array", "items": _STOP, "maxItems": bounds.MAX_STOP_STRINGS}]},
     "tokens": {"type": "array", "items": {"type": "integer", "minimum": 0}},
     "logit_bias": {
@@ -170,13 +180,14 @@ _WHOLE: dict[str, Schema] = {
         "maxProperties": bounds.MAX_LOGIT_BIAS,
     },
 }
+_WHOLE_OF: dict[type[BaseModel], dict[str, Schema]] = {EmbeddingRequest: {"input": _PROMPTS}}
 
 
 def document(endpoints: tuple[Endpoint, ...] = ENDPOINTS) -> Schema:
     """The whole document (OpenAPI 3.1)."""
     schemas: dict[str, Schema] = {}
     paths: dict[str, Schema] = {}
-    answers = {part for each in endpoints for part in (each.answer, each.chunk) if part is not None} | {ErrorBody}
+    answers = {part for each in endpoints for part in (each.answer, *each.chunks) if part is not None} | {ErrorBody}
     ordered = sorted(answers, key=lambda record: record.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template=_REF)
     schemas |= components
@@ -200,9 +211,10 @@ def _operation(endpoint: Endpoint, answers: dict[type, Schema], schemas: dict[st
     content: Schema = {"text/plain": {"schema": {"type": "string"}}}
     if endpoint.answer is not None:
         content = {"application/json": {"schema": answers[endpoint.answer]}}
-    if endpoint.chunk is not None:
-        name = answers[endpoint.chunk]["$ref"].rsplit("/", 1)[-1]
-        text = f"Server-sent events: `data: ` and a {name} each, then `data: [DONE]`. With `stream: true`."
+    if endpoint.chunks:
+        names = " or ".join(answers[chunk]["$ref"].rsplit("/", 1)[-1] for chunk in endpoint.chunks)
+        end = ", then `data: [DONE]`" if len(endpoint.chunks) == 1 else ""
+        text = f"Server-sent events: `data: ` and a {names} each{end}. With `stream: true`."
         content["text/event-stream"] = {"schema": {"type": "string", "description": text}}
     error = {"application/json": {"schema": answers[ErrorBody]}}
     operation: Schema = {
@@ -226,12 +238,15 @@ def _operation(endpoint: Endpoint, answers: dict[type, Schema], schemas: dict[st
 def _request(model: type[BaseModel], schemas: dict[str, Schema]) -> Schema:
     """The schema of a body, put among the others."""
     schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
-    schemas |= schema.pop("$defs", {})
+    parts = schema.pop("$defs", {})
+    assert all(schemas.get(name, part) == part for name, part in parts.items()), "two schemas have one name"
+    schemas |= parts
     required = schema.get("required", [])
     properties: dict[str, Schema] = schema["properties"]
     ranges = _RANGES | _RANGES_OF.get(model, {})
     for name, found in properties.items():
-        found = _WHOLE.get(name) or _bounded(found, ranges.get(name, {}))
+        read_apart = _WHOLE | _WHOLE_OF.get(model, {})
+        found = read_apart.get(name) or _bounded(found, ranges.get(name, {}))
         properties[name] = found if name in required else _or_null(found)
     properties |= {name: {} for name in HARMLESS if name not in properties}
     properties |= {

@@ -47,23 +47,29 @@ class _Refused(NamedTuple):
 _NOT_YET = "is not supported yet"
 _CHAT_ONLY = "is a field of /v1/chat/completions only"
 _GUIDED = "is the old name of a structured output; use structured_outputs"
+_KEEPS_NOTHING = "is not supported: this service keeps no answers; send what was said before with the request"
 _ANSWERS_ARE_TEXT = "is not supported: answers are text"
 
 REFUSED: dict[str, _Refused] = {
     # OpenAI
     "audio": _Refused(_ANSWERS_ARE_TEXT),
+    "background": _Refused("is not supported: answers come with the response", (False,)),
     "best_of": _Refused("is a field of /v1/completions only", (1,)),
+    "context_management": _Refused(_KEEPS_NOTHING, ([],)),
+    "conversation": _Refused(_KEEPS_NOTHING),
     "function_call": _Refused("is deprecated by OpenAI; use tool_choice", ("none", "auto")),
     "functions": _Refused("is deprecated by OpenAI; use tools", ([],)),
     "modalities": _Refused(_ANSWERS_ARE_TEXT, (["text"],)),
     "moderation": _Refused("is not supported: this service moderates nothing"),
     "parallel_tool_calls": _Refused(_CHAT_ONLY, (True, False)),
     "prediction": _Refused("is not supported: nothing would be faster for it"),
+    "previous_response_id": _Refused(_KEEPS_NOTHING),
     "reasoning_effort": _Refused(_CHAT_ONLY),
     "store": _Refused("is not supported: this service keeps no answers", (False,)),
     "suffix": _Refused("is not supported: no model served here fills in a middle", ("",)),
     "tool_choice": _Refused(_CHAT_ONLY, ("none", "auto")),
     "tools": _Refused(_CHAT_ONLY, ([],)),
+    "truncation": _Refused("is not supported: nothing is left out of an input in silence", ("disabled",)),
     "verbosity": _Refused("is not supported: no model served here knows it", ("medium",)),
     "web_search_options": _Refused("is not supported: this service searches nothing"),
     # vLLM
@@ -237,7 +243,7 @@ def _as_request_error(schema: type[BaseModel], error: ValidationError) -> Invali
     """The first of pydantic's findings, in the words of this API."""
     found = error.errors(include_url=False)[0]
     param = ""
-    for part in found["loc"]:
+    for part in _without_tags(schema, found["loc"]):
         param += f"[{part}]" if isinstance(part, int) else f".{part}" if param else str(part)
     kind = found["type"]
     if kind == "missing":
@@ -251,6 +257,13 @@ def _as_request_error(schema: type[BaseModel], error: ValidationError) -> Invali
     else:
         wanted = f"must be {_WANTED[kind]}" if kind in _WANTED else found["msg"]
     return InvalidRequestError(f"{param}: {wanted}, got {shown(found['input'])}.", param)
+
+
+def _without_tags(schema: type[BaseModel], loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Of the entry of a list whose entries have types pydantic names the type, too."""
+    if len(loc) > 2 and loc[2] in getattr(schema, "TYPES_OF_ENTRIES", {}).get(loc[0], ()):
+        return loc[:2] + loc[3:]
+    return loc
 
 
 def _names_at(schema: type[BaseModel], loc: tuple[int | str, ...]) -> list[str]:

@@ -101,7 +101,8 @@ class EventIds:
             return data
         if self._is_seen or not data:
             return b""
-        last = data.rfind(b"\n\ndata: ", 0, -2) + 2 if b"\n\ndata: " in data else 0
+        before = data.rfind(b"\n\n", 0, -2)  # where the last of them begins; JSON has no line ends
+        last = 0 if before < 0 else before + 2
         return b"%bid: %b\n%b" % (data[:last], str(self).encode(), data[last:])
 
     def __str__(self) -> str:

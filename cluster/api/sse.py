@@ -36,6 +36,10 @@ def event(payload: msgspec.Struct) -> bytes:
     return b"data: %b\n\n" % data
 
 
+def error_event(error: Exception) -> bytes:
+    return event(body_of(error))
+
+
 class ClientGoneError(Exception):
     """The client closed the connection before its answer was ready: there is nobody to answer."""
 
@@ -79,15 +83,23 @@ class EventStream(Response):
     """Sends `first` and then what `events` yields (bytes of one or more events each), until it ends.
 
     `first` was awaited before the response began (`first_event`), so that a request that is refused gets an HTTP
-    status. An error afterwards is the last event. When the client leaves, `events` is closed at once.
+    status. An error afterwards is the last event, as `failed` says it. When the client leaves, `events` is closed at
+    once.
     """
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], number: Number | None = None) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        number: Number | None = None,
+        failed: Callable[[Exception], bytes] = error_event,
+    ) -> None:
         super().__init__(media_type="text/event-stream", headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._first = first
         self._events = events
         self._number = number
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         try:
@@ -109,10 +121,10 @@ class EventStream(Response):
             except StopAsyncIteration:
                 break
             except QuireError as error:
-                data = last = event(body_of(error))
+                data = last = self._failed(error)
             except Exception as error:  # status 200 is out: that it failed can only be said in the stream
                 logger.exception("A stream failed")
-                data = last = event(body_of(error))
+                data = last = self._failed(error)
             if data:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -14,6 +14,7 @@ import pytest
 from fake_backend import FakeBackend
 
 from quire.cluster.api import chat as chat_module
+from quire.cluster.api import chat_turn as turn_module
 from quire.cluster.api import completions as completions_module
 from quire.cluster.api import heavy_work, whole_answers
 from quire.cluster.api.answers import Embedding, Embeddings, EmbeddingUsage
@@ -127,7 +128,8 @@ async def test_a_long_answer_is_sent_in_pieces() -> None:
 @pytest.mark.parametrize(
     ("module", "path", "body"),
     [
-        (chat_module, "chat/completions", {**CHAT, "logprobs": True, "n": 3}),
+        (turn_module, "chat/completions", {**CHAT, "logprobs": True, "n": 3}),
+        (turn_module, "responses", {"model": MODEL, "input": "a", "include": ["message.output_text.logprobs"]}),
         (completions_module, "completions", {**PROMPT, "logprobs": 1, "n": 3}),
     ],
 )
@@ -144,8 +146,9 @@ async def test_logprobs_end_choice_by_choice(
 
     monkeypatch.setattr(module, "generation_of", noting)
     response = await client.post(f"/v1/{path}", json=body)
-    assert all(choice["logprobs"] for choice in response.json()["choices"])
-    assert [state.logprobs for state in made[0].states] == [None] * 3
+    answer = response.json()
+    assert all(each["logprobs"] for each in answer.get("choices") or answer["output"][0]["content"])
+    assert [state.logprobs for state in made[0].states] == [None] * body.get("n", 1)
 
 
 def test_no_piece_of_a_long_answer_takes_long(served: ServedModel) -> None:

@@ -19,9 +19,9 @@ from schemathesis import GenerationMode
 from test_completions import CHAT, COMPLETION
 
 from quire.cluster.api.app import create_app
-from quire.cluster.api.openapi import document
+from quire.cluster.api.openapi import ENDPOINTS, document
 from quire.cluster.api.parsing import HARMLESS, REFUSED
-from quire.cluster.api.protocol import ChatCompletionRequest, CompletionRequest
+from quire.cluster.api.protocol import ChatCompletionRequest, CompletionRequest, ResponsesRequest
 from quire.engine.outputs import RequestReport
 
 DOCUMENT = json.loads(json.dumps(document()))
@@ -69,7 +69,8 @@ def test_the_page_on_the_api_names_every_field(repo_root: Path) -> None:
     """Whoever adds a field tells the users."""
     page = (repo_root / "docs/api.md").read_text()
     table = page[page.index("## Field by field") : page.index("## Errors and limits")]
-    known = {*CompletionRequest.model_fields, *ChatCompletionRequest.model_fields, *HARMLESS, *REFUSED}
+    models = (CompletionRequest, ChatCompletionRequest, ResponsesRequest)
+    known = {*HARMLESS, *REFUSED, *(name for model in models for name in model.model_fields)}
     assert [name for name in sorted(known) if f"`{name}`" not in table and f"`{name}:" not in table] == []
 
 
@@ -78,6 +79,8 @@ def test_schemas_are_schemas() -> None:
         jsonschema.Draft202012Validator.check_schema(schema_of(f"#/components/schemas/{name}"))
 
 
+CHUNKS = {endpoint.path: [chunk.__name__ for chunk in endpoint.chunks] for endpoint in ENDPOINTS if endpoint.chunks}
+RESPONSE = {"model": COMPLETION["model"], "input": "hi"}
 EXTRAS: dict[str, Any] = {"return_token_ids": True, "include_report": True, "n": 2}
 
 
@@ -87,6 +90,8 @@ EXTRAS: dict[str, Any] = {"return_token_ids": True, "include_report": True, "n":
         ("/v1/completions", {**COMPLETION, **EXTRAS, "logprobs": 3}),
         ("/v1/chat/completions", {**CHAT, **EXTRAS, "logprobs": True, "top_logprobs": 2}),
         ("/v1/completions", {**COMPLETION, **EXTRAS, "echo": True, "logprobs": 3, "max_tokens": 0}),
+        ("/v1/responses", {**RESPONSE, "include": ["message.output_text.logprobs"], "top_logprobs": 2}),
+        ("/v1/responses", {**RESPONSE, "include_report": True, "max_output_tokens": 3, "instructions": "Be brief."}),
         ("/v1/embeddings", {"model": COMPLETION["model"], "input": ["a", [5]]}),
         ("/v1/embeddings", {"model": COMPLETION["model"], "input": "a", "encoding_format": "base64"}),
         ("/tokenize", {"prompt": "a", "return_token_strs": True}),
@@ -102,11 +107,13 @@ async def test_answers_and_errors_are_as_described(
     jsonschema.validate(answer.json(), answer_schema(path))
     refused = await client.post(path, json={**body, "nonsense": 1})
     jsonschema.validate(refused.json(), answer_schema(path, status="400"))
-    if "completions" in path:
+    if path in CHUNKS:
         streamed = await client.post(path, json={**body, "stream": True})
-        name = "ChatChunk" if "chat" in path else "Completion"
-        for event in streamed.text.split("\n\n")[:-2]:
-            jsonschema.validate(json.loads(event.removeprefix("data: ")), schema_of(f"#/components/schemas/{name}"))
+        described = {"anyOf": [{"$ref": f"#/components/schemas/{name}"} for name in CHUNKS[path]]}
+        events = [line.removeprefix("data: ") for line in streamed.text.split("\n") if line.startswith("data: {")]
+        assert len(events) > 2 or body.get("max_tokens") == 0
+        for event in events:
+            jsonschema.validate(json.loads(event), {**described, "components": DOCUMENT["components"]})
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model}", "/health", "/ready", "/version"])
@@ -154,6 +161,30 @@ async def test_the_schema_and_the_service_agree(
         jsonschema.Draft202012Validator(schema_of(f"#/components/schemas/{model.__name__}")).iter_errors(request)
     )
     assert (not found, (await client.post(f"/v1/{path}", json=request)).status_code == 200) == (works, works)
+
+
+@pytest.mark.parametrize(("fields", "works"), [
+    ({}, True),
+    ({"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}, True),
+    ({"input": [{"type": "reasoning", "summary": []}, {"role": "assistant", "content": "a"}]}, True),
+    ({"text": {"format": {"type": "json_object"}}, "tool_choice": "none", "user": None, "store": False}, True),
+    ({"input": []}, False),
+    ({"input": [{"role": "user"}]}, False),
+    ({"input": [{"type": "function_call", "call_id": "", "name": "f", "arguments": "{}"}]}, False),
+    ({"max_output_tokens": 0}, False),
+    ({"tools": [{"type": "web_search"}]}, False),
+    ({"tool_choice": {"type": "function"}}, False),
+    ({"top_logprobs": 21}, False),
+    ({"previous_response_id": "resp_1"}, False),
+    ({"nonsense": 1}, False),
+])  # fmt: skip
+async def test_the_schema_of_responses_and_the_service_agree(
+    client: httpx.AsyncClient, fields: dict[str, Any], works: bool
+) -> None:
+    request = {**RESPONSE, **fields}
+    schema = jsonschema.Draft202012Validator(schema_of("#/components/schemas/ResponsesRequest"))
+    assert (await client.post("/v1/responses", json=request)).status_code == (200 if works else 400)
+    assert schema.is_valid(request) is works
 
 
 async def test_no_tokens_are_allowed_where_a_prompt_is_scored(client: httpx.AsyncClient) -> None:

@@ -7,5 +7,6 @@ the default of the model's authors, where they advise one, else OpenAI's.
 from .chat import ChatCompletionRequest
 from .completions import CompletionRequest
 from .embeddings import EmbeddingRequest
+from .responses import ResponsesRequest
 
-__all__ = ["ChatCompletionRequest", "CompletionRequest", "EmbeddingRequest"]
+__all__ = ["ChatCompletionRequest", "CompletionRequest", "EmbeddingRequest", "ResponsesRequest"]

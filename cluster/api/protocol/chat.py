@@ -26,6 +26,10 @@ def _few_kwargs(value: object) -> object:
     return value
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+TemplateVariables = Annotated[dict[str, Any], BeforeValidator(_few_kwargs)]
+
+
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
@@ -36,10 +40,10 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[Tool] | None, at_most(MAX_TOOLS)] = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: ReasoningEffort | None = None
     include_reasoning: bool = True
     chat_template: str | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], BeforeValidator(_few_kwargs)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
     documents: Annotated[list[dict[str, Any]] | None, at_most(MAX_DOCUMENTS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -115,6 +115,10 @@ def _bias_by_token_id(value: object) -> object:
     return {int(key): bias for key, bias in value.items()}
 
 
+BiasByTokenId = Annotated[dict[int, float], BeforeValidator(_bias_by_token_id)]
+StopStrings = Annotated[list[str], at_most(MAX_STOP_STRINGS), BeforeValidator(_stop_list)]
+
+
 class StreamOptions(StrictModel):
     """Null is false, as OpenAI's schema has it."""
 
@@ -151,11 +155,11 @@ class GenerationRequest(ScheduledRequest):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     prompt_logprobs: int | None = None
-    logit_bias: Annotated[dict[int, float], BeforeValidator(_bias_by_token_id)] | None = None
+    logit_bias: BiasByTokenId | None = None
     allowed_token_ids: Annotated[list[int], at_most(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
     seed: int | None = None
-    stop: Annotated[list[str], at_most(MAX_STOP_STRINGS), BeforeValidator(_stop_list)] | None = None
+    stop: StopStrings | None = None
     stop_token_ids: Annotated[list[int], at_most(MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,21 +19,49 @@ MAX_TOOL_CALLS = 128
 MAX_NAME_CHARS = 256
 
 
-def _texts(value: object) -> object:
-    """Content as it was given: a string, or the texts of a list of text parts."""
+# Hints of clients in parts of text, for caches that wait to be told: here every prefix is cached.
+_HINTS = {"cache_control", "prompt_cache_breakpoint"}
+
+
+def texts_of(value: object, kinds: Mapping[str, str], echoed: AbstractSet[str] = frozenset()) -> object:
+    """Content as it was given: a string, or the texts of a list of parts.
+
+    `kinds` has the types that parts may have, with the name of the text in each; what users write comes first.
+    `echoed`: fields of answers that come back, and say nothing more.
+    """
     if value is None or isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong("must be a string or a list of text parts")
     check_length(value, MAX_CONTENT_PARTS)
-    texts = []
-    for part in value:
-        if isinstance(part, dict) and isinstance(part.get("type"), str) and part["type"] != "text":
-            raise wrong(f"parts of type {part['type'][:40]!r} are not supported yet, only 'text' is")
-        if not (isinstance(part, dict) and part.keys() == {"type", "text"} and isinstance(part["text"], str)):
-            raise wrong("every part must be an object {type: 'text', text: a string}")
-        texts.append(part["text"])
-    return texts
+    return [_text_of(part, kinds, echoed | _HINTS) for part in value]
+
+
+def _text_of(part: object, kinds: Mapping[str, str], others: AbstractSet[str]) -> str:
+    usual = next(iter(kinds))
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind not in kinds:
+        raise wrong(f"parts of type {kind[:40]!r} are not supported yet, only {usual!r} is")
+    name = kinds.get(kind, "") if isinstance(kind, str) else ""
+    text = part.get(name) if isinstance(part, dict) else None
+    if not isinstance(part, dict) or not isinstance(text, str) or part.keys() - {"type", name, *others}:
+        raise wrong(f"every part must be an object {{type: {usual!r}, {kinds[usual]}: a string}}")
+    return text
+
+
+def content_schema(kinds: Mapping[str, str], echoed: AbstractSet[str] = frozenset()) -> list[dict[str, Any]]:
+    """What `texts_of` takes, null aside."""
+    others: dict[str, dict[str, Any]] = {name: {} for name in sorted(echoed | _HINTS)}
+    parts = [
+        {
+            "type": "object",
+            "properties": {"type": {"const": kind}, text: {"type": "string"}, **others},
+            "required": ["type", text],
+            "additionalProperties": False,
+        }
+        for kind, text in kinds.items()
+    ]
+    return [{"type": "string"}, {"type": "array", "items": {"anyOf": parts}, "maxItems": MAX_CONTENT_PARTS}]
 
 
 def _no_value_yet(value: object) -> object:
@@ -53,25 +83,14 @@ def _json_object(value: object) -> object:
     return arguments if isinstance(arguments, dict) else value
 
 
-_TEXT_PART = {
-    "type": "object",
-    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
-    "required": ["type", "text"],
-    "additionalProperties": False,
-}
-_CONTENT = {
-    "anyOf": [
-        {"type": "string"},
-        {"type": "array", "items": _TEXT_PART, "maxItems": MAX_CONTENT_PARTS},
-        {"type": "null"},
-    ]
-}
+_PARTS = {"text": "text", "refusal": "refusal"}
+_CONTENT = {"anyOf": [*content_schema(_PARTS), {"type": "null"}]}
 
 # What clients send back from an earlier answer, where it held nothing.
 NotYet = Annotated[None, BeforeValidator(_no_value_yet)]
 
 
-class CalledFunction(StrictModel):
+class CalledFunctionInput(StrictModel):
     """`parsed_arguments` are what OpenAI's SDK made of the arguments: it sends them back with the rest."""
 
     name: str
@@ -79,28 +98,30 @@ class CalledFunction(StrictModel):
     arguments: Annotated[dict[str, Any] | str, BeforeValidator(_json_object), WithJsonSchema({"type": "string"})]
 
 
-class ToolCall(StrictModel):
+class ToolCallInput(StrictModel):
     """A call that an earlier answer made. `index` is left over from a stream."""
 
     id: str
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: CalledFunctionInput
     index: int | None = None
 
 
 class ChatMessage(StrictModel):
     """One message. What clients echo of an answer without values is accepted, and `parsed`, which is the SDK's own;
-    `reasoning` is what other servers call `reasoning_content`."""
+    `reasoning` is what other servers call `reasoning_content`, and `refusal` what another model said instead."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[str] | None, BeforeValidator(_texts), WithJsonSchema(_CONTENT)] = None
+    content: Annotated[
+        str | list[str] | None, BeforeValidator(lambda value: texts_of(value, _PARTS)), WithJsonSchema(_CONTENT)
+    ] = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, at_most(MAX_TOOL_CALLS)] = None
+    tool_calls: Annotated[list[ToolCallInput] | None, at_most(MAX_TOOL_CALLS)] = None
     tool_call_id: str | None = None
     parsed: Any = None
-    refusal: NotYet = None
+    refusal: str | None = None
     audio: NotYet = None
     annotations: NotYet = None
     function_call: NotYet = None
@@ -115,6 +136,7 @@ _ROLES = {
     "tool_calls": "assistant",
     "reasoning_content": "assistant",
     "reasoning": "assistant",
+    "refusal": "assistant",
     "tool_call_id": "tool",
 }
 
@@ -131,12 +153,13 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
     for field, role in _ROLES.items():
         if getattr(message, field) and message.role != role:
             raise _refused(f"{where}.{field}", f"is allowed only with role {role!r}, got {message.role!r}")
-    if message.content is None and not message.tool_calls and not _says_nothing(message):
+    content = message.refusal if message.content is None else message.content
+    if content is None and not message.tool_calls and not _says_nothing(message):
         raise _refused(f"{where}.content", "is required")
     # OpenAI renamed the role; templates know the old name.
     rendered: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
-        "content": "" if message.content is None else message.content,
+        "content": "" if content is None else content,
     }
     if message.name is not None:
         if not 1 <= len(message.name) <= MAX_NAME_CHARS:
@@ -144,7 +167,7 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
         rendered["name"] = message.name
     if message.thought:
         rendered["reasoning_content"] = message.thought
-        if not (message.tool_calls and message.content):  # gpt-oss's word, which it takes one of both for
+        if not (message.tool_calls and content):  # gpt-oss's word, which it takes one of both for
             rendered["thinking"] = message.thought
     if message.role == "tool":
         rendered |= _result_of(where, message, calls)
@@ -162,7 +185,7 @@ def _says_nothing(message: ChatMessage) -> bool:
     return message.role == "assistant" and told
 
 
-def _rendered_call(where: str, call: ToolCall, calls: dict[str, str]) -> dict[str, Any]:
+def _rendered_call(where: str, call: ToolCallInput, calls: dict[str, str]) -> dict[str, Any]:
     if not 1 <= len(call.id) <= MAX_NAME_CHARS:
         raise _refused(f"{where}.id", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(call.id)}")
     if not 1 <= len(call.function.name) <= MAX_NAME_CHARS:

@@ -31,18 +31,18 @@ class ScheduledRequest(StrictModel):
     cache_salt: str | None = None
 
     def ids(self, prefix: str) -> tuple[str, str]:
-        """The id of the answer, and that of its first engine request, which must be unique while the user's own may
-        not be. Raises `InvalidRequestError`."""
+        """The id of the answer, which begins with `prefix`, and that of its first engine request, which must be unique
+        while the user's own may not be. Raises `InvalidRequestError`."""
         drawn = uuid.uuid4().hex
         if self.request_id is None:
-            return f"{prefix}-{drawn}", f"{prefix}-{drawn}"
+            return f"{prefix}{drawn}", f"{prefix}{drawn}"
         if not _REQUEST_ID.fullmatch(self.request_id):
             raise InvalidRequestError(
                 "request_id: must be 1 to 128 printable ASCII characters without spaces, got "
                 f"{self.request_id[:_SHOWN_CHARS]!r}.",
                 "request_id",
             )
-        return f"{prefix}-{self.request_id}", f"{prefix}-{self.request_id}-{drawn}"
+        return f"{prefix}{self.request_id}", f"{prefix}{self.request_id}-{drawn}"
 
     def options(self) -> RequestOptions:
         """What the scheduler is told. Raises `InvalidRequestError`."""

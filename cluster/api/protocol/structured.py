@@ -23,12 +23,13 @@ def _as_it_is(value: object) -> object:
 
 
 Schema = Annotated[Any, BeforeValidator(_as_it_is)]
+FormatName = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=r"^[a-zA-Z0-9_-]+$")]
 
 
 class JsonSchemaFormat(StrictModel):
     """`strict` false asks for the schema as advice; it is enforced all the same."""
 
-    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS, pattern=r"^[a-zA-Z0-9_-]+$")
+    name: FormatName
     description: str | None = None
     schema_: Schema | None = Field(None, alias="schema")
     strict: bool | None = None

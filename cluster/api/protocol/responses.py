@@ -1,0 +1,226 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema
+
+from quire.engine.errors import InvalidRequestError
+from quire.engine.sampling_params import MAX_BAD_WORDS
+
+from .chat import ChatCompletionRequest, ReasoningEffort, TemplateVariables
+from .fields import StrictModel, at_most, check_length, wrong
+from .generation import BiasByTokenId, StopStrings
+from .input_items import ITEM_TYPES, Input, Messages
+from .scheduling import ScheduledRequest
+from .structured import FormatName, Schema, StructuredOutputs
+from .tools import MAX_TOOLS, FunctionName
+
+LOGPROBS = "message.output_text.logprobs"
+_THOUGHT = "reasoning.encrypted_content"  # thoughts are given as they are: nothing needs to be encrypted
+_MAX_METADATA = 16
+
+# What a field of chat completions is called here, for errors. Messages and tools are found by where they came from.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_TOOL = re.compile(r"(tools\[\d+\])\.function(?=\.)")
+
+
+class TextFormat(StrictModel):
+    """What `response_format` is to chat completions, without a level in between."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: FormatName | None = None
+    description: str | None = None
+    schema_: Schema | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+    def response_format(self) -> dict[str, Any]:
+        """Raises `InvalidRequestError`."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        for field, value in (("name", self.name), ("schema", self.schema_)):
+            if value is None:
+                param = f"text.format.{field}"
+                raise InvalidRequestError(f"{param}: is required with type 'json_schema'.", param, "missing_field")
+        return {"type": "json_schema", "json_schema": {"name": self.name, "schema": self.schema_}}
+
+
+class TextOptions(StrictModel):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None  # no model served here knows another
+
+
+class ReasoningOptions(StrictModel):
+    """A summary is never made: the thought itself is given."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ResponseStreamOptions(StrictModel):
+    include_obfuscation: bool | None = False  # padding against traffic analysis: never sent
+
+
+def _is_a_function(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(kind, str) and kind != "function":
+        raise wrong(f"of type {kind[:40]!r} is not supported, 'function' is")
+    return value
+
+
+class FunctionTool(StrictModel):
+    type: Literal["function"]
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+
+
+_CHOICES = ("none", "auto", "required")
+
+
+def _choice(value: object) -> object:
+    """A word, or the name of a function, as chat completions have it."""
+    if isinstance(value, str) and value in _CHOICES:
+        return value
+    _is_a_function(value)
+    if isinstance(value, dict) and value.keys() == {"type", "name"} and isinstance(value["name"], str):
+        return {"type": "function", "function": {"name": value["name"]}}
+    raise wrong("must be 'none', 'auto', 'required' or {type: 'function', name: ...}")
+
+
+_NAMED = {"type": {"const": "function"}, "name": {"type": "string"}}
+_CHOICE = {
+    "anyOf": [
+        {"enum": [*_CHOICES]},
+        {"type": "object", "properties": _NAMED, "required": [*_NAMED], "additionalProperties": False},
+    ]
+}
+
+
+def _includable(value: object) -> object:
+    if not isinstance(value, list):
+        raise wrong("must be a list")
+    for name in value[:8]:
+        if name not in (LOGPROBS, _THOUGHT):
+            raise wrong(f"{str(name)[:80]!r} is not supported, {LOGPROBS!r} is")
+    check_length(value, 8)
+    return value
+
+
+def _labels(value: object) -> object:
+    if not isinstance(value, dict) or not all(isinstance(label, str) for label in value.values()):
+        raise wrong("must be an object of strings")
+    check_length(value, _MAX_METADATA)
+    return value
+
+
+class ResponsesRequest(ScheduledRequest):
+    """POST /v1/responses."""
+
+    TYPES_OF_ENTRIES: ClassVar[dict[str, tuple[str, ...]]] = {"input": ITEM_TYPES}
+
+    input: Input
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextOptions | None = None
+    reasoning: ReasoningOptions | None = None
+    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_is_a_function)]] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: Annotated[str | dict[str, Any], BeforeValidator(_choice), WithJsonSchema(_CHOICE)] | None = None
+    parallel_tool_calls: bool = True
+    max_tool_calls: int | None = None  # of tools that the service itself runs: there are none
+    include: Annotated[list[str], BeforeValidator(_includable)] | None = None
+    top_logprobs: int | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_labels)] | None = None
+    stream: bool = False
+    stream_options: ResponseStreamOptions | None = None
+    # vLLM's and ours, which mean what they mean to chat completions
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: BiasByTokenId | None = None
+    bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
+    seed: int | None = None
+    stop: StopStrings | None = None
+    ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    include_report: bool = False
+
+    def chat_fields(self) -> tuple[dict[str, Any], FieldNames]:
+        """What makes a chat completion of it, to be validated, and how errors about that are to be told. Raises
+        `InvalidRequestError`."""
+        told = LOGPROBS in (self.include or ())
+        if self.top_logprobs and not told:
+            raise InvalidRequestError(f"top_logprobs: is allowed only when include has {LOGPROBS!r}.", "top_logprobs")
+        messages = Messages(self.instructions, self.input)
+        text_format = None if self.text is None else self.text.format
+        fields = {
+            "model": self.model,
+            "messages": messages.messages,
+            "max_completion_tokens": self.max_output_tokens,
+            "response_format": None if text_format is None else text_format.response_format(),
+            "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
+            "tools": None if self.tools is None else [tool.tool() for tool in self.tools],
+            "tool_choice": self.tool_choice,
+            "logprobs": told,
+            "top_logprobs": self.top_logprobs,
+        }
+        return fields, FieldNames(messages.origins)
+
+    def shared_fields(self) -> dict[str, Any]:
+        """Those that are the same in a chat completion, as they were validated here."""
+        return {name: getattr(self, name) for name in _SHARED}
+
+
+_OTHER = {"tools", "tool_choice", "top_logprobs", "stream_options"}  # of the same name
+_SHARED = (ResponsesRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys()) - _OTHER
+
+
+class FieldNames:
+    """What the fields of a chat completion are called in the request for a response that it was made of."""
+
+    def __init__(self, origins: dict[str, str]) -> None:
+        self._origins = origins  # of messages and their calls
+
+    @contextmanager
+    def spoken(self) -> Iterator[None]:
+        """Errors are raised in the words of the request."""
+        try:
+            yield
+        except InvalidRequestError as error:
+            raise self.renamed(error) from error
+
+    def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
+        param = error.param
+        name = None if param is None else self._name(param)
+        if param is None or name == param:
+            return error
+        message = f"{name}{error.message.removeprefix(param)}" if error.message.startswith(param) else error.message
+        return InvalidRequestError(message, name, error.code)
+
+    def _name(self, param: str) -> str:
+        path = param.split(".")
+        for length in range(len(path), 0, -1):  # the call of a message before the message
+            origin = self._origins.get(".".join(path[:length]))
+            if origin is not None:
+                return ".".join([origin, *(part for part in path[length:] if part not in ("function", "tool_calls"))])
+        first, *rest = path
+        return _TOOL.sub(r"\1", ".".join([_NAMES.get(first, first), *rest]))
