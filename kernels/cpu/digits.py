@@ -6,9 +6,11 @@ x is rounded to whole multiples of its row's largest / X_MAX, 15 bits and a sign
 high * 256 + low with digits of -128 .. 127. A product with int8 weights is then two products of bytes, whose sums are
 whole numbers: no rounding, in whatever order they are added. With one digit, these are multiples of the largest / 127.
 
-The instruction multiplies signed with unsigned bytes, so weights come as w + 128, and sums start from -128 * (what is
-added to them of x). A row lies in memory as `in_features` high digits, as many low ones, and META_BYTES: the scale
-(float32, in the first 64 bytes), and for either digit the 16 numbers that its sums start from.
+The instruction multiplies signed with unsigned bytes. Where rows of x are walked beside rows of a weight (`tiles`),
+weights come as w + 128, and sums start from -128 * (what is added to them of x). A row lies in memory as `in_features`
+high digits, as many low ones, and META_BYTES: the scale (float32, in the first 64 bytes), and for either digit the 16
+numbers that its sums start from. Where x is turned (`turned_tiles`), its digits come as d + 128, for weights are then
+multiplied as they are, and sums start from -128 * (the sum of a row of the weight).
 """
 
 from __future__ import annotations
@@ -47,13 +49,18 @@ MOST_DIGITS = 2
 META_BYTES = 192
 
 
-def unsigned(b: ir.IRBuilder, weights: Any) -> Any:
-    """int8 weights + 128, as unsigned bytes."""
-    return b.xor(weights, b.bitcast(splat(BYTES, -128), INTS))
+def unsigned(b: ir.IRBuilder, numbers: Any) -> Any:
+    """int8 + 128, as unsigned bytes."""
+    return b.xor(numbers, b.bitcast(splat(BYTES, -128), INTS))
 
 
-def dot_int8(b: ir.IRBuilder, x: Any, weights: Any, sums: Any) -> Any:
-    return call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [sums, weights, x])
+def dot_int8(b: ir.IRBuilder, signed: Any, unsigned: Any, sums: Any) -> Any:
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [sums, unsigned, signed])
+
+
+def times_128(b: ir.IRBuilder, signed: Any, sums: Any) -> Any:
+    """Add to each lane four bytes, 128 times."""
+    return dot_int8(b, signed, b.bitcast(splat(BYTES, -128), INTS), sums)
 
 
 def scale_of(b: ir.IRBuilder, num_digits: int, row: Any, in_features: Any) -> Any:
@@ -140,11 +147,34 @@ def quantize_row(typing_context: Any, x_bytes: Any, num_digits: Any, x: Any, in_
             start = b.add(out, b.mul(in_features, INT64(digit)))
 
             def excess(k: Any, so_far: list[Any], start: Any = start) -> list[Any]:
-                digits = load(b, b.add(start, k), INTS)
-                return [dot_int8(b, digits, b.bitcast(splat(BYTES, -128), INTS), so_far[0])]
+                return [times_128(b, load(b, b.add(start, k), INTS), so_far[0])]
 
             (total,) = loop_over(b, in_features, 64, [splat(INTS, 0)], excess)
             store(b, b.sub(splat(INTS, 0), total), b.add(meta, INT64(64 + 64 * digit)))
         return _context.get_dummy_value()
 
     return types.void(x_bytes, num_digits, *[types.int64] * 3), generate
+
+
+@intrinsic
+def store_starts(typing_context: Any, num_rows: Any, weight: Any, in_features: Any, out: Any) -> Any:
+    """For each of some rows of an int8 weight, a multiple of four, what its sums with digits + 128 start from."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        num_rows, weight, in_features, out = arguments
+
+        def of_four(first: Any, _: list[Any]) -> list[Any]:
+            rows = [b.add(weight, b.mul(in_features, b.add(first, INT64(i)))) for i in range(4)]
+
+            def step(k: Any, totals: list[Any]) -> list[Any]:
+                loaded = [load(b, b.add(row, k), INTS) for row in rows]
+                return [times_128(b, numbers, total) for numbers, total in zip(loaded, totals, strict=True)]
+
+            total = sum_lanes(b, loop_over(b, in_features, 64, [splat(INTS, 0)] * 4, step))
+            store(b, b.sub(splat(total.type, 0), total), b.add(out, b.mul(first, INT64(4))))
+            return []
+
+        loop_over(b, num_rows, 4, [], of_four)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, new_claims, take_item
-from .digits import META_BYTES, MOST_DIGITS, quantize_row
+from .digits import META_BYTES, MOST_DIGITS, quantize_row, store_starts
 from .intrinsics import pointer
 from .matrix_tiles import configuration
 from .recording import CompiledCall, Rows
@@ -50,8 +50,8 @@ from .tile_product import (
     span_bytes,
     words_by_class,
 )
+from .tiles import FORMATS
 from .turned_tiles import begin, end, finish, multiply, products, turn_tile
-from .vectors import LANES
 
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
 
@@ -73,15 +73,14 @@ _SOURCES = (
     *("matrix_tiles", "tile_product", "tiles", "turned_tiles", "vector_tiles"),
 )
 _CONFIGURATION = configuration()
-_META_WORDS = (1 + MOST_DIGITS) * TILE  # of TILE rows of x in digits: see `finish`
 
-_TURN = Arguments("x", "x_bytes", "in_features", "turned", "meta", "num_x")
+_TURN = Arguments("x", "x_bytes", "in_features", "turned", "scales", "num_x")
 _TURN_TYPE = _TURN.dtype
 
 # Places in the arguments of a product: addresses and sizes.
 (
     _TURNED,
-    _X_META,
+    _X_SCALES,
     _WEIGHT,
     _SCALES,
     _BIAS,
@@ -121,15 +120,15 @@ def linear(
     num_groups, row_bytes = -(-num_rows // TILE), in_features * kernel.itemsize
     turned = torch.empty((kernel.num_digits or 1) * num_groups * TILE * row_bytes + STEP_BYTES, dtype=torch.int8)
     first = turned.data_ptr() + -turned.data_ptr() % STEP_BYTES  # a row of a tile is then a line of the cache
-    x_meta = torch.empty(num_groups * _META_WORDS if kernel.num_digits > 0 else 0, dtype=torch.float32)
+    x_scales = torch.empty(num_groups * TILE if kernel.num_digits > 0 else 0, dtype=torch.float32)
     kernel.turn(
         num_rows, TILE * in_features,
-        x.data_ptr(), x.itemsize, in_features, first, x_meta.data_ptr(), num_rows, per=TILE, also="num_x",
+        x.data_ptr(), x.itemsize, in_features, first, x_scales.data_ptr(), num_rows, per=TILE, also="num_x",
     )  # fmt: skip
     claims = new_claims(num_threads)
     arguments = (ctypes.c_int64 * _NUM_ARGUMENTS)(
         first,
-        x_meta.data_ptr(),
+        x_scales.data_ptr(),
         weight.data_ptr(),
         0 if scales is None else scales.data_ptr(),
         0 if bias is None else bias.data_ptr(),
@@ -153,7 +152,7 @@ def turn_rows(x: Tensor) -> Tensor:
     `tile_product`). What a last group has no rows for is unspecified."""
     x, (num_rows, in_features) = x.contiguous(), x.shape
     out = torch.empty(-(-num_rows // TILE) * TILE * in_features, dtype=torch.float32)
-    _turn(_run("float32", torch.float32), x.dtype == torch.bfloat16, 0)(
+    _turn(_run("float32", torch.float32), x.dtype == torch.bfloat16)(
         num_rows, TILE * in_features,
         x.data_ptr(), x.itemsize, in_features, out.data_ptr(), 0, num_rows, per=TILE, also="num_x",
     )  # fmt: skip
@@ -189,7 +188,7 @@ def _kernel(product: str, weight: torch.dtype, x: torch.dtype, num_digits: int) 
     run = _run(product, weight)
     widened = weight.itemsize if weight.itemsize < itemsize else 0
     multiply = _multiply_worker(product, run, num_digits, widened, sources)
-    turn = _turn(run, x.itemsize < itemsize, num_digits)
+    turn = _turn(run, x.itemsize < itemsize, num_digits, product in FORMATS)
     return _Kernel(turn, multiply.ctypes, num_digits, itemsize)
 
 
@@ -208,9 +207,9 @@ _TURN_NS = (0.3, 0.4, 0.5)  # about what an element takes, by digits
 
 
 @cache
-def _turn(run: int, becomes_wider: bool, num_digits: int) -> RowFunction:
+def _turn(run: int, becomes_wider: bool, num_digits: int = 0, in_vectors: bool = True) -> RowFunction:
     sources = _sources()
-    in_digits = partial(_turn_digits_worker, num_digits, sources)
+    in_digits = partial(_turn_digits_worker, num_digits, in_vectors, sources)
     compiled = in_digits if num_digits > 0 else partial(_turn_worker, run, becomes_wider, sources)
     return RowFunction(compiled, _TURN, _TURN_NS[num_digits], is_idempotent=True)
 
@@ -240,15 +239,15 @@ def _turn_worker(run: int, becomes_wider: bool, sources: str) -> Any:
                     for k in range(0, span, STEP_BYTES):
                         source = x + (first_k + k) // wider
                         target = turned + first_k * TILE + k * TILE // num_classes
-                        turn_tile(run, becomes_wider, source, row_bytes, last_row, target, class_bytes)
+                        turn_tile(run, becomes_wider, False, source, row_bytes, last_row, target, class_bytes)
 
     return worker
 
 
 @cache
-def _turn_digits_worker(num_digits: int, sources: str) -> Any:
+def _turn_digits_worker(num_digits: int, in_vectors: bool, sources: str) -> Any:
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
-    @filed_as(num_digits)
+    @filed_as(num_digits, in_vectors)
     def worker(address: int) -> None:
         sources  # noqa: B018 (likewise)
         a = carray(pointer(address), (1,), _TURN_TYPE)[0]
@@ -256,8 +255,7 @@ def _turn_digits_worker(num_digits: int, sources: str) -> Any:
         digit_row = num_digits * size + META_BYTES
         memory = np.empty(TILE * digit_row, np.int8)
         digits = memory.ctypes.data
-        metas = carray(pointer(a.meta), (a.num_rows, MOST_DIGITS + 1, TILE), np.float32)
-        starts = carray(pointer(a.meta), (a.num_rows, MOST_DIGITS + 1, TILE), np.int32)
+        scales = carray(pointer(a.scales), (a.num_rows, TILE), np.float32)
         thread, item, lap = enter_rows(address), -1, 0
         while True:
             item, lap, first, stop = take_rows(address, thread, item, lap)
@@ -271,16 +269,14 @@ def _turn_digits_worker(num_digits: int, sources: str) -> Any:
                         quantize_row(2, num_digits, a.x + row * x_row, size, place)
                     else:
                         quantize_row(4, num_digits, a.x + row * x_row, size, place)
-                    metas[group, 0, i] = carray(pointer(place + num_digits * size), (1,), np.float32)[0]
-                    parts = carray(pointer(place + num_digits * size + 64), (num_digits, LANES), np.int32)
-                    for digit in range(num_digits):
-                        starts[group, 1 + digit, i] = parts[digit].sum()
+                    scales[group, i] = carray(pointer(place + num_digits * size), (1,), np.float32)[0]
                 for i in range(num_x, TILE):  # what lay there may be subnormal, and take a hundred cycles a number
-                    metas[group, :, i] = 0
+                    scales[group, i] = 0
                 for digit in range(num_digits):
                     turned = a.turned + (group * num_digits + digit) * TILE * size
                     for k in range(0, size, STEP_BYTES):
-                        turn_tile(0, False, digits + digit * size + k, digit_row, num_x - 1, turned + k * TILE, 0)
+                        source, target = digits + digit * size + k, turned + k * TILE
+                        turn_tile(0, False, in_vectors, source, digit_row, num_x - 1, target, 0)
         memory[0] = 0  # it lives until here: Numba does not see who has its address
 
     return worker
@@ -306,6 +302,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
     """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
     parts = num_digits or 1  # of a row of x
     x_tiles = 2 // parts  # of TILE rows of x, which are multiplied at a time
+    has_starts = num_digits > 0 and product in FORMATS
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(product, run, num_digits, widened)
@@ -326,6 +323,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         block_lines = BLOCK * weight_row // row_bytes  # in each step
         fetched = (-(-block_lines // chunk_pairs) + FETCHED_AT_ONCE - 1) // FETCHED_AT_ONCE * FETCHED_AT_ONCE
         memory, bias = np.empty(4 * TILE_BYTES + STEP_BYTES, np.int8), np.zeros(BLOCK, np.float32)
+        starts = np.zeros(BLOCK, np.int32)  # of sums
         sums = (memory.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES
         wide = np.empty((BLOCK * row_bytes if widened else 0) + STEP_BYTES, np.int8)
         numbers = (wide.ctypes.data + STEP_BYTES - 1) // STEP_BYTES * STEP_BYTES  # of a block
@@ -343,6 +341,8 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
             if widened:
                 _widen(widened, w, a[_SCALES] + 4 * first_column, num_a * TILE, row_bytes // 4, numbers)
                 w = numbers
+            if has_starts:
+                store_starts(num_a * TILE, w, row_bytes, starts.ctypes.data)
             for pair in range(chunk * chunk_pairs, min((chunk + 1) * chunk_pairs, num_pairs)):
                 x, first_row = a[_TURNED] + 2 * pair * b_bytes, pair * x_tiles * TILE
                 num_b = 1 if parts == 1 and num_rows - first_row <= TILE else 2
@@ -355,13 +355,15 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
                 for j in range(num_b // parts):
                     row = first_row + j * TILE
                     place, rows = sums + j * TILE_BYTES, min(TILE, num_rows - row)
-                    meta, scales = a[_X_META] + 4 * (row // TILE) * _META_WORDS, a[_SCALES] + 4 * first_column
+                    x_scales, scales = a[_X_SCALES] + 4 * row, a[_SCALES] + 4 * first_column
                     out = a[_OUT] + (row * out_features + first_column) * size
-                    biases, out_row = bias.ctypes.data, out_features * size
-                    a_sums = num_b * TILE_BYTES
-                    finish(product, num_digits, num_a, place, a_sums, rows, meta, scales, biases, short, out, out_row)
+                    begins, biases, out_row = starts.ctypes.data, bias.ctypes.data, out_features * size
+                    finish(
+                        product, num_digits, num_a, place, num_b * TILE_BYTES, rows, x_scales, scales, begins, biases,
+                        short, out, out_row,
+                    )  # fmt: skip
         end(product)
         # They live until here: Numba does not see who has their addresses.
-        memory[0] = wide[0] = bias[0] = 0
+        memory[0] = wide[0] = bias[0] = starts[0] = 0
 
     return worker

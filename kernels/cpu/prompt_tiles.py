@@ -262,7 +262,7 @@ def _begin_item(layer: Any, plan: Any, item: Any, sizes: Any, memory: Any) -> No
         source = layer.query + 2 * ((item.token + first) * layer.token_stride + head * layer.head_stride)
         last, target = min(TILE, item.num_tokens - first) - 1, memory.queries + tile * sizes.queries
         for k in range(0, sizes.head, STEP_BYTES):
-            turn_tile(0, False, source + k, 2 * layer.token_stride, last, target + k * TILE, 0)
+            turn_tile(0, False, False, source + k, 2 * layer.token_stride, last, target + k * TILE, 0)
     num_tiles = item.num_spans * group
     carray(pointer(memory.sums), (num_tiles * plan.head_dim * LANES,), np.float32)[:] = np.float32(0.0)
     states = carray(pointer(memory.states), (num_tiles, 3, LANES), np.float32)

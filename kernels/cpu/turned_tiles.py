@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from . import matrix_tiles, vector_tiles
-from .digits import join_digits
+from .digits import join_digits, unsigned
 from .features import cpu_features, dots_are_fast
 from .intrinsics import IS_X86
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands, words_by_class
@@ -29,6 +29,7 @@ from .vectors import (
     FLOAT,
     FLOATS,
     INT16,
+    INT32,
     INT64,
     INTS,
     LANES,
@@ -131,6 +132,7 @@ def turn_tile(
     typing_context: Any,
     run: Any,
     is_bfloat16: Any,
+    is_signed: Any,
     source: Any,
     row_bytes: Any,
     last_row: Any,
@@ -140,11 +142,11 @@ def turn_tile(
     """16 rows of 16 words of 32 bits become columns: those of a class (see `words_by_class`) lie behind each other, and
     those of the next one `class_bytes` behind its first. Column j has source[min(i, last_row)][j] in row i.
 
-    `run` and `is_bfloat16` are constants; bfloat16 become float32.
+    `run` and what source is are constants: bfloat16 become float32, signed bytes unsigned ones.
     """
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        source, row_bytes, last_row, target, class_bytes = arguments[2:]
+        source, row_bytes, last_row, target, class_bytes = arguments[3:]
         rows = []
         for i in range(TILE):
             row = b.select(b.icmp_signed("<", INT64(i), last_row), INT64(i), last_row)
@@ -152,7 +154,8 @@ def turn_tile(
             if is_bfloat16.literal_value:
                 rows.append(from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES))))
             else:
-                rows.append(load(b, place, INTS))
+                words = load(b, place, INTS)
+                rows.append(unsigned(b, words) if is_signed.literal_value else words)
         columns = turn_words(b, rows)
         for i, words in enumerate(words_by_class(run.literal_value)):
             first = b.add(target, b.mul(class_bytes, INT64(i)))
@@ -160,7 +163,7 @@ def turn_tile(
                 store(b, columns[word], b.add(first, INT64(STEP_BYTES * place_of_word)))
         return context.get_dummy_value()
 
-    return types.void(run, is_bfloat16, *[types.int64] * 5), generate
+    return types.void(run, is_bfloat16, is_signed, *[types.int64] * 5), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -172,8 +175,9 @@ def finish(
     sums: Any,
     a_sums: Any,
     num_rows: Any,
-    x_meta: Any,
+    x_scales: Any,
     scales: Any,
+    starts: Any,
     bias: Any,
     short: Any,
     out: Any,
@@ -182,20 +186,21 @@ def finish(
     """Store the sums of one or two A as `num_rows` rows of results for 16 or 32 columns, which `out_row` bytes are
     between. The sums of the second A lie `a_sums` bytes behind those of the first.
 
-    `product` and `num_digits` are constants. In digits (0: x has none) an A has a tile for each, and x_meta
-    (float32, then for either digit what products of vectors start from, int32) and scales multiply. bias is added; it
-    and scales are float32, for each of the columns. `short`: results are rounded to bfloat16.
+    `product` and `num_digits` are constants. In digits (0: x has none) an A has a tile for each, whose products of
+    vectors begin at `starts`, int32 for each of the columns, and x_scales, float32 for each of the rows, and scales
+    multiply. bias is added; it and scales are float32, for each of the columns. `short`: results are bfloat16.
     """
     digits, in_vectors = num_digits.literal_value, product.literal_value in FORMATS
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        _, _, num_a, sums, a_sums, num_rows, x_meta, scales, bias, short, out, out_row = arguments
+        _, _, num_a, sums, a_sums, num_rows, x_scales, scales, starts, bias, short, out, out_row = arguments
 
         def of_tiles(count: int) -> None:
             columns = []
             for a in range(count):
-                first = b.add(sums, b.mul(a_sums, INT64(a)))
-                columns += _results(b, digits, in_vectors, first, x_meta, b.add(scales, INT64(STEP_BYTES * a)))
+                first, of_a = b.add(sums, b.mul(a_sums, INT64(a))), INT64(STEP_BYTES * a)
+                own_starts = b.add(starts, of_a) if in_vectors else None
+                columns += _results(b, digits, first, x_scales, b.add(scales, of_a), own_starts)
             columns = [b.fadd(column, load_repeated(b, bias, FLOAT, 4 * i)) for i, column in enumerate(columns)]
             with b.if_else(b.icmp_signed("!=", short, INT64(0))) as (half, full):
                 with half:
@@ -212,19 +217,19 @@ def finish(
         by_value(b, num_a, (1, 2), of_tiles)
         return context.get_dummy_value()
 
-    return types.void(product, num_digits, *[types.int64] * 10), generate
+    return types.void(product, num_digits, *[types.int64] * 11), generate
 
 
-def _results(b: ir.IRBuilder, num_digits: int, in_vectors: bool, sums: Any, x_meta: Any, scales: Any) -> list[Any]:
+def _results(b: ir.IRBuilder, num_digits: int, sums: Any, x_scales: Any, scales: Any, starts: Any) -> list[Any]:
     """The 16 columns of an A, without their bias."""
     places = [b.add(sums, INT64(STEP_BYTES * i)) for i in range(TILE)]
     if num_digits == 0:
         return [load(b, place, FLOATS) for place in places]
     tiles = [[load(b, b.add(place, INT64(TILE_BYTES * i)), INTS) for place in places] for i in range(num_digits)]
-    if in_vectors:
-        starts = [load(b, b.add(x_meta, INT64(STEP_BYTES * (1 + i))), INTS) for i in range(num_digits)]
-        tiles = [[b.add(column, start) for column in tile] for tile, start in zip(tiles, starts, strict=True)]
-    x_scale = load(b, x_meta, FLOATS)
+    if starts is not None:
+        begun = [load_repeated(b, starts, INT32, 4 * i) for i in range(TILE)]
+        tiles = [[b.add(column, start) for column, start in zip(tile, begun, strict=True)] for tile in tiles]
+    x_scale = load(b, x_scales, FLOATS)
     columns = [join_digits(b, *digits) for digits in zip(*tiles, strict=True)]
     return [b.fmul(b.fmul(column, x_scale), load_repeated(b, scales, FLOAT, 4 * i)) for i, column in enumerate(columns)]
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core.cgutils import alloca_once
 
 from .features import IS_WIDE
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES, Operands, span_bytes, words_by_class
@@ -72,13 +71,6 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
     ]
     for place in places:
         store(b, zeros, place)
-    # Rows of weights are prepared in memory that their words are broadcast from: over words that are prepared behind
-    # that, LLVM takes minutes.
-    prepared = None
-    if in_digits:
-        memory = b.ptrtoint(alloca_once(b, ir.ArrayType(form.weight_vector, num_rows)), INT64)
-        prepared = [b.add(memory, INT64(STEP_BYTES * i)) for i in range(num_rows)]
-
     classes = words_by_class(run)
     b_step = TILE * STEP_BYTES // len(classes)  # of a class
 
@@ -103,10 +95,6 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
             with b.if_then(b.icmp_signed(">", fetch_bytes, INT64(0))):
                 loop_over(b, fetch_bytes, STEP_BYTES, [], fetch_line)
             starts = [b.add(row, k) for row in rows]
-            if prepared is not None:
-                for row, place in zip(starts, prepared, strict=True):
-                    store(b, form.prepare(b, load(b, row, form.weight_vector)), place)
-                starts = prepared
             for place_of_word, word in enumerate(classes[i]):
                 place = b.add(b.mul(k, INT64(b_step // STEP_BYTES)), INT64(STEP_BYTES * place_of_word))
                 vectors = [load(b, b.add(start, place), form.x_vector) for start in turned]
@@ -114,7 +102,9 @@ def _multiply_part(b: ir.IRBuilder, form: Format, run: int, num_rows: int, num_b
                 for row in starts:
                     weight = load(b, b.add(row, INT64(4 * word)), word_type)
                     weights = broadcast(b, weight, LANES)
-                    sums += [form.multiply(b, x, weights, next(totals)) for x in vectors]
+                    # Bytes of x are unsigned, those of the weight signed: the other way round than in `tiles`.
+                    factors = [(weights, x) if in_digits else (x, weights) for x in vectors]
+                    sums += [form.multiply(b, *each, next(totals)) for each in factors]
             return sums
 
         for total, place in zip(loop_over(b, size, STEP_BYTES, [zeros] * len(places), step), places, strict=True):
