@@ -66,6 +66,7 @@ def _half_a_cache() -> int:
 
 
 CHUNK_BYTES = _half_a_cache()  # of x: what stays there while the weight goes by
+IN_VECTORS = 8  # chunks that are one: vectors wait for products, not for x, which may come from the third cache
 MANY_PAIRS = 8  # of B, which would push the block of weights out of the first cache
 
 _SOURCES = (
@@ -203,6 +204,11 @@ def _sources() -> str:
     return f"{digest_of(*_SOURCES)} {CHUNK_BYTES}"
 
 
+def chunk_bytes(product: str) -> int:
+    """Of x, in what multiplies it."""
+    return CHUNK_BYTES * (IN_VECTORS if product in FORMATS else 1)
+
+
 _TURN_NS = (0.3, 0.4, 0.5)  # about what an element takes, by digits
 
 
@@ -302,7 +308,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
     """`widened`: bytes of an element of a weight that becomes float32; 0 of one that is multiplied as it is."""
     parts = num_digits or 1  # of a row of x
     x_tiles = 2 // parts  # of TILE rows of x, which are multiplied at a time
-    has_starts = num_digits > 0 and product in FORMATS
+    has_starts, most = num_digits > 0 and product in FORMATS, chunk_bytes(product)
 
     @cfunc(types.void(types.int64), cache=True, error_model="numpy")
     @filed_as(product, run, num_digits, widened)
@@ -316,7 +322,7 @@ def _multiply_worker(product: str, run: int, num_digits: int, widened: int, sour
         thread = enter(claims)
         b_bytes = TILE * row_bytes
         num_pairs = (num_rows + x_tiles * TILE - 1) // (x_tiles * TILE)  # of B
-        num_chunks = (num_pairs * 2 * b_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
+        num_chunks = (num_pairs * 2 * b_bytes + most - 1) // most
         chunk_pairs = (num_pairs + num_chunks - 1) // num_chunks
         goes_by = B_GOES_BY if chunk_pairs >= MANY_PAIRS else A_GOES_BY if chunk_pairs == 1 else 0
         num_blocks = (out_features + BLOCK - 1) // BLOCK

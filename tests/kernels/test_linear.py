@@ -141,7 +141,7 @@ def test_rows_that_are_not_there_have_no_scale(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(("kind", "product", "shape"), IN_TILES)
 def test_tiles_of_many_rows(kind: str, product: str, shape: tuple[int, int]) -> None:
     """Chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""
-    num_rows = many_rows.CHUNK_BYTES // (2 * shape[1]) + 21
+    num_rows = many_rows.chunk_bytes(product) // (2 * shape[1]) + 21
     x, weight, bias = _inputs(num_rows, *shape)
     scales = None
     if kind.endswith("bfloat16"):
