@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
@@ -18,6 +18,9 @@ IMPORT_PATH = "quire.cluster.app:build"
 GATEWAY, ENGINE = "Gateway", "Engine"
 # For `grpc_options: {port: …, grpc_servicer_functions: […]}`: with it, Serve opens a gRPC port for the gateways.
 GRPC_SERVICER = "quire.cluster.grpc.quire_inference_pb2_grpc.add_InferenceServicer_to_server"
+
+
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
 
 
 class ApiConfig(Section):
@@ -43,6 +46,10 @@ class ApiConfig(Section):
         description="File of API keys and tenants (YAML or JSON, on every node). When not given, nobody needs a key.",
     )
     open_metrics: bool = Field(True, description="Whether /metrics answers without an API key.")
+    allowed_origins: list[Origin] = Field(
+        [],
+        description="Web pages of these origins (https://chat.example; '*' for all) may use the service in a browser.",
+    )
 
 
 class RoutingConfig(Section):

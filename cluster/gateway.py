@@ -161,6 +161,7 @@ class Gateway:
             limits=ApiLimits(**self._config.model_dump(include=set(ApiLimits.__slots__))),
             keys=self._keys,
             open_metrics=self._config.open_metrics,
+            allowed_origins=self._config.allowed_origins,
             request_ids=False,
         )
         if self._allow_faults:

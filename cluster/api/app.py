@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import uuid
+from collections.abc import Sequence
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -33,6 +36,11 @@ from .sse import ClientGoneError
 from .tokenization import detokenize_endpoint, tokenize_endpoint
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_OF_ORIGINS: Any = {
+    "allow_methods": ["GET", "HEAD", "POST"],
+    "allow_headers": ["*"],
+    "expose_headers": ["x-request-id", "retry-after"],
+}
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for logs; nobody receives it
 
 
@@ -43,13 +51,14 @@ def create_app(
     limits: ApiLimits | None = None,
     keys: KeyRing | None = None,
     open_metrics: bool = True,
+    allowed_origins: Sequence[str] = (),
     request_ids: bool = True,
 ) -> FastAPI:
     """The API of one gateway.
 
     `metrics` is its own, for it to name itself when there are several. With `keys` requests need one; whether /metrics
-    does says `open_metrics`. `request_ids`: answer with `x-request-id`; False where the server around the application
-    does so itself (Ray Serve), lest the header come twice.
+    does says `open_metrics`. `allowed_origins`: of web pages that may read answers. `request_ids`: answer with
+    `x-request-id`; False where the server around the application does so itself (Ray Serve), lest it come twice.
     """
     context = ApiContext(backend, metrics or GatewayMetrics(), limits or ApiLimits())
     app = FastAPI(title="Quire", version=quire.__version__, docs_url=None, redoc_url=None)
@@ -61,6 +70,8 @@ def create_app(
     app.add_middleware(CountMiddleware, metrics=context.metrics)
     if request_ids:
         app.add_middleware(RequestIdMiddleware)
+    if allowed_origins:  # outermost: a browser asks first, without a key, and reads errors, too
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, **_OF_ORIGINS)
     install_error_handlers(app)
     _add_generation_routes(app, context)
     _add_service_routes(app, context)

@@ -475,3 +475,27 @@ def test_limits_are_divided_among_the_gateways() -> None:
         tenant.admit()
     clock.now = 31
     tenant.admit()
+
+
+async def test_a_page_of_an_allowed_origin_may_use_the_service(keys: KeyRing, backend: FakeBackend) -> None:
+    """Its browser asks first, without a key, and shows it errors, too."""
+    page = {"origin": "https://chat.example"}
+    asks = {**page, "access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    answers = {}
+    for allowed in ([], ["https://chat.example"], ["*"]):
+        transport = httpx.ASGITransport(create_app(backend, keys=keys, allowed_origins=allowed))
+        async with httpx.AsyncClient(transport=transport, base_url="http://api") as http:
+            path, body = "/v1/completions", COMPLETION
+            asked = await http.options(path, headers=asks)
+            answered = await http.post(path, json=body, headers={**page, **bearer(ANN)})
+            refused = await http.post(path, json=body, headers=page)
+            of_another = await http.post(path, json=body, headers={"origin": "https://other.example", **bearer(ANN)})
+        assert (answered.status_code, refused.status_code) == (200, 401)
+        allow = [each.headers.get("access-control-allow-origin") for each in (asked, answered, refused, of_another)]
+        answers[tuple(allowed)] = (asked.status_code, *allow)
+    own = "https://chat.example"
+    assert answers == {
+        (): (401, None, None, None, None),
+        (own,): (200, own, own, own, None),
+        ("*",): (200, "*", "*", "*", "*"),
+    }
