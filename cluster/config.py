@@ -20,7 +20,7 @@ GATEWAY, ENGINE = "Gateway", "Engine"
 GRPC_SERVICER = "quire.cluster.grpc.quire_inference_pb2_grpc.add_InferenceServicer_to_server"
 
 
-Origin = Annotated[str, Field(pattern=r"^(\*|https?://[^/\s]+)$")]
+Origin = Annotated[str, Field(pattern=r"^(\*|https?://[a-z0-9.\-\[\]:]+)$")]
 
 
 class ApiConfig(Section):

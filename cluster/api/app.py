@@ -39,7 +39,7 @@ _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _OF_ORIGINS: Any = {
     "allow_methods": ["GET", "HEAD", "POST"],
     "allow_headers": ["*"],
-    "expose_headers": ["x-request-id", "retry-after"],
+    "expose_headers": ["x-request-id", "retry-after", "x-should-retry"],
 }
 _CLIENT_CLOSED_REQUEST = 499  # nginx's status for logs; nobody receives it
 
@@ -67,11 +67,11 @@ def create_app(
     if keys is not None:
         app.add_middleware(KeyMiddleware, keys=keys, open_metrics=open_metrics)
     app.add_middleware(LastResortMiddleware)
+    if allowed_origins:  # a browser asks first, without a key, and reads errors, too
+        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, **_OF_ORIGINS)
     app.add_middleware(CountMiddleware, metrics=context.metrics)
     if request_ids:
         app.add_middleware(RequestIdMiddleware)
-    if allowed_origins:  # outermost: a browser asks first, without a key, and reads errors, too
-        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, **_OF_ORIGINS)
     install_error_handlers(app)
     _add_generation_routes(app, context)
     _add_service_routes(app, context)

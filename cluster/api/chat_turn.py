@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -33,9 +34,14 @@ class ChatTurn(NamedTuple):
 
 
 async def begin_turn(
-    http: Request, context: ApiContext, request: ChatCompletionRequest, body: bytes, prefix: str
+    http: Request,
+    context: ApiContext,
+    request: ChatCompletionRequest,
+    body: bytes,
+    prefix: str,
+    check: Callable[[Reading], None] | None = None,
 ) -> ChatTurn:
-    """Everything up to the first token. `prefix` is that of the answer's id.
+    """Everything up to the first token. `prefix` is that of the answer's id; `check` may refuse how answers are read.
 
     Raises `InvalidRequestError`, and what the backend raises."""
     deadline = Deadline(request.deadline_ms)
@@ -44,6 +50,8 @@ async def begin_turn(
     metrics = context.metrics.start(served.name, request.n or 1)
     prompt = await unless_client_leaves(http.receive, deadline.hold(chat_prompt(context, served, request, body)))
     reading = reading_of(served, request, prompt)
+    if check is not None:
+        check(reading)
     token_ids = prompt.token_ids
     room = served.input_processor.room_after(token_ids, "messages")
     params = request.sampling_params(served.info.generation_defaults, room)

@@ -199,17 +199,14 @@ class Generation:
         return None if request.include_usage else UNSET
 
     def _resume(self) -> list[CompletionOutput]:
-        """Take the tokens that requests resume with, one by one as they came. Only a stop string can end an answer
-        among them."""
+        """Take the tokens that requests resume with. Only a stop string can end an answer among them."""
         deltas = []
         for request, state in zip(self._requests, self.states, strict=True):
-            for i, token_id in enumerate(request.resume_token_ids):
-                delta = state.push(EngineOutput(request.request_id, i, [token_id]))
+            if request.resume_token_ids:
+                delta = state.push(EngineOutput(request.request_id, 0, request.resume_token_ids))
                 if delta is not None:
                     deltas.append(delta)
-                if state.finished:
-                    self._num_unfinished -= 1
-                    break
+                self._num_unfinished -= state.finished
         return deltas
 
     def _parts(self, outputs: list[EngineOutput]) -> Iterator[EngineOutput]:

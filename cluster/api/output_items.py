@@ -19,6 +19,8 @@ from .chat_reading import Reading
 from .tools import Arguments, CallStart, Content, Event, IncrementalParser, Reasoning
 
 Status = Literal["in_progress", "completed", "incomplete"]
+# "stopped": by a stop string, which may be amid the arguments of a call.
+End = Literal["completed", "incomplete", "stopped"]
 # A list of `TokenLogprob`, which is encoded once, however often it is repeated.
 Logprobs = Annotated[msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
 _NO_LOGPROBS = msgspec.Raw(b"[]")
@@ -207,9 +209,9 @@ class OutputWriter:
         return self._parser
 
     def push(
-        self, text: str, logprobs: Sequence[TokenLogprob] = (), *, ends: Status | None = None
+        self, text: str, logprobs: Sequence[TokenLogprob] = (), *, ends: End | None = None
     ) -> Iterator[StreamEvent]:
-        """What a piece of the text adds. `ends`: it is the last, and so the last item is `completed` or `incomplete`.
+        """What a piece of the text adds. `ends`: it is the last one, and how the answer ends with it.
 
         An event must be encoded before the next is asked for: the item in it goes on. Logprobs are for answers that
         are a message and nothing else."""
@@ -235,7 +237,7 @@ class OutputWriter:
         if ends is not None:
             if not self.items:  # the model had nothing to say
                 yield from self._begin(MessageItem(self._new_id("msg", 0)))
-            yield from self._end(ends)
+            yield from self.end(ends)
 
     def _events(self, text: str, logprobs: bytes, is_last: bool) -> Iterable[Event]:
         if self._parser is None:
@@ -251,7 +253,7 @@ class OutputWriter:
         return len(self.items) - 1, self.items[-1].id
 
     def _begin(self, item: Item) -> Iterator[StreamEvent]:
-        yield from self._end("completed")
+        yield from self.end("completed")
         self.items.append(item)
         yield ItemEvent("response.output_item.added", len(self.items) - 1, item)
         if not isinstance(item, FunctionCallItem):
@@ -266,10 +268,11 @@ class OutputWriter:
             self._logprobs.append(logprobs)
         return DeltaEvent("response.output_text.delta", *self._where, piece, 0, msgspec.Raw(b"[%b]" % logprobs))
 
-    def _end(self, status: Status) -> Iterator[StreamEvent]:
-        """The last item is complete."""
+    def end(self, how: End) -> Iterator[StreamEvent]:
+        """No more comes of the last item."""
         if self._last is None:
             return
+        status: Status = "incomplete" if how == "incomplete" else "completed"
         text, self._pieces = "".join(self._pieces), []
         match self._last:
             case MessageItem() as item:
@@ -284,6 +287,16 @@ class OutputWriter:
                 yield PartEvent("response.content_part.done", *self._where, item.content[0])
             case FunctionCallItem() as item:
                 item.arguments = text
+                if how == "stopped" and not _is_json(text):
+                    status = "incomplete"
                 yield ArgumentsDoneEvent(*self._where, item.name, text)
         item.status = status
         yield ItemEvent("response.output_item.done", len(self.items) - 1, item)
+
+
+def _is_json(text: str) -> bool:
+    try:
+        msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return False
+    return True

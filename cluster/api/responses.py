@@ -9,20 +9,21 @@ from hashlib import blake2s
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
 from quire.engine.errors import InvalidRequestError
+from quire.engine.output_processor import RequestState
 from quire.engine.outputs import CompletionOutput, FinishReason, TokenLogprobs
 
 from .answers import TokenLogprob
-from .chat_reading import num_thought_tokens
+from .chat_reading import Reading, num_thought_tokens
 from .chat_turn import ChatTurn, begin_turn
 from .context import ApiContext, off_the_loop, read_body, stream_response
 from .errors import body_of
 from .logprobs import TokenNames, chat_logprobs
 from .output_items import (
+    End,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -31,11 +32,11 @@ from .output_items import (
     ResponseError,
     ResponseEvent,
     ResponseUsage,
-    Status,
     StreamEvent,
 )
 from .parsing import parse_request, validate_fields
 from .protocol import ChatCompletionRequest, ResponsesRequest
+from .protocol.fields import StrictModel
 from .protocol.responses import FieldNames
 from .sse import event, unless_client_leaves
 from .whole_answers import whole_response
@@ -47,10 +48,10 @@ async def create_response(http: Request, context: ApiContext) -> HttpResponse:
     """Answer, whole or as a stream. Raises `InvalidRequestError` and what the backend raises before the first token."""
     body = await read_body(http, context.limits)
     request = await off_the_loop(body, lambda: parse_request(ResponsesRequest, body, context.limits))
-    fields, names = request.chat_fields()
+    fields, names = await off_the_loop(body, request.chat_fields)
     with names.spoken():
         chat = await off_the_loop(body, lambda: _as_chat(request, fields, context))
-        turn = await begin_turn(http, context, chat, body, "resp_")
+        turn = await begin_turn(http, context, chat, body, "resp_", _check_logprobs if chat.logprobs else None)
         answer = _ResponseAnswer(turn, await off_the_loop(body, lambda: _begun(turn, request)), names)
         if request.stream:
             return await stream_response(http, answer.events(), turn.begun.event_ids, answer.failed)
@@ -61,6 +62,17 @@ async def create_response(http: Request, context: ApiContext) -> HttpResponse:
 def _as_chat(request: ResponsesRequest, fields: dict[str, Any], context: ApiContext) -> ChatCompletionRequest:
     chat = validate_fields(ChatCompletionRequest, fields, context.limits)
     return chat.model_copy(update=request.shared_fields())
+
+
+def _check_logprobs(reading: Reading) -> None:
+    """Raises `InvalidRequestError` where they cannot be told."""
+    if reading.parser is not None:
+        raise InvalidRequestError(
+            "include: logprobs are not available with tools, and for models that think: they would be told of the text "
+            "that the model has written, not of the message that is read from it.",
+            "include",
+            "unsupported",
+        )
 
 
 def _begun(turn: ChatTurn, request: ResponsesRequest) -> Response:
@@ -75,7 +87,7 @@ def _begun(turn: ChatTurn, request: ResponsesRequest) -> Response:
         instructions=_raw(request.instructions),
         metadata=_raw(request.metadata or {}),
         reasoning=_raw({"effort": None, "summary": None} | _dumped(request.reasoning)),
-        text=_raw(_dumped(request.text) or {"format": {"type": "text"}}),
+        text=_raw({"format": {"type": "text"}} | _dumped(request.text)),
         tool_choice=_raw(choice if isinstance(choice, str) else {"type": "function", **choice["function"]}),
         tools=_raw([_dumped(tool) for tool in request.tools or ()]),
         parallel_tool_calls=request.parallel_tool_calls,
@@ -86,8 +98,8 @@ def _begun(turn: ChatTurn, request: ResponsesRequest) -> Response:
     )
 
 
-def _dumped(part: BaseModel | None) -> dict[str, Any]:
-    return {} if part is None else part.model_dump(by_alias=True, exclude_none=True)
+def _dumped(part: StrictModel | None) -> dict[str, Any]:
+    return {} if part is None else part.given()
 
 
 def _raw(value: object) -> msgspec.Raw:
@@ -98,21 +110,15 @@ class _ResponseAnswer:
     """Shapes what a generation yields."""
 
     def __init__(self, turn: ChatTurn, response: Response, names: FieldNames) -> None:
-        """`response` has begun. Raises `InvalidRequestError` where logprobs cannot be told."""
+        """`response` has begun."""
         self._generation = turn.generation
         [self._state] = turn.generation.states
         self._names = names
         self._token_names = TokenNames(turn.served.token_decoder)
-        if turn.reading.parser is not None and turn.begun.prompts[0][0].sampling_params.logprobs is not None:
-            raise InvalidRequestError(
-                "include: logprobs are not available with tools, and for models that think: they would be told of the "
-                "text that the model has written, not of the message that is read from it.",
-                "include",
-                "unsupported",
-            )
         self._writer = OutputWriter(turn.reading, _item_ids(turn.begun.answer_id, turn.begun.attempt))
         self._response = response
         self._num_events = 0
+        self._event_ids = turn.begun.event_ids
 
     def whole(self) -> Response:
         state = self._state
@@ -120,7 +126,7 @@ class _ResponseAnswer:
         for start in range(0, len(entries), _AT_ONCE):
             _leave(self._writer.push("", self._logprobs(entries[start : start + _AT_ONCE])))
         assert state.finish_reason is not None
-        _leave(self._writer.push(state.text, ends=_status(state.finish_reason)))
+        _leave(self._writer.push(state.text, ends=_end_of(state)))
         return self._ended(state.finish_reason)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
@@ -138,6 +144,7 @@ class _ResponseAnswer:
         if isinstance(error, InvalidRequestError):
             error = self._names.renamed(error)
         response = self._response
+        _leave(self._writer.end("incomplete"))
         response.output, response.status, response.usage = self._writer.items, "failed", self._usage()
         message = body_of(error).error.message
         refused = isinstance(error, InvalidRequestError)
@@ -145,9 +152,11 @@ class _ResponseAnswer:
         return self._sent([ResponseEvent("response.failed", response)])
 
     def _delta_events(self, delta: CompletionOutput) -> bytes:
-        reason = delta.finish_reason
+        reason, ids = delta.finish_reason, self._event_ids
+        if ids is not None:
+            self._num_events = ids.next_number(self._num_events)
         logprobs = self._logprobs(delta.logprobs or ())
-        sent = self._sent(self._writer.push(delta.text, logprobs, ends=None if reason is None else _status(reason)))
+        sent = self._sent(self._writer.push(delta.text, logprobs, ends=_end_of(delta)))
         if reason is None:
             return sent
         ended = self._ended(reason)
@@ -184,6 +193,8 @@ class _ResponseAnswer:
             each.sequence_number = self._num_events
             self._num_events += 1
             lines.append(b"event: %b\n%b" % (each.type.encode(), event(each)))
+        if self._event_ids is not None:
+            self._event_ids.event_number = self._num_events - 1
         return b"".join(lines)
 
 
@@ -196,8 +207,12 @@ def _item_ids(answer_id: str, attempt: str) -> Callable[[str, int], str]:
     return new_id
 
 
-def _status(reason: FinishReason) -> Status:
-    return "completed" if reason == "stop" else "incomplete"
+def _end_of(answer: CompletionOutput | RequestState) -> End | None:
+    if answer.finish_reason is None:
+        return None
+    if answer.finish_reason != "stop":
+        return "incomplete"
+    return "stopped" if isinstance(answer.stop_reason, str) else "completed"
 
 
 def _leave(events: Iterable[StreamEvent]) -> None:

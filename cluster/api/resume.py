@@ -1,10 +1,11 @@
 """Streams that go on where they were interrupted: `x-request-id` and `Last-Event-ID`.
 
-Every event of a stream has an id: how many tokens of each answer the client has seen with it, and whether the answer
-has ended; then which attempt it belongs to.
+The last event that a token brings has an id: how many tokens of each answer the client has seen with it, and whether
+the answer has ended; which attempt it belongs to; and the number of the event, where a stream has numbers.
 
     id: 17-3fa0c2     17 tokens of the only answer
     id: 12e.9-3fa0c2  of two answers: the first is complete with 12 tokens, the second has shown 9
+    id: 17-3fa0c2.21  17 tokens, with event 21
 
 A client whose connection was lost sends the same request again, with its `x-request-id`, which the answer had, too, and
 with the last id as `Last-Event-ID`. Engines remember the tokens and the seed for a minute
@@ -39,7 +40,7 @@ from .backend import Backend
 from .sse import DONE
 from .tenants import tenant_of
 
-_EVENT_ID = re.compile(r"(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:-([0-9a-f]{6}))?")
+_EVENT_ID = re.compile(r"(\d{1,9}e?(?:\.\d{1,9}e?)*)(?:-([0-9a-f]{6})(?:\.(\d{1,9}))?)?")
 _MAX_ID_CHARS = 256
 _NO_ENGINE_RETRY_S = 5.0  # about what an engine takes to start
 
@@ -62,12 +63,25 @@ class EventIds:
     stream passes through on its way out.
     """
 
-    def __init__(self, num_answers: int, attempt: str, seen: Sequence[Position] | None = None) -> None:
+    def __init__(
+        self, num_answers: int, attempt: str, seen: Sequence[Position] | None = None, last_number: int | None = None
+    ) -> None:
+        """`last_number`: of the last event that was seen, where events have numbers."""
         self._positions = [Position()] * num_answers
         self._texts = [str(Position())] * num_answers  # each event has all of them, and changes one
         self._attempt = attempt
         self._seen = seen
         self._is_seen = False
+        self._last_number = last_number
+        self.event_number: int | None = None  # told by streams that have numbers
+
+    def next_number(self, own: int) -> int:
+        """The number of the first event of the delta that was told last, which would have its `own`, had the client
+        seen no other stream: there, tokens may have come in other pieces."""
+        if self._is_seen or self._last_number is None:
+            return own
+        last, self._last_number = self._last_number, None
+        return last + 1
 
     def advance(self, delta: CompletionOutput) -> None:
         """The next event is that of `delta`."""
@@ -106,7 +120,8 @@ class EventIds:
         return b"%bid: %b\n%b" % (data[:last], str(self).encode(), data[last:])
 
     def __str__(self) -> str:
-        return f"{'.'.join(self._texts)}-{self._attempt}"
+        number = "" if self.event_number is None else f".{self.event_number}"
+        return f"{'.'.join(self._texts)}-{self._attempt}{number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +151,12 @@ async def may_resume(begun: Begun, http: Request, body: bytes, backend: Backend,
     key = _key(name, tenant_of(http.scope).name, http.url.path, body)
     if last:
         return await _resume(begun, key, last, backend, model)
-    return _tagged(begun, key, [request for choices in begun.prompts for request in choices], None)
+    return _tagged(begun, key, [request for choices in begun.prompts for request in choices])
 
 
 async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend, model: str) -> Begun:
     requests = [request for choices in begun.prompts for request in choices]
-    seen, attempt = _read(last_event_id, len(requests))
+    seen, attempt, number = _read(last_event_id, len(requests))
     points = _of_one_attempt(await backend.recall(key), attempt)
     num_choices = len(begun.prompts[0])
     seeds = {index // num_choices: point.seed for index, point in points.items()}  # each prompt has its own
@@ -174,7 +189,7 @@ async def _resume(begun: Begun, key: bytes, last_event_id: str, backend: Backend
             known = points[index].token_ids[: seen[index].num_tokens]
             request = msgspec.structs.replace(request, resume_token_ids=known)
         resumed.append(request)
-    return _tagged(begun, key, resumed, seen)
+    return _tagged(begun, key, resumed, seen, number)
 
 
 def _of_one_attempt(points: Sequence[ResumePoint], attempt: str) -> dict[int, ResumePoint]:
@@ -194,7 +209,13 @@ def _of_one_attempt(points: Sequence[ResumePoint], attempt: str) -> dict[int, Re
     return {point.tag.index: point for point in copies}
 
 
-def _tagged(begun: Begun, key: bytes, requests: list[EngineRequest], seen: list[Position] | None) -> Begun:
+def _tagged(
+    begun: Begun,
+    key: bytes,
+    requests: list[EngineRequest],
+    seen: list[Position] | None = None,
+    last_number: int | None = None,
+) -> Begun:
     """With these requests in place of its own, for engines to remember."""
     of_all = (begun.answer_id, begun.created, begun.attempt, begun.num_resumes)
     tagged = iter(
@@ -202,7 +223,7 @@ def _tagged(begun: Begun, key: bytes, requests: list[EngineRequest], seen: list[
         for index, request in enumerate(requests)
     )
     prompts = [[next(tagged) for _ in choices] for choices in begun.prompts]
-    return replace(begun, prompts=prompts, event_ids=EventIds(len(requests), begun.attempt, seen))
+    return replace(begun, prompts=prompts, event_ids=EventIds(len(requests), begun.attempt, seen, last_number))
 
 
 def _key(name: str, tenant: str, path: str, body: bytes) -> bytes:
@@ -212,15 +233,16 @@ def _key(name: str, tenant: str, path: str, body: bytes) -> bytes:
     return digest.digest()
 
 
-def _read(text: str, num_answers: int) -> tuple[list[Position], str]:
-    """What an event id says: the positions, and the attempt, or "" where it names none."""
+def _read(text: str, num_answers: int) -> tuple[list[Position], str, int | None]:
+    """What an event id says: the positions; the attempt, or "" where it names none; and the number, if it has one."""
     match = _EVENT_ID.fullmatch(text)
     parts = match[1].split(".") if match else []
     if match is None or len(parts) != num_answers:
         raise InvalidRequestError(
             f"Last-Event-ID: must be the id of an event of this stream, got {text[:100]!r}.", "Last-Event-ID"
         )
-    return [Position(int(part.removesuffix("e")), part.endswith("e")) for part in parts], match[2] or ""
+    positions = [Position(int(part.removesuffix("e")), part.endswith("e")) for part in parts]
+    return positions, match[2] or "", None if match[3] is None else int(match[3])
 
 
 def _is_repeatable(request: EngineRequest) -> bool:

@@ -54,8 +54,9 @@ def unsigned(b: ir.IRBuilder, numbers: Any) -> Any:
     return b.xor(numbers, b.bitcast(splat(BYTES, -128), INTS))
 
 
-def dot_int8(b: ir.IRBuilder, signed: Any, unsigned: Any, sums: Any) -> Any:
-    return call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [sums, unsigned, signed])
+def dot_int8(b: ir.IRBuilder, signed: Any, others: Any, sums: Any) -> Any:
+    """Add to each lane the products of four signed bytes and four unsigned `others`."""
+    return call(b, "llvm.x86.avx512.vpdpbusd.512", INTS, [sums, others, signed])
 
 
 def times_128(b: ir.IRBuilder, signed: Any, sums: Any) -> Any:

@@ -66,7 +66,7 @@ def _half_a_cache() -> int:
 
 
 CHUNK_BYTES = _half_a_cache()  # of x: what stays there while the weight goes by
-IN_VECTORS = 8  # chunks that are one: vectors wait for products, not for x, which may come from the third cache
+CHUNKS_IN_VECTORS = 8  # that are one there: vectors wait for products, not for x, which may come from the third cache
 MANY_PAIRS = 8  # of B, which would push the block of weights out of the first cache
 
 _SOURCES = (
@@ -206,7 +206,7 @@ def _sources() -> str:
 
 def chunk_bytes(product: str) -> int:
     """Of x, in what multiplies it."""
-    return CHUNK_BYTES * (IN_VECTORS if product in FORMATS else 1)
+    return CHUNK_BYTES * (CHUNKS_IN_VECTORS if product in FORMATS else 1)
 
 
 _TURN_NS = (0.3, 0.4, 0.5)  # about what an element takes, by digits

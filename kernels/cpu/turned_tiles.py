@@ -132,7 +132,7 @@ def turn_tile(
     typing_context: Any,
     run: Any,
     is_bfloat16: Any,
-    is_signed: Any,
+    becomes_unsigned: Any,
     source: Any,
     row_bytes: Any,
     last_row: Any,
@@ -142,7 +142,7 @@ def turn_tile(
     """16 rows of 16 words of 32 bits become columns: those of a class (see `words_by_class`) lie behind each other, and
     those of the next one `class_bytes` behind its first. Column j has source[min(i, last_row)][j] in row i.
 
-    `run` and what source is are constants: bfloat16 become float32, signed bytes unsigned ones.
+    What comes before `source` are constants: bfloat16 become float32, and signed bytes may become unsigned.
     """
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
@@ -155,7 +155,7 @@ def turn_tile(
                 rows.append(from_bfloat16(b, load(b, place, ir.VectorType(INT16, LANES))))
             else:
                 words = load(b, place, INTS)
-                rows.append(unsigned(b, words) if is_signed.literal_value else words)
+                rows.append(unsigned(b, words) if becomes_unsigned.literal_value else words)
         columns = turn_words(b, rows)
         for i, words in enumerate(words_by_class(run.literal_value)):
             first = b.add(target, b.mul(class_bytes, INT64(i)))
@@ -163,7 +163,7 @@ def turn_tile(
                 store(b, columns[word], b.add(first, INT64(STEP_BYTES * place_of_word)))
         return context.get_dummy_value()
 
-    return types.void(run, is_bfloat16, is_signed, *[types.int64] * 5), generate
+    return types.void(run, is_bfloat16, becomes_unsigned, *[types.int64] * 5), generate
 
 
 @intrinsic(prefer_literal=True)

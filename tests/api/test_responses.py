@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -97,7 +98,7 @@ async def stream(client: httpx.AsyncClient, **fields: Any) -> list[dict[str, Any
 def joined(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items of a stream by its deltas alone, each checked against what its end says."""
     items: list[dict[str, Any]] = []
-    for event in events:
+    for event in copy.deepcopy(events):
         match event["type"].removeprefix("response."):
             case "output_item.added":
                 assert event["output_index"] == len(items)
@@ -232,6 +233,19 @@ async def test_what_is_cut_short_is_incomplete(client: httpx.AsyncClient, backen
     assert [item["status"] for item in body["output"]] == ["completed", "incomplete"]
 
 
+@pytest.mark.parametrize(("stop", "statuses", "arguments"), [
+    ("Paulo", ["completed", "incomplete"], '{"city": "São '),
+    ("</tool_call>", ["completed", "completed"], ARGUMENTS),
+])  # fmt: skip
+async def test_a_call_that_is_cut_by_a_stop_string_is_not_complete(
+    client: httpx.AsyncClient, backend: FakeBackend, stop: str, statuses: list[str], arguments: str
+) -> None:
+    answer(backend, ANSWERS["calls"])
+    body = await post(client, tools=[FUNCTION], stop=stop)
+    assert [item["status"] for item in body["output"]] == statuses
+    assert body["output"][1]["arguments"] == arguments
+
+
 CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "text": ({"input": "hi"}, [{"role": "user", "content": "hi"}]),
     "instructions": (
@@ -291,30 +305,33 @@ CONVERSATIONS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             },
         ],
     ),
-    "turns after each other": (
+    "texts between calls": (
         {
             "input": [
                 {"role": "user", "content": "hi"},
                 {"role": "assistant", "content": "a"},
-                {"role": "assistant", "content": "b"},
-                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
-                {"role": "assistant", "content": "c"},
-                {"type": "reasoning", "summary": []},
+                {"role": "assistant", "content": [{"type": "output_text", "text": t} for t in ("b", "c")]},
                 {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
-                {"role": "assistant", "content": "d"},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]},
+                {"role": "assistant", "content": [{"type": "output_text", "text": "d"}]},
+                {"type": "reasoning", "summary": []},
+                {"type": "function_call", "call_id": "b", "name": "f", "arguments": "{}"},
+                {"type": "reasoning", "content": [{"type": "reasoning_text", "text": " Ah."}]},
+                {"type": "function_call_output", "call_id": "a", "output": "sun"},
             ]
         },
         [
             {"role": "user", "content": "hi"},
             {"role": "assistant", "content": "a"},
-            {"role": "assistant", "content": "b"},
             {
                 "role": "assistant",
-                "reasoning_content": "Hm.",
-                "content": "c",
-                "tool_calls": [{"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                "reasoning_content": "Hm. Ah.",
+                "content": "b\ncd",
+                "tool_calls": [
+                    {"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in ("a", "b")
+                ],
             },
-            {"role": "assistant", "content": "d"},
+            {"role": "tool", "tool_call_id": "a", "content": "sun"},
         ],
     ),
 }  # fmt: skip
@@ -362,6 +379,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     "input ": {"input": []},
     "input[0]": {"input": ["a"]},
     "input[0] ": {"input": [{"type": "web_search_call", "id": "ws_1"}]},
+    "input[0]  ": {"input": [{"type": [], "role": "user", "content": "a"}]},
+    "input[128]": {
+        "input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"} for _ in range(129)]
+    },
     "input[0].role": {"input": [{"role": "tool", "content": "a"}]},
     "input[0].content": {"input": [{"role": "user"}]},
     "input[0].content ": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
@@ -378,6 +399,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "max_output_tokens ": {"max_output_tokens": 0},
     "temperature": {"temperature": 3},
     "text.format.schema": {"text": {"format": {"type": "json_schema", "name": "n"}}},
+    "text.format.schema ": {"text": {"format": {"type": "text", "schema": {"type": "object"}}}},
+    "text.format.strict": {"text": {"format": {"type": "json_object", "strict": True}}},
     "text.format.name": {"text": {"format": {"type": "json_schema", "schema": {}}}},
     "text.verbosity": {"text": {"verbosity": "low"}},
     "reasoning.effort": {"reasoning": {"effort": "enormous"}},
@@ -394,6 +417,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "store": {"store": True},
     "truncation": {"truncation": "auto"},
     "metadata": {"metadata": {"a": 5}},
+    "stop": {"stop": ["a"] * 17},
+    "structured_outputs": {"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}},
     "max_tokens": {"max_tokens": 5},
     "messages": {"messages": []},
     "n": {"n": 2},
@@ -410,7 +435,13 @@ async def test_what_cannot_work_is_refused_by_its_name(
         error = response.json()["error"]
         assert error["param"] == param.strip()
         assert error["message"].startswith(f"{param.strip()}: ")
+        assert "response_format" not in error["message"]
     assert backend.requests == []
+
+
+async def test_options_of_a_stream_are_refused_without_one(client: httpx.AsyncClient) -> None:
+    response = await client.post("/v1/responses", json={**BODY, "stream_options": {"include_obfuscation": False}})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "stream_options")
 
 
 async def test_mistakes_in_long_conversations_are_told_where_they_are(client: httpx.AsyncClient) -> None:
@@ -467,6 +498,8 @@ async def test_a_stream_that_fails_says_so(client: httpx.AsyncClient, backend: F
     failed = (await stream(client))[-1]
     assert failed["type"] == "response.failed"
     assert "secret" not in json.dumps(failed)
+    [message] = failed["response"]["output"]
+    assert (message["status"], message["content"][0]["text"]) == ("incomplete", " The year")  # what had been sent
 
 
 async def test_before_the_first_token_errors_have_a_status(client: httpx.AsyncClient, backend: FakeBackend) -> None:
@@ -484,11 +517,14 @@ async def test_a_report_comes_with_the_end(client: httpx.AsyncClient, backend: F
 
 
 @pytest.mark.parametrize("text", [ANSWERS["text"], ANSWERS["thought, text, calls"]], ids=["text", "items"])
+@pytest.mark.parametrize("tokens_per_step", [1, 3])
 async def test_a_stream_goes_on_where_it_was_interrupted(
-    client: httpx.AsyncClient, backend: FakeBackend, text: str
+    client: httpx.AsyncClient, backend: FakeBackend, text: str, tokens_per_step: int
 ) -> None:
-    """After any event: the same events, ids and numbers that would have followed."""
+    """After any event: the same events and ids that would have followed, and numbers go on. An engine may take several
+    tokens in a step, and others the second time."""
     answer(backend, text)
+    backend.tokens_per_step = tokens_per_step
     body = {**BODY, "tools": [FUNCTION], "stream": True}
 
     async def ask(headers: dict[str, str]) -> list[tuple[str, dict[str, Any]]]:
@@ -505,7 +541,13 @@ async def test_a_stream_goes_on_where_it_was_interrupted(
             continue
         known = backend.answer_ids[: (100, 2)[index % 2]]
         backend.remembered = {request.resume_tag.key: [ResumePoint(request.resume_tag, request.seed, known)]}
-        assert without_times(await ask({"Last-Event-ID": last})) == without_times(whole[index + 1 :])
+        rest = await ask({"Last-Event-ID": last})
+        if tokens_per_step == 1:
+            assert without_times(rest) == without_times(whole[index + 1 :])
+        seen = [event for _, event in whole[: index + 1]]
+        assert joined([*seen, *(event for _, event in rest)]) == whole[-1][1]["response"]["output"]
+        numbers = [event["sequence_number"] for event in seen] + [event["sequence_number"] for _, event in rest]
+        assert numbers == [*range(len(numbers))]
 
 
 def without_times(events: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
@@ -581,6 +623,10 @@ def test_the_sdk_with_tools_and_thoughts(sdk: openai.OpenAI, thinking_server: Li
     prompt = backend.served.token_decoder.decode(backend.requests[0].prompt_token_ids)
     assert prompt.count(f"Sun.{calls[0].call_id}") == 1
     assert "<think>Hm.</think>Let me see.<tool_call>" in prompt
+    dumped: Any = [{"role": "user", "content": "Weather?"}, *(item.model_dump() for item in final.output)]
+    dumped += [{"type": "function_call_output", "call_id": call.call_id, "output": "Sun."} for call in calls]
+    sdk.responses.create(model=MODEL, input=dumped, tools=tools)
+    assert backend.requests[1].prompt_token_ids == backend.requests[0].prompt_token_ids
 
 
 def test_the_sdk_parses(sdk: openai.OpenAI, thinking_server: LiveServer) -> None:

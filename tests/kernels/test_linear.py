@@ -138,6 +138,16 @@ def test_rows_that_are_not_there_have_no_scale(monkeypatch: pytest.MonkeyPatch) 
     assert (x_scales[21:] == 0).all()
 
 
+@pytest.mark.skipif("int8 dot" not in products(torch.int8), reason="x has no digits here")
+@pytest.mark.parametrize("num_digits", [1, 2])
+def test_the_largest_sums_of_bytes(num_digits: int) -> None:
+    """Of the least and the largest digits and weights, whose sums begin far below zero."""
+    x = torch.tensor([1.0, -1.0]).repeat_interleave(17)[:, None].expand(-1, 8192).contiguous()
+    weight = torch.tensor([-128, 127, 1, 0], dtype=torch.int8).repeat(8)[:, None].expand(-1, 8192).contiguous()
+    found = many_rows.linear(x, weight, torch.ones(32), None, num_digits=num_digits)
+    torch.testing.assert_close(found.double(), x.double() @ weight.double().T, rtol=2**-22, atol=0)
+
+
 @pytest.mark.parametrize(("kind", "product", "shape"), IN_TILES)
 def test_tiles_of_many_rows(kind: str, product: str, shape: tuple[int, int]) -> None:
     """Chunks of x, and half a block of the weight. A row has the same bits in every batch, and keeps its NaN."""

@@ -13,6 +13,12 @@ def wrong(message: str) -> PydanticCustomError:
     return PydanticCustomError("quire", message)
 
 
+def without_nulls(value: object) -> object:
+    """An object without the fields that are null: they count as not given, and clients send them of fields that nobody
+    here knows."""
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
+
+
 def check_length(value: list[Any] | dict[Any, Any], limit: int) -> None:
     if len(value) > limit:
         raise PydanticCustomError("too_many", f"must hold at most {limit} entries, got {len(value)}")
@@ -34,6 +40,15 @@ class StrictModel(BaseModel):
     so everything that repeats has a bound: a large body must not hold a million of them."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    def given(self) -> dict[str, Any]:
+        """The fields that have values, by the names that requests know them by. Values are not copied."""
+        values = {field.alias or name: getattr(self, name) for name, field in type(self).model_fields.items()}
+        return {
+            name: value.given() if isinstance(value, StrictModel) else value
+            for name, value in values.items()
+            if value is not None
+        }
 
     @model_validator(mode="before")
     @classmethod

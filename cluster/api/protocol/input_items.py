@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, WithJsonSchema
+from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, WithJsonSchema
 
 from quire.engine.errors import InvalidRequestError
 
-from .fields import StrictModel, at_most, check_length, wrong
-from .messages import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_NAME_CHARS, NotYet, content_schema, texts_of
+from .fields import StrictModel, at_most, check_length, without_nulls, wrong
+from .messages import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOL_CALLS, NotYet, content_schema, texts_of
 
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _ECHOED = {"annotations", "logprobs", "parsed"}
@@ -52,8 +52,6 @@ class InputCall(StrictModel):
     id: str | None = None
     status: Status | None = None
     parsed_arguments: Any = None
-    caller: NotYet = None
-    namespace: NotYet = None
 
 
 class InputCallOutput(StrictModel):
@@ -90,18 +88,19 @@ class InputReasoning(StrictModel):
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def _type_of(item: object) -> str | None:
-    kind = item.get("type") or "message" if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else None
+def _type_of(item: Any) -> str:
+    kind: str = item["type"] if isinstance(item, dict) else item.type
+    return kind
 
 
 def _of_a_known_type(item: object) -> object:
     if not isinstance(item, dict):
         raise wrong("must be an object")
-    if _type_of(item) not in ITEM_TYPES:
-        kind = str(item["type"])[:40]
-        raise wrong(f"is of type {kind!r}, which is not supported: only {', '.join(map(repr, ITEM_TYPES))} are")
-    return {**item, "type": _type_of(item)}  # null: a message
+    kind = item.get("type")
+    if kind is not None and kind not in ITEM_TYPES:
+        told = f"of type {kind[:40]!r}" if isinstance(kind, str) else "of no type"
+        raise wrong(f"is {told}, which is not supported: only {', '.join(map(repr, ITEM_TYPES))} are")
+    return without_nulls({**item, "type": kind or "message"})
 
 
 Item = Annotated[
@@ -133,11 +132,15 @@ class _OrText:
         return {"anyOf": [{"type": "string"}, handler(core) | {"minItems": 1, "maxItems": MAX_MESSAGES}]}
 
 
-Input = Annotated[list[Item], BeforeValidator(_listed), _OrText()]
+Input = Annotated[list[Item], FailFast(), BeforeValidator(_listed), _OrText()]
 
 
 class Messages:
-    """The messages that items are, as fields of chat completions, and where each came from."""
+    """The messages that items are, as fields of chat completions, and where each came from.
+
+    All that a model has written in a row is one message, as it was one answer: its thoughts, its texts and its calls,
+    each joined, as chat completions have them. But a message behind a message is another one.
+    """
 
     def __init__(self, instructions: str | None, items: list[Item]) -> None:
         """Raises `InvalidRequestError`."""
@@ -146,37 +149,44 @@ class Messages:
         self._calls: set[str] = set()
         if instructions is not None:
             self._begin({"role": "system", "content": instructions}, "instructions")
+        before: Item | None = None
         for i, item in enumerate(items):
-            self._add(item, f"input[{i}]")
+            self._add(item, before, f"input[{i}]")
+            before = item
 
-    def _add(self, item: Item, where: str) -> None:
+    def _add(self, item: Item, before: Item | None, where: str) -> None:
         match item:
             case InputMessage(role="assistant"):
-                self._turn(where, "content", "tool_calls")["content"] = _content(item.content)
+                turn = self._turn(where, anew=isinstance(before, InputMessage))
+                turn["content"] = _joined(turn.get("content"), item.content)
             case InputMessage():
                 self._begin({"role": item.role, "content": _content(item.content)}, where)
             case InputReasoning():
                 thought = "".join(part.text for part in item.content or item.summary or ())
                 if thought:
-                    self._turn(where, "reasoning_content", "content", "tool_calls")["reasoning_content"] = thought
+                    turn = self._turn(where)
+                    turn["reasoning_content"] = turn.get("reasoning_content", "") + thought
             case InputCall():
-                calls = self._turn(where).setdefault("tool_calls", [])
-                self.origins[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = where
-                function = {"name": item.name, "arguments": item.arguments}
-                calls.append({"id": item.call_id, "type": "function", "function": function})
-                self._calls.add(item.call_id)
+                self._call(item, where)
             case InputCallOutput():
                 if item.call_id not in self._calls:
-                    param = f"{where}.call_id"
                     why = f"must be that of a function_call before it, got {item.call_id[:80]!r}"
-                    raise InvalidRequestError(f"{param}: {why}.", param)
+                    raise _refused(f"{where}.call_id", why)
                 result = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
                 self._begin(result, where)
 
-    def _turn(self, where: str, *later: str) -> dict[str, Any]:
-        """The assistant's message that goes on: a new one where the last has what comes `later` in a turn."""
-        last = self.messages[-1] if self.messages else {"role": None}
-        if last["role"] != "assistant" or any(field in last for field in later):
+    def _call(self, item: InputCall, where: str) -> None:
+        calls = self._turn(where).setdefault("tool_calls", [])
+        if len(calls) == MAX_TOOL_CALLS:
+            raise _refused(where, f"is one call too many: a turn may have {MAX_TOOL_CALLS}")
+        self.origins[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = where
+        function = {"name": item.name, "arguments": item.arguments}
+        calls.append({"id": item.call_id, "type": "function", "function": function})
+        self._calls.add(item.call_id)
+
+    def _turn(self, where: str, *, anew: bool = False) -> dict[str, Any]:
+        """The message of the assistant that goes on, or a new one."""
+        if anew or not self.messages or self.messages[-1]["role"] != "assistant":
             self._begin({"role": "assistant"}, where)
         return self.messages[-1]
 
@@ -188,3 +198,15 @@ class Messages:
 def _content(given: str | list[str]) -> str | list[dict[str, str]]:
     """In the parts of chat completions."""
     return given if isinstance(given, str) else [{"type": "text", "text": text} for text in given]
+
+
+def _joined(before: Any, given: str | list[str]) -> str | list[dict[str, str]]:
+    """The content of a turn, with a text behind it."""
+    if before is None:
+        return _content(given)
+    texts = [before] if isinstance(before, str) else [part["text"] for part in before]
+    return "\n".join(texts) + ("\n".join(given) if isinstance(given, list) else given)
+
+
+def _refused(param: str, why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{param}: {why}.", param)

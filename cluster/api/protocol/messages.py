@@ -65,7 +65,7 @@ def content_schema(kinds: Mapping[str, str], echoed: AbstractSet[str] = frozense
 
 
 def _no_value_yet(value: object) -> object:
-    if value not in (None, []):
+    if value not in (None, [], ""):
         raise wrong("is not supported yet")
     return None
 

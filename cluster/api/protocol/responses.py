@@ -13,7 +13,7 @@ from quire.engine.errors import InvalidRequestError
 from quire.engine.sampling_params import MAX_BAD_WORDS
 
 from .chat import ChatCompletionRequest, ReasoningEffort, TemplateVariables
-from .fields import StrictModel, at_most, check_length, wrong
+from .fields import StrictModel, at_most, check_length, without_nulls, wrong
 from .generation import BiasByTokenId, StopStrings
 from .input_items import ITEM_TYPES, Input, Messages
 from .scheduling import ScheduledRequest
@@ -31,6 +31,7 @@ _NAMES = {
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
 }
+_WORDS = re.compile(rf"\b(?:{'|'.join(name for name in _NAMES if '_' in name)})\b")  # amid a message
 _TOOL = re.compile(r"(tools\[\d+\])\.function(?=\.)")
 
 
@@ -45,13 +46,18 @@ class TextFormat(StrictModel):
 
     def response_format(self) -> dict[str, Any]:
         """Raises `InvalidRequestError`."""
-        if self.type != "json_schema":
-            return {"type": self.type}
-        for field, value in (("name", self.name), ("schema", self.schema_)):
-            if value is None:
+        given = self.given()
+        kind = given.pop("type")
+        if kind != "json_schema":
+            for field in given:
+                param = f"text.format.{field}"
+                raise InvalidRequestError(f"{param}: is allowed only with type 'json_schema'.", param)
+            return {"type": kind}
+        for field in ("name", "schema"):
+            if field not in given:
                 param = f"text.format.{field}"
                 raise InvalidRequestError(f"{param}: is required with type 'json_schema'.", param, "missing_field")
-        return {"type": "json_schema", "json_schema": {"name": self.name, "schema": self.schema_}}
+        return {"type": kind, "json_schema": given}
 
 
 class TextOptions(StrictModel):
@@ -75,7 +81,7 @@ def _is_a_function(value: object) -> object:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(kind, str) and kind != "function":
         raise wrong(f"of type {kind[:40]!r} is not supported, 'function' is")
-    return value
+    return without_nulls(value)
 
 
 class FunctionTool(StrictModel):
@@ -86,7 +92,8 @@ class FunctionTool(StrictModel):
     strict: bool | None = None
 
     def tool(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
+        function = self.given()
+        return {"type": function.pop("type"), "function": function}
 
 
 _CHOICES = ("none", "auto", "required")
@@ -116,7 +123,7 @@ def _includable(value: object) -> object:
         raise wrong("must be a list")
     for name in value[:8]:
         if name not in (LOGPROBS, _THOUGHT):
-            raise wrong(f"{str(name)[:80]!r} is not supported, {LOGPROBS!r} is")
+            raise wrong(f"must have nothing but {LOGPROBS!r} and {_THOUGHT!r}")
     check_length(value, 8)
     return value
 
@@ -170,6 +177,8 @@ class ResponsesRequest(ScheduledRequest):
         told = LOGPROBS in (self.include or ())
         if self.top_logprobs and not told:
             raise InvalidRequestError(f"top_logprobs: is allowed only when include has {LOGPROBS!r}.", "top_logprobs")
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options: is allowed only when stream is true.", "stream_options")
         messages = Messages(self.instructions, self.input)
         text_format = None if self.text is None else self.text.format
         fields = {
@@ -206,15 +215,18 @@ class FieldNames:
         try:
             yield
         except InvalidRequestError as error:
-            raise self.renamed(error) from error
+            renamed = self.renamed(error)
+            if renamed is error:
+                raise
+            raise renamed from error
 
     def renamed(self, error: InvalidRequestError) -> InvalidRequestError:
-        param = error.param
+        param, message = error.param, error.message
         name = None if param is None else self._name(param)
-        if param is None or name == param:
-            return error
-        message = f"{name}{error.message.removeprefix(param)}" if error.message.startswith(param) else error.message
-        return InvalidRequestError(message, name, error.code)
+        if name != param and message.startswith(f"{param}:"):
+            message = f"{name}{message.removeprefix(str(param))}"
+        message = _WORDS.sub(lambda found: _NAMES[found[0]], message)
+        return error if message == error.message else InvalidRequestError(message, name, error.code)
 
     def _name(self, param: str) -> str:
         path = param.split(".")
