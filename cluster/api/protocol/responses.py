@@ -226,7 +226,8 @@ class FieldNames:
         if name != param and message.startswith(f"{param}:"):
             message = f"{name}{message.removeprefix(str(param))}"
         message = _WORDS.sub(lambda found: _NAMES[found[0]], message)
-        return error if message == error.message else InvalidRequestError(message, name, error.code)
+        same = name == param and message == error.message
+        return error if same else InvalidRequestError(message, name, error.code)
 
     def _name(self, param: str) -> str:
         path = param.split(".")
