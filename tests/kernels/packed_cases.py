@@ -12,6 +12,9 @@ from quire.kernels import ops
 from quire.kernels.packed import IN_8_BITS, PACKINGS, Packing, pack, repack
 
 SIZES = {"hidden_size": 256, "size": 256}
+# Packings with all bits of a code, one group and two, least numbers or none. Others combine these otherwise, and take
+# part where a test says so, or takes little.
+SOME = ("q4_0", "q4_1", "q8_0", "q2_k", "k6_1_16")
 
 
 def packed(packing: Packing, out_features: int, in_features: int, scale: float = 0.05) -> Tensor:

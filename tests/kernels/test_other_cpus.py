@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from packed_cases import SOME
 
 from quire.kernels.cpu.features import IS_WIDE, cpu_features
 
@@ -126,7 +127,8 @@ def test_a_cpu_with_wide_registers_alone(caches: Path) -> None:
             "test_gates_of_any_kind_and_size",
         )
     ]
-    end_well(play(CASCADE_LAKE, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests], caches))
+    of_some = ["-k", f"not test_the_reference_agrees or {' or '.join(SOME)}"]
+    end_well(play(CASCADE_LAKE, ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *of_some, *tests], caches))
 
 
 @pytest.mark.skipif(IS_WIDE, reason="this CPU has such registers")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
-from packed_cases import packed, whole_units
+from packed_cases import SOME, packed, whole_units
 
 from quire.kernels import ops
 from quire.kernels.cpu import (
@@ -87,9 +87,6 @@ kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=ids(KERNELS)
 of_codes = pytest.mark.parametrize(("kernel", "dtype"), OF_CODES, ids=ids(OF_CODES))
 in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
 ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some of them come in more than one chunk
-# With all bits of a code, one group and two, least numbers or none. Others combine these otherwise, and take part where
-# a test says so, or takes little.
-SOME = ("q4_0", "q4_1", "q8_0", "q2_k", "k6_1_16")
 OTHERS = tuple(sorted(PACKINGS.keys() - SOME))
 packings = pytest.mark.parametrize("packing", [PACKINGS[name] for name in SOME], ids=SOME)
 all_packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda packing: packing.name)
