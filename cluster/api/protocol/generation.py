@@ -141,12 +141,9 @@ def num_kept(truncate_prompt_tokens: int | None, max_model_len: int, max_tokens:
     return most
 
 
-class GenerationRequest(ScheduledRequest):
-    """What both endpoints share."""
+class SampledRequest(ScheduledRequest):
+    """What all endpoints that answer share, by these names."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -154,26 +151,34 @@ class GenerationRequest(ScheduledRequest):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    prompt_logprobs: int | None = None
     logit_bias: BiasByTokenId | None = None
-    allowed_token_ids: Annotated[list[int], at_most(MAX_ALLOWED_TOKEN_IDS)] | None = None
     bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
     seed: int | None = None
     stop: StopStrings | None = None
-    stop_token_ids: Annotated[list[int], at_most(MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    include_report: bool = False
+    stream: bool = False
+
+
+class GenerationRequest(SampledRequest):
+    """What completions of texts and of chats share."""
+
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    n: int | None = None
+    prompt_logprobs: int | None = None
+    allowed_token_ids: Annotated[list[int], at_most(MAX_ALLOWED_TOKEN_IDS)] | None = None
+    stop_token_ids: Annotated[list[int], at_most(MAX_STOP_TOKEN_IDS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
     truncate_prompt_tokens: int | None = None
     use_beam_search: bool = False
     length_penalty: float | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    include_report: bool = False
-    stream: bool = False
     stream_options: StreamOptions | None = None
 
     @property

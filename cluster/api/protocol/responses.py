@@ -10,14 +10,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from quire.engine.errors import InvalidRequestError
-from quire.engine.sampling_params import MAX_BAD_WORDS
 
-from .chat import ChatCompletionRequest, ReasoningEffort, TemplateVariables
+from .chat import ReasoningEffort, TemplateVariables
 from .fields import StrictModel, at_most, check_length, without_nulls, wrong
-from .generation import BiasByTokenId, StopStrings
+from .generation import SampledRequest
 from .input_items import ITEM_TYPES, Input, Messages
-from .scheduling import ScheduledRequest
-from .structured import FormatName, Schema, StructuredOutputs
+from .structured import FormatName, Schema
 from .tools import MAX_TOOLS, FunctionName
 
 LOGPROBS = "message.output_text.logprobs"
@@ -135,7 +133,7 @@ def _labels(value: object) -> object:
     return value
 
 
-class ResponsesRequest(ScheduledRequest):
+class ResponsesRequest(SampledRequest):
     """POST /v1/responses."""
 
     TYPES_OF_ENTRIES: ClassVar[dict[str, tuple[str, ...]]] = {"input": ITEM_TYPES}
@@ -143,8 +141,6 @@ class ResponsesRequest(ScheduledRequest):
     input: Input
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_is_a_function)]] | None, at_most(MAX_TOOLS)] = None
@@ -154,22 +150,8 @@ class ResponsesRequest(ScheduledRequest):
     include: Annotated[list[str], BeforeValidator(_includable)] | None = None
     top_logprobs: int | None = None
     metadata: Annotated[dict[str, str], BeforeValidator(_labels)] | None = None
-    stream: bool = False
     stream_options: ResponseStreamOptions | None = None
-    # vLLM's and ours, which mean what they mean to chat completions
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: BiasByTokenId | None = None
-    bad_words: Annotated[list[str], at_most(MAX_BAD_WORDS)] | None = None
-    seed: int | None = None
-    stop: StopStrings | None = None
-    ignore_eos: bool | None = None
-    structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: TemplateVariables | None = None
-    include_report: bool = False
 
     def chat_fields(self) -> tuple[dict[str, Any], FieldNames]:
         """What makes a chat completion of it, to be validated, and how errors about that are to be told. Raises
@@ -199,8 +181,7 @@ class ResponsesRequest(ScheduledRequest):
         return {name: getattr(self, name) for name in _SHARED}
 
 
-_OTHER = {"tools", "tool_choice", "top_logprobs", "stream_options"}  # of the same name
-_SHARED = (ResponsesRequest.model_fields.keys() & ChatCompletionRequest.model_fields.keys()) - _OTHER
+_SHARED = (*SampledRequest.model_fields, "parallel_tool_calls", "chat_template_kwargs")
 
 
 class FieldNames:
