@@ -10,10 +10,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, FailFast, Field, Tag, WithJsonSchema
 
-from quire.engine.errors import InvalidRequestError
-
 from .fields import StrictModel, at_most, check_length, without_nulls, wrong
-from .messages import MAX_CONTENT_PARTS, MAX_MESSAGES, MAX_NAME_CHARS, MAX_TOOL_CALLS, NotYet, content_schema, texts_of
+from .messages import (
+    MAX_CONTENT_PARTS,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_TOOL_CALLS,
+    NotYet,
+    content_schema,
+    refused,
+    texts_of,
+)
 
 _PARTS = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
 _ECHOED = {"annotations", "logprobs", "parsed"}
@@ -171,14 +178,14 @@ class Messages:
             case InputCallOutput():
                 if item.call_id not in self._calls:
                     why = f"must be that of a function_call before it, got {item.call_id[:80]!r}"
-                    raise _refused(f"{where}.call_id", why)
+                    raise refused(f"{where}.call_id", why)
                 result = {"role": "tool", "tool_call_id": item.call_id, "content": _content(item.output)}
                 self._begin(result, where)
 
     def _call(self, item: InputCall, where: str) -> None:
         calls = self._turn(where).setdefault("tool_calls", [])
         if len(calls) == MAX_TOOL_CALLS:
-            raise _refused(where, f"is one call too many: a turn may have {MAX_TOOL_CALLS}")
+            raise refused(where, f"is one call too many: a turn may have {MAX_TOOL_CALLS}")
         self.origins[f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"] = where
         function = {"name": item.name, "arguments": item.arguments}
         calls.append({"id": item.call_id, "type": "function", "function": function})
@@ -206,7 +213,3 @@ def _joined(before: Any, given: str | list[str]) -> str | list[dict[str, str]]:
         return _content(given)
     texts = [before] if isinstance(before, str) else [part["text"] for part in before]
     return "\n".join(texts) + ("\n".join(given) if isinstance(given, list) else given)
-
-
-def _refused(param: str, why: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: {why}.", param)

@@ -152,10 +152,10 @@ def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
 def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -> dict[str, Any]:
     for field, role in _ROLES.items():
         if getattr(message, field) and message.role != role:
-            raise _refused(f"{where}.{field}", f"is allowed only with role {role!r}, got {message.role!r}")
+            raise refused(f"{where}.{field}", f"is allowed only with role {role!r}, got {message.role!r}")
     content = message.refusal if message.content is None else message.content
     if content is None and not message.tool_calls and not _says_nothing(message):
-        raise _refused(f"{where}.content", "is required")
+        raise refused(f"{where}.content", "is required")
     # OpenAI renamed the role; templates know the old name.
     rendered: dict[str, Any] = {
         "role": "system" if message.role == "developer" else message.role,
@@ -163,7 +163,7 @@ def _template_message(where: str, message: ChatMessage, calls: dict[str, str]) -
     }
     if message.name is not None:
         if not 1 <= len(message.name) <= MAX_NAME_CHARS:
-            raise _refused(f"{where}.name", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(message.name)}")
+            raise refused(f"{where}.name", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(message.name)}")
         rendered["name"] = message.name
     if message.thought:
         rendered["reasoning_content"] = message.thought
@@ -187,9 +187,9 @@ def _says_nothing(message: ChatMessage) -> bool:
 
 def _rendered_call(where: str, call: ToolCallInput, calls: dict[str, str]) -> dict[str, Any]:
     if not 1 <= len(call.id) <= MAX_NAME_CHARS:
-        raise _refused(f"{where}.id", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(call.id)}")
+        raise refused(f"{where}.id", f"must have 1 to {MAX_NAME_CHARS} characters, got {len(call.id)}")
     if not 1 <= len(call.function.name) <= MAX_NAME_CHARS:
-        raise _refused(f"{where}.function.name", f"must have 1 to {MAX_NAME_CHARS} characters")
+        raise refused(f"{where}.function.name", f"must have 1 to {MAX_NAME_CHARS} characters")
     calls[call.id] = call.function.name
     function = {"name": call.function.name, "arguments": call.function.arguments}
     return {"id": call.id, "type": "function", "function": function}
@@ -199,13 +199,13 @@ def _result_of(where: str, message: ChatMessage, calls: dict[str, str]) -> dict[
     """Which call a tool message answers. Templates often want the function's name, which clients leave out."""
     given = message.tool_call_id
     if given is None:
-        raise _refused(f"{where}.tool_call_id", "is required with role 'tool'", "missing_field")
+        raise refused(f"{where}.tool_call_id", "is required with role 'tool'", "missing_field")
     if given not in calls:
         known = f"known: {', '.join(list(calls)[-4:])}" if calls else "there is none"
         why = f"must be the id of a call of an earlier message, got {given[:80]!r} ({known[:200]})"
-        raise _refused(f"{where}.tool_call_id", why)
+        raise refused(f"{where}.tool_call_id", why)
     return {"tool_call_id": given, "name": message.name or calls[given]}
 
 
-def _refused(param: str, why: str, code: str | None = None) -> InvalidRequestError:
+def refused(param: str, why: str, code: str | None = None) -> InvalidRequestError:
     return InvalidRequestError(f"{param}: {why}.", param, code)
