@@ -40,8 +40,9 @@ def _prompts(query: torch.dtype, keys: torch.dtype) -> None:
 
 
 def _decodes(query: torch.dtype, keys: torch.dtype) -> None:
-    """Likewise, and what does not fit those tiles."""
-    decode.worker(query, keys, prompt_tiles.decodes_in_pairs(query))
+    """Likewise; what has a window is compiled when it is met, where that is another one."""
+    beside_tiles = prompt_tiles.IS_FAST and query == torch.bfloat16
+    decode.worker(query, keys, decode.way_beside_tiles(None) if beside_tiles else "vectors")
 
 
 _FUNCTIONS = tuple(

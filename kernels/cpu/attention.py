@@ -53,7 +53,7 @@ def paged_attention(
     layer = Layer(query, key_cache, value_cache, out, sinks, key_scale, value_scale)
     in_tiles = prompt_tiles.fits(query, key_cache) and softcap is None and sinks is None
     if decodes is not None:
-        decodes.attend(layer, in_pairs=in_tiles and prompt_tiles.decodes_in_pairs(query.dtype))
+        decodes.attend(layer, decode.way_beside_tiles(sliding_window) if in_tiles else "vectors")
     plan = _prompt_plan(metadata, shape, TILE if in_tiles else 1)
     if plan is not None:
         plan.attend(prompt_tiles.worker() if in_tiles else prompts.worker(query.dtype, key_cache.dtype), layer)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -29,17 +29,23 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .. import fp8
+from . import decode_tiles
 from .attention_call import LAYER, NUMBERS, Layer, Shape, layer_call, new_plan, plan_type
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import RUN, enter, take_item
+from .decode_tiles import MORE_HEADS
 from .heads import AHEAD, CHUNK, POSITIONS, VALUES, divide, merge, score_group, to_weights, weigh_group
 from .intrinsics import exchange, load_acquire, load_in_order, pointer, widened
 from .kv_prefetch import MOST_PIECES, PIECE, Lists, Reads, new_pieces
 from .sources import digest_of, filed_as
 from .threads import run_call
+from .tile_product import TILE
 from .vectors import LANES
 
 DTYPES = (torch.float32, torch.bfloat16)  # of queries
+# In float32; in bfloat16, where results need not have the bits of those of `prompts`, scored by dot products, or all of
+# it in matrix tiles (`decode_tiles`).
+Way = Literal["vectors", "pairs", "tiles"]
 
 _PLAN = plan_type(
     # What a step has, in memory that stays where it is
@@ -64,6 +70,11 @@ def fits(query: Tensor, cache: Tensor) -> bool:
     """Whether a cache [num_blocks, block_size, num_kv_heads, head_dim] can be read so: others are gathered."""
     is_known = query.dtype in DTYPES and cache.dtype in (query.dtype, fp8.DTYPE)
     return is_known and cache.shape[-1] % LANES == 0
+
+
+def way_beside_tiles(sliding_window: int | None) -> Way:
+    """Beside prompts that `prompt_tiles` reads, in bfloat16."""
+    return "tiles" if decode_tiles.fits(sliding_window) else "pairs"
 
 
 class DecodePlan:
@@ -140,13 +151,11 @@ class DecodePlan:
         num_pieces, caches = self._record["num_pieces"].ctypes.data, (layer.key_cache, layer.value_cache)
         return Reads(self._pieces.ctypes.data, num_pieces, *(each.data_ptr() for each in caches))
 
-    def attend(self, layer: Layer, *, in_pairs: bool = False) -> None:
-        """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned.
-
-        `in_pairs`: by dot products of bfloat16, where scores need not have the bits of those of `prompts`."""
+    def attend(self, layer: Layer, way: Way = "vectors") -> None:
+        """Attend in one layer, whose caches `fits`. Writes the rows of its `out`, contiguous, that were planned."""
         self._num_calls += 1
         turn = self._num_calls % _NUM_TURNS
-        compiled = worker(layer.query.dtype, layer.key_cache.dtype, in_pairs)
+        compiled = worker(layer.query.dtype, layer.key_cache.dtype, way)
         call = layer_call(compiled, layer, self._record, number=self._num_calls, scratch=turn)
         run_call(call._replace(scratch=self._address + turn, prefetch=self._reads(layer)))
 
@@ -259,17 +268,20 @@ def _is_last(finished: int, item: int, first: int, last: int, call: int) -> bool
 
 @njit(error_model="numpy")
 def _place_tokens(
-    blocks: Any, block_size: int, begin: int, count: int, token_bytes: int, start: int, offsets: Any
+    plan: Any, decode: int, begin: int, count: int, token_bytes: int, start: int, offsets: Any, first: int
 ) -> None:
-    """Where `count` tokens from position `begin` on lie, in bytes behind `start`, in a cache."""
-    first = 0
-    while first < count:
-        block, within = (begin + first) // block_size, (begin + first) % block_size
-        place = start + (blocks[block] * block_size + within) * token_bytes
-        num_tokens = min(block_size - within, count - first)
+    """Where `count` tokens of a decode from position `begin` on lie, in bytes behind `start`, in a cache: offsets from
+    number `first` on."""
+    block_size, end = plan.block_size, begin + count
+    request = carray(pointer(plan.requests), (plan.num_decodes,), np.int64)[decode]
+    table = carray(pointer(plan.block_table + 4 * request * plan.table_stride), (np.int64(1) << 31,), np.int32)
+    while begin < end:
+        block, within = begin // block_size, begin % block_size
+        place = start + (table[block] * block_size + within) * token_bytes
+        num_tokens = min(block_size - within, end - begin)
         for i in range(num_tokens):
             offsets[first + i] = place + i * token_bytes
-        first += num_tokens
+        begin, first = begin + num_tokens, first + num_tokens
 
 
 @njit(error_model="numpy")
@@ -288,109 +300,132 @@ def _give(acc: Any, totals: Any, tops: Any, is_all: bool, value_scale: Any, part
 
 
 @njit(error_model="numpy")
-def _weigh(
+def _new_query(plan: Any) -> Any:
+    """Memory of a thread for what a token asks."""
+    return np.empty(plan.num_heads * plan.head_dim, np.float32)
+
+
+@njit(error_model="numpy")
+def _score(
+    layer: Any,
+    plan: Any,
+    token: int,
+    query: Any,
     like: Any,
-    group: int,
-    num_kv_heads: int,
-    head_dim: int,
-    weights: int,
-    values: int,
-    offsets: int,
-    length: int,
-    acc: Any,
-    acc_start: int,
+    in_pairs: bool,
+    memory: int,
+    offsets: Any,
+    count: int,
+    scores: Any,
 ) -> None:
-    """acc [heads, head_dim], at `acc_start`, = the sums of weight x value over `length` positions. `weights`: the
-    address of [heads, CHUNK] float32; the rest as `weigh_group` has it."""
-    head_bytes = head_dim * like.itemsize
-    acc[:] = np.float32(0.0)
-    for i in range(0, length, VALUES):
-        for kv_head in range(num_kv_heads):
+    """scores [heads, CHUNK] = those of the keys at `count` offsets, a multiple of POSITIONS. `query` is flat."""
+    group, head_dim = plan.num_heads // plan.num_kv_heads, plan.head_dim
+    scale, head_bytes = np.float32(plan.scale * layer.key_scale), head_dim * like.itemsize
+    q_start, q_row = memory, head_dim * 4
+    if in_pairs:
+        q_start, q_row = layer.query + token * layer.token_stride * 2, layer.head_stride * 2
+    else:
+        q = carray(pointer(memory), (plan.num_heads, head_dim), np.float32)
+        for head in range(plan.num_heads):
+            base = token * layer.token_stride + head * layer.head_stride
+            for d in range(head_dim):
+                q[head, d] = widened(query[base + d]) * scale
+    scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
+    for i in range(0, count, POSITIONS):
+        for kv_head in range(plan.num_kv_heads):
             head = kv_head * group
-            weigh_group(
-                like, AHEAD, 1, 1, group, head_dim, weights + (head * CHUNK + i) * 4, CHUNK * 4,
-                values + kv_head * head_bytes, offsets + i * 8, min(VALUES, length - i),
-                acc_start + head * head_dim * 4, head_dim * 4,
+            score_group(
+                like, group, q_start + head * q_row, q_row, layer.key_cache + kv_head * head_bytes,
+                offsets_start + i * 8, head_dim, scale, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
             )  # fmt: skip
 
 
 @njit(error_model="numpy")
-def _attend(layer: Any, plan: Any, query: Any, out: Any, like: Any, in_pairs: bool) -> None:
-    """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`, which
-    is signed if `in_pairs`."""
-    num_heads, num_kv_heads, head_dim, num_items = plan.num_heads, plan.num_kv_heads, plan.head_dim, plan.num_items
-    group, block_size = num_heads // num_kv_heads, plan.block_size
-    head_bytes = head_dim * like.itemsize
-    token_bytes = num_kv_heads * head_bytes
-    many = np.int64(1) << 31  # the first dimension of a view plays no part in its addresses
-    table = carray(pointer(plan.block_table), (many,), np.int32)
-    tokens = carray(pointer(plan.tokens), (plan.num_decodes,), np.int64)
-    requests = carray(pointer(plan.requests), (plan.num_decodes,), np.int64)
-    owners = carray(pointer(plan.owners), (num_items,), np.int64)
-    begins = carray(pointer(plan.begins), (num_items,), np.int64)
-    ends = carray(pointer(plan.ends), (num_items,), np.int64)
-    first_item = carray(pointer(plan.first_item), (plan.num_decodes + 1,), np.int64)
-    first_place = layer.scratch * plan.room
-    partial_place = plan.partial + first_place * num_heads * (head_dim + 2) * 4
-    partial = carray(pointer(partial_place), (num_items, num_heads, head_dim + 2), np.float32)
-    finished = plan.finished + 8 * first_place
-    call = load_acquire(layer.claims) // RUN * _MANY_CALLS + layer.number
-    sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
-    scale, softcap = np.float32(plan.scale * layer.key_scale), np.float32(plan.softcap)
-    value_scale = np.float32(layer.value_scale)
+def _weigh(layer: Any, plan: Any, like: Any, _memory: Any, weights: Any, offsets: Any, length: int, acc: Any) -> None:
+    """acc [heads, head_dim] = the sums of weight x value over `length` positions; weights [heads, CHUNK]. Behind the
+    offsets are AHEAD of what is fetched next."""
+    group, head_dim = plan.num_heads // plan.num_kv_heads, plan.head_dim
+    head_bytes, weights_start, acc_start = head_dim * like.itemsize, weights.ctypes.data, acc.ctypes.data
+    acc[:] = np.float32(0.0)
+    for i in range(0, length, VALUES):
+        for kv_head in range(plan.num_kv_heads):
+            head = kv_head * group
+            weigh_group(
+                like, AHEAD, 1, 1, group, head_dim, weights_start + (head * CHUNK + i) * 4, CHUNK * 4,
+                layer.value_cache + kv_head * head_bytes, offsets.ctypes.data + i * 8, min(VALUES, length - i),
+                acc_start + head * head_dim * 4, head_dim * 4,
+            )  # fmt: skip
 
-    q = np.empty((num_heads, head_dim), np.float32)
-    acc = np.empty((num_heads, head_dim), np.float32)  # not yet divided by the sum of weights
-    totals, tops = np.empty(num_heads, np.float32), np.empty(num_heads, np.float32)
-    scores = np.empty((num_heads, CHUNK), np.float32)
-    offsets = np.empty(CHUNK + AHEAD, np.int64)  # of tokens in the caches, in bytes
-    q_start, q_row, acc_start = np.int64(q.ctypes.data), head_dim * 4, acc.ctypes.data
-    scores_start, offsets_start = scores.ctypes.data, offsets.ctypes.data
-    thread, item, lap = enter(layer.claims), -1, 0
-    while True:
-        item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
-        if item < 0:
-            return
-        owner = owners[item]
-        if in_pairs:
-            q_start, q_row = layer.query + tokens[owner] * layer.token_stride * 2, layer.head_stride * 2
-        else:
+
+def _attend_by(new_memory: Any, score: Any, weigh: Any, at_once: int) -> Any:
+    """What attends by functions such as those above, of which one scores so many positions at once."""
+
+    @njit(error_model="numpy")
+    def attend(layer: Any, plan: Any, query: Any, out: Any, like: Any, in_pairs: bool) -> None:
+        """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`,
+        which is signed if `in_pairs`."""
+        num_heads, head_dim, num_items = plan.num_heads, plan.head_dim, plan.num_items
+        token_bytes = plan.num_kv_heads * head_dim * like.itemsize
+        tokens = carray(pointer(plan.tokens), (plan.num_decodes,), np.int64)
+        owners = carray(pointer(plan.owners), (num_items,), np.int64)
+        begins = carray(pointer(plan.begins), (num_items,), np.int64)
+        ends = carray(pointer(plan.ends), (num_items,), np.int64)
+        first_item = carray(pointer(plan.first_item), (plan.num_decodes + 1,), np.int64)
+        first_place = layer.scratch * plan.room
+        partial_place = plan.partial + first_place * num_heads * (head_dim + 2) * 4
+        partial = carray(pointer(partial_place), (num_items, num_heads, head_dim + 2), np.float32)
+        finished = plan.finished + 8 * first_place
+        call = load_acquire(layer.claims) // RUN * _MANY_CALLS + layer.number
+        sinks = carray(pointer(layer.sinks), (num_heads,), np.float32)
+        softcap, value_scale = np.float32(plan.softcap), np.float32(layer.value_scale)
+
+        own = new_memory(plan)
+        numbers = np.empty(num_heads * (head_dim + 2) + (num_heads + MORE_HEADS) * CHUNK, np.float32)
+        places = np.empty(CHUNK + AHEAD, np.int64)
+        # Views without a count of who uses them: to count takes as long as some of what is done here.
+        start, memory = np.int64(numbers.ctypes.data), np.int64(own.ctypes.data)
+        scores = carray(pointer(start), (num_heads + MORE_HEADS, CHUNK), np.float32)
+        start += (num_heads + MORE_HEADS) * CHUNK * 4
+        acc = carray(pointer(start), (num_heads, head_dim), np.float32)  # not yet divided by the sum of weights
+        start += num_heads * head_dim * 4
+        totals = carray(pointer(start), (num_heads,), np.float32)
+        tops = carray(pointer(start + num_heads * 4), (num_heads,), np.float32)
+        offsets = carray(pointer(np.int64(places.ctypes.data)), (CHUNK + AHEAD,), np.int64)  # in the caches, in bytes
+        thread, item, lap = enter(layer.claims), -1, 0
+        while True:
+            item, lap = take_item(layer.claims, layer.num_threads, num_items, thread, item, lap)
+            if item < 0:
+                break
+            owner = owners[item]
+            begin, length = begins[item], ends[item] - begins[item]
+            _place_tokens(plan, owner, begin, length, token_bytes, 0, offsets, 0)
+            whole = (length + at_once - 1) // at_once * at_once
+            for i in range(length, whole):  # scored for nothing
+                offsets[i] = offsets[length - 1]
+            for i in range(AHEAD):  # behind the last keys come values
+                offsets[whole + i] = layer.value_cache - layer.key_cache + offsets[min(i, length - 1)]
+            score(layer, plan, tokens[owner], query, like, in_pairs, memory, offsets, whole, scores)
             for head in range(num_heads):
-                base = tokens[owner] * layer.token_stride + head * layer.head_stride
-                for d in range(head_dim):
-                    q[head, d] = widened(query[base + d]) * scale
-        blocks = table[requests[owner] * plan.table_stride :]
-        begin, length = begins[item], ends[item] - begins[item]
-        _place_tokens(blocks, block_size, begin, length, token_bytes, 0, offsets)
-        whole = (length + POSITIONS - 1) // POSITIONS * POSITIONS
-        for i in range(length, whole):  # scored for nothing
-            offsets[i] = offsets[length - 1]
-        for i in range(AHEAD):  # behind the last keys come values
-            offsets[whole + i] = layer.value_cache - layer.key_cache + offsets[min(i, length - 1)]
-        for i in range(0, whole, POSITIONS):
-            for kv_head in range(num_kv_heads):
-                head = kv_head * group
-                score_group(
-                    like, group, q_start + head * q_row, q_row, layer.key_cache + kv_head * head_bytes,
-                    offsets_start + i * 8, head_dim, scale, scores_start + (head * CHUNK + i) * 4, CHUNK * 4,
-                )  # fmt: skip
-        for head in range(num_heads):
-            totals[head], tops[head] = to_weights(scores[head, :length], softcap)
-        # And behind the last values keys of the next item.
-        follower, keys_behind = min(item + 1, num_items - 1), layer.key_cache - layer.value_cache
-        blocks = table[requests[owners[follower]] * plan.table_stride :]
-        count = min(ends[follower] - begins[follower], AHEAD)
-        _place_tokens(blocks, block_size, begins[follower], count, token_bytes, keys_behind, offsets[length:])
-        for i in range(count, AHEAD):
-            offsets[length + i] = offsets[length]
-        _weigh(
-            like, group, num_kv_heads, head_dim, scores_start, layer.value_cache, offsets_start, length, acc, acc_start
-        )  # fmt: skip
-        first, last = first_item[owner], first_item[owner + 1]
-        is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
-        _give(acc, totals, tops, is_all, value_scale, partial[item], result)
-        if not is_all and _is_last(finished, item, first, last, call):
-            _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, result)
+                totals[head], tops[head] = to_weights(scores.ctypes.data + head * CHUNK * 4, length, softcap)
+            # And behind the last values keys of the next item.
+            follower, keys_behind = min(item + 1, num_items - 1), layer.key_cache - layer.value_cache
+            count = min(ends[follower] - begins[follower], AHEAD)
+            _place_tokens(plan, owners[follower], begins[follower], count, token_bytes, keys_behind, offsets, length)
+            for i in range(count, AHEAD):
+                offsets[length + i] = offsets[length]
+            weigh(layer, plan, like, memory, scores, offsets, length, acc)
+            first, last = first_item[owner], first_item[owner + 1]
+            is_all, result = last - first == 1 and layer.sinks == 0, out[tokens[owner]]
+            _give(acc, totals, tops, is_all, value_scale, partial[item], result)
+            if not is_all and _is_last(finished, item, first, last, call):
+                _merge_items(partial, first, last, sinks, layer.sinks != 0, value_scale, result)
+        own[0] = numbers[0] = places[0] = 0  # they live until here: Numba does not see who has their addresses
+
+    return attend
+
+
+_attend = _attend_by(_new_query, _score, _weigh, POSITIONS)
+_attend_in_tiles = _attend_by(decode_tiles.new_memory, decode_tiles.score, decode_tiles.weigh, TILE)
 
 
 def _worker(query_type: type[np.generic], cache_type: type[np.generic], in_pairs: bool, sources: str) -> Any:
@@ -410,18 +445,36 @@ def _worker(query_type: type[np.generic], cache_type: type[np.generic], in_pairs
     return worker
 
 
+def _worker_in_tiles(cache_type: type[np.generic], sources: str) -> Any:
+    @cfunc(types.void(types.int64), cache=True, error_model="numpy")
+    @filed_as(cache_type.__name__)
+    def worker(address: int) -> None:
+        sources  # noqa: B018 (likewise)
+        layer = carray(pointer(address), (1,), LAYER)[0]
+        plan = carray(pointer(layer.plan), (1,), _PLAN)[0]
+        many = np.int64(1) << 31
+        query = carray(pointer(layer.query), (many,), np.uint16)
+        out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), np.uint16)
+        _attend_in_tiles(layer, plan, query, out, np.empty(0, cache_type), False)
+        decode_tiles.end()
+
+    return worker
+
+
 _SOURCES = digest_of(
     *(
         "attention_call",
         "call",
         "claims",
         "decode",
+        "decode_tiles",
         "exponential",
         "walk",
         "features",
         "heads",
         "intrinsics",
         "kv_prefetch",
+        "matrix_tiles",
         "tile_product",
         "vectors",
     )
@@ -433,6 +486,8 @@ FUNCTIONS = (_list_pieces,)
 
 
 @cache
-def worker(query: torch.dtype, keys: torch.dtype, in_pairs: bool = False) -> Any:
+def worker(query: torch.dtype, keys: torch.dtype, way: Way = "vectors") -> Any:
     """For a query and a cache of these types: compiled when it is first asked for."""
-    return _worker(NUMBERS[query], NUMBERS[keys], in_pairs, _SOURCES)
+    if way == "tiles":
+        return _worker_in_tiles(NUMBERS[keys], _SOURCES)
+    return _worker(NUMBERS[query], NUMBERS[keys], way == "pairs", _SOURCES)

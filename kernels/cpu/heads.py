@@ -21,12 +21,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import literally, njit, types
+from numba import carray, literally, njit, types
 from numba.extending import intrinsic
 
 from .exponential import largest, soften
 from .features import IS_WIDE
-from .intrinsics import narrowed
+from .intrinsics import narrowed, pointer
 from .tile_product import CLASSES
 from .vectors import (
     FLOAT,
@@ -379,13 +379,15 @@ def weigh_group(
 
 
 @njit(error_model="numpy")
-def to_weights(scores: Any, softcap: Any) -> tuple[Any, Any]:
-    """Scores become weights, not yet divided by their sum. Returns this sum and the highest score."""
+def to_weights(scores: int, count: int, softcap: Any) -> tuple[Any, Any]:
+    """That many scores at an address become weights, not yet divided by their sum. Returns this sum and the highest
+    score."""
     if softcap > 0:
-        for i in range(len(scores)):
-            scores[i] = softcap * np.float32(math.tanh(scores[i] / softcap))
-    top: Any = largest(scores.ctypes.data, len(scores), np.float32(-np.inf))
-    return soften(scores.ctypes.data, len(scores), top), top
+        capped = carray(pointer(scores), (count,), np.float32)
+        for i in range(count):
+            capped[i] = softcap * np.float32(math.tanh(capped[i] / softcap))
+    top: Any = largest(scores, count, np.float32(-np.inf))
+    return soften(scores, count, top), top
 
 
 @njit(error_model="numpy")

@@ -21,6 +21,7 @@ from .tile_product import A_GOES_BY, B_GOES_BY, FETCHED_AT_ONCE, STEP_BYTES, TIL
 from .vectors import INT8, INT64, call, loop_over, prefetch
 
 FIRST_A, FIRST_B = 4, 6  # tile registers; sums are in those before
+_WHOLE_ROW = INT64(STEP_BYTES)
 
 INSTRUCTIONS = {torch.bfloat16: "tdpbf16ps", torch.int8: "tdpbssd"}  # by the operands' type
 
@@ -130,9 +131,9 @@ def multiply_tile(b: ir.IRBuilder, instruction: str, sums: int, a_tile: int, b_t
     _call_tiles(b, instruction, INT8(sums), INT8(a_tile), INT8(b_tile))
 
 
-def store_tile(b: ir.IRBuilder, tile: int, start: Any) -> None:
-    """Generate: store its rows, one behind the other."""
-    _call_tiles(b, "tilestored64", INT8(tile), b.inttoptr(start, INT8.as_pointer()), INT64(STEP_BYTES))
+def store_tile(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any = _WHOLE_ROW) -> None:
+    """Generate: store its rows, which are so many bytes apart, or one behind the other."""
+    _call_tiles(b, "tilestored64", INT8(tile), b.inttoptr(start, INT8.as_pointer()), row_bytes)
 
 
 def _load_by(b: ir.IRBuilder, tile: int, start: Any, row_bytes: Any, goes_by: Any) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, cfunc, njit, types
 from numba.extending import intrinsic
-from torch import Tensor, bfloat16, dtype
+from torch import Tensor, bfloat16
 
 from .attention_call import LAYER
 from .claims import enter, take_item
@@ -57,11 +57,6 @@ PRODUCT = next((name for name in products(bfloat16) if name != "float32"), None)
 IS_FAST = PRODUCT is not None and products(bfloat16)[0] == PRODUCT  # or else `prompts`, which multiplies in float32
 _PAIRS = STEP_BYTES // 2  # keys, or elements of head_dim, that one step of a product takes
 _VALUES_ROW = 2 * CHUNK  # bytes: values of a chunk, turned
-
-
-def decodes_in_pairs(query: dtype) -> bool:
-    """Whether decodes are scored by dot products, too, beside prompts that are read so."""
-    return IS_FAST and PRODUCT == "bfloat16 dot" and query == bfloat16
 
 
 def fits(query: Tensor, key_cache: Tensor) -> bool:

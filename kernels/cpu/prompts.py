@@ -54,7 +54,7 @@ def _see(scores: Any, low: int, high: int, softcap: Any) -> tuple[Any, Any]:
     total: Any = np.float32(0.0)
     top: Any = np.float32(-np.inf)
     if low < high:
-        total, top = to_weights(scores[low:high], softcap)
+        total, top = to_weights(scores.ctypes.data + 4 * low, high - low, softcap)
     scores[:low] = np.float32(0.0)
     scores[high:] = np.float32(0.0)
     return total, top

@@ -123,6 +123,31 @@ PROMPTS = [  # on both sides of chunks of keys, items, and tiles
 ]
 
 
+# Decodes, where the last tile of keys, group of values, or chunk has one token, or all but one, or all.
+LENGTHS = tuple((1, length) for length in (1, 2, 15, 16, 17, 31, 32, 33, 255, 256, 257, 290, 700))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(LENGTHS, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=BF16, **others)
+        for num_heads, num_kv_heads, others in [
+            (9, 3, {}),  # heads of one KV head in a tile of four, in two, in more than one of sixteen
+            (4, 4, {"head_dim": 32, "block_size": 32}),
+            (10, 2, {"head_dim": 96}),
+            (21, 1, {"head_dim": 128}),
+            (9, 3, {"sliding_window": 100}),
+            (9, 3, {"fp8": True}),
+            (10, 2, {"fp8": True, "head_dim": 96, "block_size": 64}),
+        ]
+    ],
+    ids=lambda case: case.name,
+)
+def test_decodes_in_bfloat16(case: Case) -> None:
+    test_matches_reference_and_reads_nothing_else(case)
+    test_a_request_gets_the_same_bits_alone_and_in_a_batch(case)
+
+
 @pytest.fixture(params=[pytest.param("tiles", marks=needs_tiles), "vectors"])
 def how(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """What attends to prompts in bfloat16, where there is a choice."""
