@@ -233,7 +233,7 @@ def fits_packed(shape: tuple[int, int], packing: Packing, dtype: torch.dtype, in
     """See `ops.fits_packed`."""
     kernel = _packed_kernel(packing, dtype, in_int8)
     is_whole = shape[1] % packing.unit == 0
-    looks_up = kernel in (dots, byte_dots, rounded_dots) or not packing.table
+    looks_up = kernel is not panels or not packing.table
     is_meant = kernel is rounded_dots or not in_int8
     return dtype in kernel.DTYPES and is_whole and looks_up and is_meant and kernel.fits(*shape)
 

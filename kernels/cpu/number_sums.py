@@ -60,7 +60,6 @@ from .vectors import (
 
 _LINE = INT64(STEP_BYTES)
 _EIGHT_WORDS = ir.VectorType(INT16, LANES // 2)
-_CODES = ir.Constant(FLOATS, [float(code) for code in range(16)])
 _SHIFTS = ir.Constant(WORDS, [4 * (i // 8) for i in range(2 * LANES)])  # to a row's codes in its eight words, repeated
 
 
@@ -169,6 +168,7 @@ def _unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, shares: Any, ou
     """What writes the numbers of a block as a tile, [row of the panel][number], step by step. `shares`: memory for what
     belongs to each row."""
     codes = b.add(shares, INT64(2 * STEP_BYTES))
+    values = ir.Constant(FLOATS, [float(value) for value in packing.table or range(16)])  # of codes
 
     def share() -> None:
         for i, numbers in enumerate(scale_and_least(b, packing, block)):
@@ -182,7 +182,7 @@ def _unpack_steps(b: ir.IRBuilder, packing: Packing, block: Any, shares: Any, ou
         """The sixteen that it has."""
         starts = [b.add(shares, INT64(STEP_BYTES * i + 4 * row)) for i in (0, 1)]
         scale, least = (load_repeated(b, start, FLOAT) for start in starts)
-        return fma(b, _CODES, scale, least)
+        return fma(b, values, scale, least)
 
     def of_rows(first: int) -> None:
         """Two, whose numbers are one table. The fifth bit of a place in it says whose."""
