@@ -40,7 +40,7 @@ def _prompts(query: torch.dtype, keys: torch.dtype) -> None:
 
 
 def _decodes(query: torch.dtype, keys: torch.dtype) -> None:
-    """Likewise; what has a window is compiled when it is met, where that is another one."""
+    """Likewise; with a window, a cap or sinks it may be another one, which is compiled when it is met."""
     beside_tiles = prompt_tiles.IS_FAST and query == torch.bfloat16
     decode.worker(query, keys, decode.way_beside_tiles(None) if beside_tiles else "vectors")
 

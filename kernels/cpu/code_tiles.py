@@ -15,7 +15,7 @@ from numba import njit, types
 from numba.extending import intrinsic
 
 from ..packed import BLOCK, PACKINGS
-from . import code_sums, matrix_tiles, number_sums
+from . import code_sums, number_sums
 from .code_results import Form, ResultRows
 from .code_words import FUSED, WORDS, Place, blocks_of, tile_of, unpack_steps
 from .tile_product import STEP_BYTES, TILE
@@ -40,28 +40,6 @@ from .vectors import (
 def block_bytes(num_parts: int, num_rows: int) -> int:
     """What a block of a group of so many rows of x takes."""
     return num_parts * num_rows * STEP_BYTES + STEP_BYTES
-
-
-@intrinsic
-def begin(typing_context: Any, config: Any) -> Any:
-    """Before the first product of this thread. Address of what `matrix_tiles.describe` writes."""
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        matrix_tiles.configure(b, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic
-def end(typing_context: Any) -> Any:
-    """Behind the last product of this thread."""
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, _arguments: Any) -> Any:
-        matrix_tiles.release(b)
-        return context.get_dummy_value()
-
-    return types.void(), generate
 
 
 @intrinsic(prefer_literal=True)

@@ -39,12 +39,12 @@ from ..packed import BLOCK, PACKINGS, Packing, codes_of, in_bytes, lay_panels
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, take_item
 from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULTS_STEP, TOTALS, finish
-from .code_tiles import begin, block_bytes, end, lay_columns, multiply, multiply_unpacked, split_row, unpack
+from .code_tiles import block_bytes, lay_columns, multiply, multiply_unpacked, split_row, unpack
 from .code_words import FUSED, SCRATCH_BYTES, TOTALS_BYTES, WIDTH, fits, pair_of
 from .exponential import GATES
 from .intrinsics import pointer
 from .many_rows import CHUNK_BYTES
-from .matrix_tiles import describe
+from .matrix_tiles import begin, describe, end
 from .number_sums import come_by_columns, have_tables
 from .packed_call import (
     BIAS,

@@ -9,7 +9,7 @@ The context of a request is cut into chunks at fixed positions, so that one long
 
 Whoever finishes an item and sees that all of its request are finished merges them, in order; two may, to the same
 bits. The result depends on neither the number of threads nor the rest of the batch, and has the same bits as that of
-`prompts`, but where prompts are left to `prompt_tiles`, and pairs of numbers are multiplied here, too.
+`prompts`, but where prompts are left to `prompt_tiles`: there pairs of numbers, or tiles, are multiplied here, too.
 
 Why not torch: it has no paged attention, so keys and values are gathered into dense copies first, request by request.
 The price: importing Numba takes 0.4 s, and the first call on a machine compiles for some seconds (kept on disk
@@ -29,7 +29,7 @@ from numba import carray, cfunc, njit, types
 from torch import Tensor
 
 from .. import fp8
-from . import decode_tiles
+from . import decode_tiles, matrix_tiles
 from .attention_call import LAYER, NUMBERS, Layer, Shape, layer_call, new_plan, plan_type
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import RUN, enter, take_item
@@ -357,10 +357,15 @@ def _weigh(layer: Any, plan: Any, like: Any, _memory: Any, weights: Any, offsets
             )  # fmt: skip
 
 
-def _attend_by(new_memory: Any, score: Any, weigh: Any, at_once: int) -> Any:
-    """What attends by functions such as those above, of which one scores so many positions at once."""
+def _attend_by(name: str, new_memory: Any, score: Any, weigh: Any, at_once: int) -> Any:
+    """What attends by functions such as those above, of which one scores so many positions at once.
+
+    By a name of its own: machine code that one process compiled and another one loads is called by names, and of two
+    that have the same, both would run the one that came first.
+    """
 
     @njit(error_model="numpy")
+    @filed_as(name)
     def attend(layer: Any, plan: Any, query: Any, out: Any, like: Any, in_pairs: bool) -> None:
         """One thread: take items until there are none. `query` is flat; caches have the type of `like`, see `heads`,
         which is signed if `in_pairs`."""
@@ -424,8 +429,8 @@ def _attend_by(new_memory: Any, score: Any, weigh: Any, at_once: int) -> Any:
     return attend
 
 
-_attend = _attend_by(_new_query, _score, _weigh, POSITIONS)
-_attend_in_tiles = _attend_by(decode_tiles.new_memory, decode_tiles.score, decode_tiles.weigh, TILE)
+_attend = _attend_by("vectors", _new_query, _score, _weigh, POSITIONS)
+_attend_in_tiles = _attend_by("tiles", decode_tiles.new_memory, decode_tiles.score, decode_tiles.weigh, TILE)
 
 
 def _worker(query_type: type[np.generic], cache_type: type[np.generic], in_pairs: bool, sources: str) -> Any:
@@ -456,7 +461,7 @@ def _worker_in_tiles(cache_type: type[np.generic], sources: str) -> Any:
         query = carray(pointer(layer.query), (many,), np.uint16)
         out = carray(pointer(layer.out), (many, plan.num_heads, plan.head_dim), np.uint16)
         _attend_in_tiles(layer, plan, query, out, np.empty(0, cache_type), False)
-        decode_tiles.end()
+        matrix_tiles.end()
 
     return worker
 

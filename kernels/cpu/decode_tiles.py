@@ -23,7 +23,7 @@ from numba.extending import intrinsic
 
 from .heads import AHEAD, CHUNK, widen_codes
 from .intrinsics import pointer
-from .matrix_tiles import are_available, configure, load_tile, multiply_tile, release, store_tile, zero_tile
+from .matrix_tiles import are_available, begin, describe, load_tile, multiply_tile, set_shape, store_tile, zero_tile
 from .tile_product import STEP_BYTES, TILE, TILE_BYTES
 from .vectors import (
     FLOATS,
@@ -99,25 +99,20 @@ def _fours(plan: Any) -> int:
 @njit(error_model="numpy")
 def new_memory(plan: Any) -> Any:
     """What a thread has for itself."""
-    memory = np.zeros(_places(plan, 0).end + STEP_BYTES, np.uint8)
+    memory = np.empty(_places(plan, 0).end + STEP_BYTES, np.uint8)
     at = _places(plan, np.int64(memory.ctypes.data))
-    _describe(at.config, min(plan.num_heads // plan.num_kv_heads, TILE))
-    _configure(at.config)
+    config, num_heads = carray(pointer(at.config), (STEP_BYTES,), np.uint8), plan.num_heads // plan.num_kv_heads
+    describe(config, TILE)
+    for tile in (_SCORES, _QUERIES):
+        set_shape(config, tile, TILE, 4 * _HEADS)
+    for tile in range(_WEIGHTS, _SUMS + _SLICE):
+        set_shape(config, tile, min(num_heads, TILE), STEP_BYTES)
+    begin(at.config)
+    carray(pointer(at.queries), (at.found - at.queries,), np.uint8)[:] = 0  # those of heads that are missing stay so
     offsets = carray(pointer(at.offsets), (CHUNK + AHEAD,), np.int64)
     for i in range(len(offsets)):
         offsets[i] = i * plan.num_kv_heads * plan.head_dim * 2
     return memory
-
-
-@njit(error_model="numpy")
-def _describe(config: int, num_heads: int) -> None:
-    """Write what `configure` reads, for weights and sums of so many heads."""
-    table = carray(pointer(config), (STEP_BYTES,), np.uint8)
-    table[:] = 0
-    table[0] = 1
-    for tile in range(8):
-        table[16 + 2 * tile], table[48 + tile] = STEP_BYTES, num_heads if tile >= _WEIGHTS else TILE
-    table[16 + 2 * _SCORES] = table[16 + 2 * _QUERIES] = 4 * _HEADS
 
 
 @njit(error_model="numpy")
@@ -133,7 +128,8 @@ def score(
     count: int,
     scores: Any,
 ) -> None:
-    """See `decode`: of whole tiles of keys. Behind the heads of `scores` there is room for MORE_HEADS."""
+    """See `decode`: of whole tiles of keys. Behind the heads of `scores` there is room for MORE_HEADS. Of a cache in 8
+    bits, keys become bfloat16 before, and values for `weigh`."""
     group, head_dim, num_kv_heads, num_fours = (
         plan.num_heads // plan.num_kv_heads,
         plan.head_dim,
@@ -146,9 +142,9 @@ def score(
         turned = at.queries + (kv_head * num_fours + place // _HEADS) * four_bytes + 4 * (place % _HEADS)
         pairs = carray(pointer(turned), (head_dim // 2, _HEADS), np.uint32)
         row = layer.query + (token * layer.token_stride + head * layer.head_stride) * 2
-        given = carray(pointer(row), (head_dim // 2,), np.uint32)
+        asked = carray(pointer(row), (head_dim // 2,), np.uint32)
         for pair in range(head_dim // 2):
-            pairs[pair, 0] = given[pair]
+            pairs[pair, 0] = asked[pair]
     keys, places, are_widened = layer.key_cache, offsets.ctypes.data, like.itemsize == 1
     if are_widened:
         for given, wide in ((layer.key_cache, at.keys), (layer.value_cache, at.values)):
@@ -204,26 +200,6 @@ def weigh(layer: Any, plan: Any, like: Any, memory: int, weights: Any, offsets: 
 
 
 @intrinsic
-def _configure(typing_context: Any, config: Any) -> Any:
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
-        configure(b, arguments[0])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
-
-
-@intrinsic
-def end(typing_context: Any) -> Any:
-    """Behind the last product of this thread."""
-
-    def generate(context: Any, b: ir.IRBuilder, _signature: Any, _arguments: Any) -> Any:
-        release(b)
-        return context.get_dummy_value()
-
-    return types.void(), generate
-
-
-@intrinsic
 def _score_tile(
     typing_context: Any,
     keys: Any,
@@ -271,12 +247,12 @@ def _turn_scores(typing_context: Any, found: Any, num_tiles: Any, scale: Any, sc
 
         def step(i: Any, _state: list[Any]) -> list[Any]:
             start, out = b.add(found, b.mul(i, INT64(_SCORES_BYTES))), b.add(scores, b.mul(i, INT64(STEP_BYTES)))
-            parts = [load(b, b.add(start, INT64(STEP_BYTES * i)), FLOATS) for i in range(_HEADS)]  # [4 keys][head]
+            parts = [load(b, b.add(start, INT64(STEP_BYTES * four)), FLOATS) for four in range(_HEADS)]  # [key][head]
             for first in range(0, _HEADS, 2):  # two heads of 8 keys, then of 16
                 places = [_HEADS * key + head for head in (first, first + 1) for key in range(LANES // 2)]
-                low, high = (take(b, parts[i], places, parts[i + 1]) for i in (0, 2))
-                for i, head in enumerate((first, first + 1)):
-                    of_one = [LANES // 2 * i + key + half for half in (0, LANES) for key in range(LANES // 2)]
+                low, high = (take(b, parts[four], places, parts[four + 1]) for four in (0, 2))
+                for which, head in enumerate((first, first + 1)):
+                    of_one = [LANES // 2 * which + key + half for half in (0, LANES) for key in range(LANES // 2)]
                     store(b, b.fmul(take(b, low, of_one, high), scales), b.add(out, INT64(CHUNK * 4 * head)))
             return []
 

@@ -1,3 +1,5 @@
+# ruff: noqa: ARG001 (numba looks at the names of what is generated from)
+# mypy: disable-error-code="misc, no-untyped-call, untyped-decorator"
 """The product of tiles in the CPU's own matrix tiles (Intel AMX), bfloat16 or int8.
 
 A tile register holds 16 rows of 64 bytes. One instruction multiplies two of them, which is 16 x 16 sums.
@@ -14,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
 from .features import cpu_features
 from .tile_product import A_GOES_BY, B_GOES_BY, FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
@@ -52,8 +55,13 @@ def _describe(config: Any, num_rows: int) -> None:
     config[:] = 0
     config[0] = 1
     for tile in range(8):
-        config[16 + 2 * tile] = STEP_BYTES
-        config[48 + tile] = num_rows if tile < FIRST_B else TILE
+        set_shape(config, tile, num_rows if tile < FIRST_B else TILE, STEP_BYTES)
+
+
+@njit(error_model="numpy")
+def set_shape(config: Any, tile: int, num_rows: int, row_bytes: int) -> None:
+    """Where what `describe` writes is to be otherwise."""
+    config[16 + 2 * tile], config[48 + tile] = row_bytes, num_rows
 
 
 describe = njit(error_model="numpy")(_describe)
@@ -64,6 +72,28 @@ def configuration() -> np.ndarray:
     config = np.empty(64, np.uint8)
     _describe(config, TILE)
     return config
+
+
+@intrinsic
+def begin(typing_context: Any, config: Any) -> Any:
+    """Before the first product of this thread. Address of what `describe` writes."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
+        configure(b, arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def end(typing_context: Any) -> Any:
+    """Behind the last product of this thread."""
+
+    def generate(context: Any, b: ir.IRBuilder, _signature: Any, _arguments: Any) -> Any:
+        release(b)
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 def configure(b: ir.IRBuilder, config: Any) -> None:

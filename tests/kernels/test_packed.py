@@ -85,7 +85,6 @@ def ids(cases: list[tuple[ModuleType, torch.dtype]]) -> list[str]:
 
 kernels = pytest.mark.parametrize(("kernel", "dtype"), KERNELS, ids=ids(KERNELS))
 of_codes = pytest.mark.parametrize(("kernel", "dtype"), OF_CODES, ids=ids(OF_CODES))
-in_tiles = pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
 ROW_COUNTS = (*range(1, 19), 29, 31, 32, 33, 40, 48, 100, 700)  # some of them come in more than one chunk
 OTHERS = tuple(sorted(PACKINGS.keys() - SOME))
 packings = pytest.mark.parametrize("packing", [PACKINGS[name] for name in SOME], ids=SOME)
@@ -465,16 +464,12 @@ def test_rows_do_not_depend_on_their_batch(
         assert torch.equal(got, whole[:num_rows]), num_rows
 
 
-@pytest.mark.parametrize(
-    "kernel",
-    [kernel for kernel, dtype in OF_CODES if kernel not in (byte_dots, rounded_dots) and dtype == torch.bfloat16],
-)
-@packings
+@of_packings([case for case in OF_CODES if case[0] in (codes, dots) and case[1] == torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing, kernel: Any) -> None:
+def test_many_rows_in_bfloat16(shape: tuple[int, int], packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
     """They have the bits that numbers in bfloat16 give by the same instruction."""
     shape = (shape[0], whole_units(packing, shape[1]))
-    rows, x = packed(packing, *shape), inputs(700, shape[1]).bfloat16()
+    rows, x = packed(packing, *shape), inputs(700, shape[1]).to(dtype)
     instruction = "bfloat16 dot" if kernel is dots else "tdpbf16ps"
     for bias in (None, torch.randn(shape[0]).bfloat16()):
         expected = many_rows.linear(x, unpack(rows, packing).bfloat16(), None, bias, instruction)

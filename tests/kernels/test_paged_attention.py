@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from kernel_cases import CASES, KEY_SCALE, MIXED, VALUE_SCALE, Case, alone, atte
 from torch import Tensor
 
 from quire.kernels import ops
-from quire.kernels.cpu import prompt_tiles
+from quire.kernels.cpu import decode, matrix_tiles, prompt_tiles
 from quire.kernels.dispatch import forced_backend
 
 needs_tiles = pytest.mark.skipif(prompt_tiles.PRODUCT is None, reason="this CPU does not multiply bfloat16")
@@ -132,20 +133,56 @@ LENGTHS = tuple((1, length) for length in (1, 2, 15, 16, 17, 31, 32, 33, 255, 25
     [
         Case(LENGTHS, num_heads=num_heads, num_kv_heads=num_kv_heads, dtype=BF16, **others)
         for num_heads, num_kv_heads, others in [
-            (9, 3, {}),  # heads of one KV head in a tile of four, in two, in more than one of sixteen
+            (9, 3, {}),  # heads of one KV head in a tile of four, in two, in one of sixteen, in more
             (4, 4, {"head_dim": 32, "block_size": 32}),
-            (10, 2, {"head_dim": 96}),
-            (21, 1, {"head_dim": 128}),
+            (10, 2, {"head_dim": 96, "block_size": 48}),
+            (16, 1, {"head_dim": 256}),
+            (34, 2, {"head_dim": 128}),
             (9, 3, {"sliding_window": 100}),
             (9, 3, {"fp8": True}),
-            (10, 2, {"fp8": True, "head_dim": 96, "block_size": 64}),
+            (34, 2, {"fp8": True, "head_dim": 96, "block_size": 64}),
         ]
     ],
     ids=lambda case: case.name,
 )
 def test_decodes_in_bfloat16(case: Case) -> None:
+    """Weights and results are rounded to bfloat16, each by 2^-9 at most; and of a weight, what the sum is off by."""
     test_matches_reference_and_reads_nothing_else(case)
     test_a_request_gets_the_same_bits_alone_and_in_a_batch(case)
+    inputs = build(case)
+    wide = inputs.to_float32()
+    with forced_backend("reference"):
+        expected = attend(wide, case)
+        size = attend(replace(wide, value_cache=wide.value_cache.abs()), case)
+    assert ((attend(inputs, case).float() - expected).abs() <= 2**-7 * size).all()
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ({"dtype": BF16}, "tiles"),
+        ({"dtype": BF16, "fp8": True}, "tiles"),
+        ({"dtype": BF16, "sliding_window": 100}, "pairs"),
+        ({"dtype": BF16, "softcap": 5.0}, "vectors"),
+        ({"dtype": BF16, "sinks": True}, "vectors"),
+        ({"dtype": BF16, "block_size": 8}, "vectors"),
+        ({"dtype": BF16, "head_dim": 80}, "vectors"),
+        ({}, "vectors"),
+    ],
+)
+def test_what_computes_decodes(given: dict[str, Any], way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, worker = [], decode.worker
+
+    def written_down(*which: Any) -> Any:
+        found.append(which[-1])
+        return worker(*which)
+
+    monkeypatch.setattr(decode, "worker", written_down)
+    case = Case(((1, 40),), **given)
+    attend(build(case), case)
+    if way == "tiles" and not matrix_tiles.are_available():
+        way = "pairs"
+    assert found == [way if prompt_tiles.IS_FAST else "vectors"]
 
 
 @pytest.fixture(params=[pytest.param("tiles", marks=needs_tiles), "vectors"])

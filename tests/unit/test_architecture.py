@@ -219,6 +219,21 @@ def made_of(module: str, known: frozenset[str] = frozenset()) -> frozenset[str]:
     return known
 
 
+def test_parts_of_code_kept_on_disk_have_names_of_their_own() -> None:
+    """A part that a function makes exists more than once, and machine code that is loaded is called by names: by one
+    name, all would be the first."""
+    made = [
+        [ast.unparse(each) for each in part.decorator_list]
+        for tree in CPU_KERNELS.values()
+        for maker in ast.walk(tree) if isinstance(maker, ast.FunctionDef)
+        for part in ast.walk(maker) if isinstance(part, ast.FunctionDef) and part is not maker
+    ]  # fmt: skip
+    parts = [decorators for decorators in made if any(each.startswith("njit") for each in decorators)]
+    assert parts
+    for decorators in parts:
+        assert decorators[-1].startswith("filed_as("), decorators
+
+
 def test_code_kept_on_disk_is_made_anew_when_any_of_its_sources_changes() -> None:
     """Numba looks at the file of a compiled function alone: whatever else it is made of is in a constant of it. A part
     that were on disk by itself would be old in a new one."""
