@@ -25,7 +25,7 @@ from numba import carray, literally, njit, types
 from numba.extending import intrinsic
 
 from .exponential import largest, soften
-from .features import IS_WIDE
+from .features import IS_WIDE, cpu_features
 from .intrinsics import narrowed, pointer
 from .tile_product import CLASSES
 from .vectors import (
@@ -39,6 +39,7 @@ from .vectors import (
     add_quarters,
     broadcast,
     dot_bfloat16,
+    float8_to_bfloat16,
     fma,
     from_bfloat16,
     from_float8,
@@ -271,6 +272,8 @@ def _words(b: ir.IRBuilder, place: Any, width: int) -> Any:
     """LANES numbers as bfloat16."""
     if width == 2:
         return load(b, place, ir.VectorType(INT16, LANES))
+    if "avx512bw" in cpu_features():
+        return float8_to_bfloat16(b, load(b, place, ir.VectorType(INT8, LANES)))
     bits = b.bitcast(_load(b, place, width), INTS)
     return b.trunc(b.lshr(bits, splat(INTS, 16)), ir.VectorType(INT16, LANES))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 
 from .features import IS_WIDE, cpu_features
@@ -197,6 +198,20 @@ def from_float8(b: ir.IRBuilder, codes: Any) -> Any:
     number = b.select(is_normal, b.add(magnitude, splat(ints, 120 << 23)), subnormal)
     number = b.select(b.icmp_signed("==", magnitude, splat(ints, 0x7F << 20)), splat(ints, 0x7FC00000), number)
     return b.bitcast(b.or_(number, b.shl(b.and_(bits, splat(ints, 0x80)), splat(ints, 24))), floats)
+
+
+def float8_to_bfloat16(b: ir.IRBuilder, codes: Any) -> Any:
+    """LANES of e4m3fn, as int8, become bfloat16, as int16, on CPUs with avx512bw: see `from_float8`. Here subnormal
+    numbers, of which there are eight, are looked up."""
+    words = ir.VectorType(INT16, LANES)
+    bits = b.zext(codes, words)
+    magnitude = b.and_(bits, splat(words, 0x7F))
+    table = [int(np.float32(code * 2.0**-9).view(np.uint32)) >> 16 for code in range(8)]
+    subnormal = call(b, "llvm.x86.avx512.permvar.hi.256", words, [ir.Constant(words, 2 * table), magnitude])
+    normal = b.add(b.shl(magnitude, splat(words, 4)), splat(words, 120 << 7))
+    number = b.select(b.icmp_unsigned("<", magnitude, splat(words, 8)), subnormal, normal)
+    number = b.select(b.icmp_unsigned("==", magnitude, splat(words, 0x7F)), splat(words, 0x7FC0), number)
+    return b.or_(number, b.shl(b.and_(bits, splat(words, 0x80)), splat(words, 8)))
 
 
 def widen_halves(b: ir.IRBuilder, halves: Any) -> Any:

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 from kernel_cases import MIXED, Case, attend, build
+from numba import njit
 from torch import Tensor
 
 from quire.kernels import elementwise, fp8, ops
 from quire.kernels.cpu import decode
+from quire.kernels.cpu.heads import widen_codes
 from quire.kernels.elementwise import Rotation
 
 BF16 = torch.bfloat16
@@ -44,6 +46,23 @@ def test_every_number_is_stored_as_torch_rounds_it(dtype: torch.dtype, scale: fl
         assert torch.equal(stored.float().isnan(), is_nan)
         assert 0 < is_nan.sum() < 2000
         assert torch.equal(bits(stored)[~is_nan], bits(expected)[~is_nan])
+
+
+@pytest.mark.parametrize(("dtype", "like"), [(torch.float32, np.float32), (BF16, np.uint16)])
+def test_every_code_becomes_its_number(dtype: torch.dtype, like: type[np.generic]) -> None:
+    """Where chunks of a cache are widened before they are read."""
+    kind = np.empty(0, like)
+
+    @njit
+    def widen(codes: int, offsets: int, out: int) -> None:
+        widen_codes(kind, codes, offsets, 4, 64, out)
+
+    codes, out = torch.arange(256, dtype=torch.uint8).view(4, 64), torch.zeros(4, 64, dtype=dtype)
+    offsets = torch.tensor([192, 0, 64, 128])
+    widen(codes.data_ptr(), offsets.data_ptr(), out.data_ptr())
+    expected = codes[[3, 0, 1, 2]].view(fp8.DTYPE).to(dtype)
+    assert torch.equal(out.isnan(), expected.isnan())
+    assert torch.equal(bits(out.nan_to_num()), bits(expected.nan_to_num()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
