@@ -14,6 +14,7 @@ wait for keys to be turned, and for each number to be widened (tests/benchmarks/
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -130,12 +131,8 @@ def score(
 ) -> None:
     """See `decode`: of whole tiles of keys. Behind the heads of `scores` there is room for MORE_HEADS. Of a cache in 8
     bits, keys become bfloat16 before, and values for `weigh`."""
-    group, head_dim, num_kv_heads, num_fours = (
-        plan.num_heads // plan.num_kv_heads,
-        plan.head_dim,
-        plan.num_kv_heads,
-        _fours(plan),
-    )
+    head_dim, num_kv_heads, num_fours = plan.head_dim, plan.num_kv_heads, _fours(plan)
+    group = plan.num_heads // num_kv_heads
     token_bytes, four_bytes, at = num_kv_heads * head_dim * 2, head_dim // _PAIRS * _QUERY_BYTES, _places(plan, memory)
     for head in range(plan.num_heads):
         kv_head, place = head // group, head % group
@@ -170,13 +167,8 @@ def score(
 @njit(error_model="numpy")
 def weigh(layer: Any, plan: Any, like: Any, memory: int, weights: Any, offsets: Any, length: int, acc: Any) -> None:
     """See `decode`. Behind the weights of a head there is room for whole groups."""
-    group, head_dim, num_kv_heads, at = (
-        plan.num_heads // plan.num_kv_heads,
-        plan.head_dim,
-        plan.num_kv_heads,
-        _places(plan, memory),
-    )
-    num_groups = (length + _PAIRS - 1) // _PAIRS
+    head_dim, num_kv_heads, at = plan.head_dim, plan.num_kv_heads, _places(plan, memory)
+    group, num_groups = plan.num_heads // num_kv_heads, (length + _PAIRS - 1) // _PAIRS
     values, places = layer.value_cache, offsets.ctypes.data
     if like.itemsize == 1:
         values, places = at.values, at.offsets
@@ -304,70 +296,75 @@ def _weigh_tiles(
 
     def generate(context: Any, b: ir.IRBuilder, _signature: Any, arguments: Any) -> Any:
         _, values, offsets, length, num_groups, weights, pairs, num_heads, out, out_row = arguments
-        last = b.sub(length, INT64(1))
-        lines = range(0, tiles * STEP_BYTES // 2, STEP_BYTES)
 
-        def tile_at(group: Any, tile: int) -> Any:
-            number = b.add(b.mul(b.and_(group, INT64(_RING - 1)), INT64(_SLICE)), INT64(tile))
-            return b.add(pairs, b.mul(number, INT64(TILE_BYTES)))
-
-        def pair_up(group: Any) -> None:
-            first = b.mul(group, INT64(_PAIRS))
-            targets = [tile_at(group, tile) for tile in range(tiles)]
-            for i in range(0, _PAIRS, 2):
-                rows = []
-                for position in (b.add(first, INT64(i)), b.add(first, INT64(i + 1))):
-                    # Behind the last one it is that one again, for weights of 0.
-                    known = b.select(b.icmp_signed("<", position, last), position, last)
-                    rows.append(b.add(values, load(b, b.add(offsets, b.mul(known, INT64(8))), INT64)))
-                    behind = b.add(offsets, b.mul(b.add(known, INT64(AHEAD)), INT64(8)))
-                    for line in lines:
-                        prefetch(b, b.add(b.add(values, load(b, behind, INT64)), INT64(line)), level=2)
-                for number, line in enumerate(lines):
-                    low, high = (load(b, b.add(row, INT64(line)), _WORDS) for row in rows)
-                    for half in range(2):  # words of either by turns, four of each eight
-                        places = [
-                            8 * eight + 4 * half + word + other
-                            for eight in range(4)
-                            for word in range(4)
-                            for other in (0, 2 * LANES)
-                        ]
-                        place = b.add(targets[2 * number + half], INT64(STEP_BYTES * (i // 2)))
-                        store(b, take(b, low, places, high), place)
+        def tiles_of(group: Any) -> list[Any]:
+            first = b.mul(b.and_(group, INT64(_RING - 1)), INT64(_SLICE * TILE_BYTES))
+            return [b.add(b.add(pairs, first), INT64(TILE_BYTES * tile)) for tile in range(tiles)]
 
         def add_up(group: Any) -> None:
             load_tile(b, _WEIGHTS, b.add(weights, b.mul(group, INT64(STEP_BYTES))), INT64(CHUNK * 2))
-            for tile in range(tiles):
-                load_tile(b, _VALUES, tile_at(group, tile), INT64(STEP_BYTES))
+            for tile, place in enumerate(tiles_of(group)):
+                load_tile(b, _VALUES, place, INT64(STEP_BYTES))
                 multiply_tile(b, _NAME, _SUMS + tile, _WEIGHTS, _VALUES)
 
         def step(before: Any, _state: list[Any]) -> list[Any]:
-            pair_up(b.add(before, INT64(1)))
+            following = b.add(before, INT64(1))
+            _pair_up(b, values, offsets, length, following, tiles_of(following))
             add_up(before)
             return []
 
         for tile in range(tiles):
             zero_tile(b, _SUMS + tile)
-        pair_up(INT64(0))
+        _pair_up(b, values, offsets, length, INT64(0), tiles_of(INT64(0)))
         rest = b.sub(num_groups, INT64(1))
         with b.if_then(b.icmp_signed(">", rest, INT64(0))):
             loop_over(b, rest, 1, [], step, may_unroll=False)
         add_up(rest)
-        spare = b.add(pairs, INT64(_RING * _SLICE * TILE_BYTES))
-        for tile in range(tiles):
-            store_tile(b, _SUMS + tile, b.add(spare, INT64(TILE_BYTES * tile)), INT64(STEP_BYTES))
-
-        def of_head(head: Any, _state: list[Any]) -> list[Any]:
-            start, target = b.add(spare, b.mul(head, INT64(STEP_BYTES))), b.add(out, b.mul(head, out_row))
-            for tile in range(0, tiles, 2):
-                low, high = (load(b, b.add(start, INT64(TILE_BYTES * (tile + i))), FLOATS) for i in range(2))
-                for half in range(2):
-                    fours = [LANES * which + 4 * (2 * half + four) for four in range(2) for which in (0, 1)]
-                    both = take(b, low, [four + i for four in fours for i in range(4)], high)
-                    store(b, both, b.add(target, INT64(STEP_BYTES * (tile + half))))
-            return []
-
-        loop_over(b, num_heads, 1, [], of_head)
+        _store_sums(b, tiles, b.add(pairs, INT64(_RING * _SLICE * TILE_BYTES)), num_heads, out, out_row)
         return context.get_dummy_value()
 
     return types.void(num_tiles, *[types.int64] * 9), generate
+
+
+def _pair_up(b: ir.IRBuilder, values: Any, offsets: Any, length: Any, group: Any, tiles: Sequence[Any]) -> None:
+    """Generate: a group of 32 values becomes tiles at these addresses, [pair of values][16 of head_dim][2]. Columns are
+    in the order that `_store_sums` knows."""
+    first, last = b.mul(group, INT64(_PAIRS)), b.sub(length, INT64(1))
+    lines = range(0, len(tiles) * STEP_BYTES // 2, STEP_BYTES)
+    for i in range(0, _PAIRS, 2):
+        rows = []
+        for position in (b.add(first, INT64(i)), b.add(first, INT64(i + 1))):
+            # Behind the last one it is that one again, for weights of 0.
+            known = b.select(b.icmp_signed("<", position, last), position, last)
+            rows.append(b.add(values, load(b, b.add(offsets, b.mul(known, INT64(8))), INT64)))
+            behind = b.add(offsets, b.mul(b.add(known, INT64(AHEAD)), INT64(8)))
+            for line in lines:
+                prefetch(b, b.add(b.add(values, load(b, behind, INT64)), INT64(line)), level=2)
+        for number, line in enumerate(lines):
+            low, high = (load(b, b.add(row, INT64(line)), _WORDS) for row in rows)
+            for half in range(2):  # words of either by turns, four of each eight
+                places = [
+                    8 * eight + 4 * half + word + other
+                    for eight in range(4)
+                    for word in range(4)
+                    for other in (0, 2 * LANES)
+                ]
+                store(b, take(b, low, places, high), b.add(tiles[2 * number + half], INT64(STEP_BYTES * (i // 2))))
+
+
+def _store_sums(b: ir.IRBuilder, num_tiles: int, spare: Any, num_heads: Any, out: Any, out_row: Any) -> None:
+    """Generate: sums, [head][16 of head_dim] in each tile, become rows. `spare`: memory for as many tiles."""
+    for tile in range(num_tiles):
+        store_tile(b, _SUMS + tile, b.add(spare, INT64(TILE_BYTES * tile)))
+
+    def of_head(head: Any, _state: list[Any]) -> list[Any]:
+        start, target = b.add(spare, b.mul(head, INT64(STEP_BYTES))), b.add(out, b.mul(head, out_row))
+        for tile in range(0, num_tiles, 2):
+            low, high = (load(b, b.add(start, INT64(TILE_BYTES * (tile + i))), FLOATS) for i in range(2))
+            for half in range(2):
+                fours = [LANES * which + 4 * (2 * half + four) for four in range(2) for which in (0, 1)]
+                both = take(b, low, [four + i for four in fours for i in range(4)], high)
+                store(b, both, b.add(target, INT64(STEP_BYTES * (tile + half))))
+        return []
+
+    loop_over(b, num_heads, 1, [], of_head)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 
 from .features import cpu_features
 from .tile_product import A_GOES_BY, B_GOES_BY, FETCHED_AT_ONCE, STEP_BYTES, TILE, TILE_BYTES, Operands
@@ -58,9 +58,9 @@ def _describe(config: Any, num_rows: int) -> None:
         set_shape(config, tile, num_rows if tile < FIRST_B else TILE, STEP_BYTES)
 
 
-@njit(error_model="numpy")
+@register_jitable(error_model="numpy")
 def set_shape(config: Any, tile: int, num_rows: int, row_bytes: int) -> None:
-    """Where what `describe` writes is to be otherwise."""
+    """Of one tile, where what `describe` writes is to be otherwise. (Not compiled where Python calls it.)"""
     config[16 + 2 * tile], config[48 + tile] = row_bytes, num_rows
 
 
