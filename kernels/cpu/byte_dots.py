@@ -47,10 +47,10 @@ from .code_results import BIASES, BIASES_STEP, COUNT, NUM_WORDS, RESULTS, RESULT
 from .code_words import TOTALS_BYTES, WIDTH, fetch_pair, fetch_to_write, fits
 from .intrinsics import pointer
 from .kv_prefetch import has_time, new_cursor, point_to_share
-from .many_rows import CHUNK_BYTES
 from .packed_call import (
     BIAS,
     CHOSEN,
+    CHUNK,
     CLAIMS,
     IN_FEATURES,
     NUM_ARGUMENTS,
@@ -90,7 +90,6 @@ _SOURCES = (
     "features",
     "intrinsics",
     "kv_prefetch",
-    "many_rows",
     "matrix_tiles",
     "packed_call",
     "rows",
@@ -172,8 +171,7 @@ def _splitter(packing: str, num_digits: int, has_short_x: bool) -> RowFunction:
 @cache
 def _entry(packing: str, num_digits: int, has_short_x: bool, is_short: bool, activation: str) -> Any:
     """`is_short`: results are bfloat16."""
-    sources = f"{_sources(packing)} {CHUNK_BYTES}"
-    return _worker(packing, num_digits, has_short_x, is_short, activation, sources).ctypes
+    return _worker(packing, num_digits, has_short_x, is_short, activation, _sources(packing)).ctypes
 
 
 def _sources(packing: str) -> str:
@@ -216,7 +214,7 @@ def _worker(packing: str, num_digits: int, has_short_x: bool, is_short: bool, ac
         num_blocks = in_features // BLOCK
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, x_row, out_row = enter(claims), num_blocks * block_bytes, out_features * size
-        num_chunks = even_chunks((num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES, num_rows, num_threads)
+        num_chunks = even_chunks((num_rows * x_row + a[CHUNK] - 1) // a[CHUNK], num_rows, num_threads)
         chunk_rows = (num_rows + num_chunks * ROWS - 1) // (num_chunks * ROWS) * ROWS
         num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
         num_panels = out_features // TILE  # of results

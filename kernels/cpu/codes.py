@@ -43,11 +43,11 @@ from .code_tiles import block_bytes, lay_columns, multiply, multiply_unpacked, s
 from .code_words import FUSED, SCRATCH_BYTES, TOTALS_BYTES, WIDTH, fits, pair_of
 from .exponential import GATES
 from .intrinsics import pointer
-from .many_rows import CHUNK_BYTES
 from .matrix_tiles import begin, describe, end
 from .number_sums import come_by_columns, have_tables
 from .packed_call import (
     BIAS,
+    CHUNK,
     CLAIMS,
     IN_FEATURES,
     NUM_ARGUMENTS,
@@ -79,7 +79,6 @@ _SOURCES = (
     "exponential",
     "features",
     "intrinsics",
-    "many_rows",
     "matrix_tiles",
     "number_sums",
     "packed_call",
@@ -165,7 +164,7 @@ def _splitter(num_parts: int, looked_up: bool) -> RowFunction:
 @cache
 def _entry(packing: str, num_parts: int, is_short: bool, activation: str) -> Any:
     """What multiplies parts of x; `is_short`: its results are bfloat16."""
-    sources = f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}"
+    sources = f"{digest_of(*_SOURCES)} {PACKINGS[packing]}"
     return _worker(packing, num_parts, is_short, activation, sources).ctypes
 
 
@@ -223,7 +222,7 @@ def _worker(packing: str, num_parts: int, is_short: bool, activation: str, sourc
         num_groups = (num_rows + TILE - 1) // TILE
         group_rows = rows_of_group(num_rows, num_groups, looked_up)
         group_bytes = num_blocks * block_bytes(num_parts, group_rows)
-        num_chunks = (num_groups * group_bytes + CHUNK_BYTES - 1) // CHUNK_BYTES
+        num_chunks = (num_groups * group_bytes + a[CHUNK] - 1) // a[CHUNK]
         chunk_groups = max((num_groups + num_chunks - 1) // num_chunks, FUSED)
         num_chunks = (num_groups + chunk_groups - 1) // chunk_groups
         num_panels = out_features // TILE  # of results

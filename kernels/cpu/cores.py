@@ -1,4 +1,4 @@
-"""The cores that threads run on: each has a place, so that threads on different ones can be told apart."""
+"""The cores that threads run on: each has a place, so that threads on different ones can be told apart, and a cache."""
 
 from __future__ import annotations
 
@@ -39,6 +39,17 @@ def _places() -> npt.NDArray[np.int64]:
     places = place_cores(allowed, {core: _siblings(core) for core in allowed})
     return np.array([len(places), *places], np.int64)
 
+
+def _half_a_cache() -> int:
+    """Bytes: of a core's second-level cache, or of 2 MiB where the system does not tell its size; at least 256 KiB."""
+    try:
+        size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text()
+        return max(int(size.removesuffix("K\n")) << 9, 1 << 18)
+    except (OSError, ValueError):
+        return 1 << 20
+
+
+CHUNK_BYTES = _half_a_cache()  # of x: what stays there while a weight goes by
 
 # How many follow, and by number of a core, its place among those that this process might use when it began; others have
 # one as well, which is another core's.

@@ -29,10 +29,10 @@ from .codes import lay_out
 from .dot_vectors import BLOCK_BYTES, ROWS, SUMMED, multiply_codes, multiply_unpacked, sum_groups
 from .intrinsics import pointer
 from .kv_prefetch import has_time, new_cursor, point_to_share
-from .many_rows import CHUNK_BYTES
 from .packed_call import (
     BIAS,
     CHOSEN,
+    CHUNK,
     CLAIMS,
     IN_FEATURES,
     NUM_ARGUMENTS,
@@ -68,7 +68,6 @@ _SOURCES = (
     "features",
     "intrinsics",
     "kv_prefetch",
-    "many_rows",
     "matrix_tiles",
     "number_sums",
     "packed_call",
@@ -116,7 +115,7 @@ def multiply(
 @cache
 def _entry(packing: str, is_short: bool, activation: str) -> Any:
     """`is_short`: results are bfloat16."""
-    return _worker(packing, is_short, activation, f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}").ctypes
+    return _worker(packing, is_short, activation, f"{digest_of(*_SOURCES)} {PACKINGS[packing]}").ctypes
 
 
 def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
@@ -134,7 +133,7 @@ def _worker(packing: str, is_short: bool, activation: str, sources: str) -> Any:
         num_rows, out_features, num_blocks = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES] // BLOCK
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], num_blocks * panel_block
         thread, x_row, out_row = enter(claims), num_blocks * BLOCK_BYTES, out_features * size
-        num_chunks = even_chunks((num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES, num_rows, num_threads)
+        num_chunks = even_chunks((num_rows * x_row + a[CHUNK] - 1) // a[CHUNK], num_rows, num_threads)
         chunk_rows = (num_rows + num_chunks * ROWS - 1) // (num_chunks * ROWS) * ROWS
         num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
         num_panels = out_features // TILE  # of results

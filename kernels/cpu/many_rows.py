@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache, partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,6 +32,7 @@ from torch import Tensor
 
 from .call import Arguments, RowFunction, enter_rows, take_rows
 from .claims import enter, new_claims, take_item
+from .cores import CHUNK_BYTES
 from .digits import META_BYTES, MOST_DIGITS, quantize_row, store_starts
 from .intrinsics import pointer
 from .matrix_tiles import configuration
@@ -56,16 +56,6 @@ from .turned_tiles import begin, end, finish, multiply, products, turn_tile
 BLOCK = 2 * TILE  # weight rows that a thread takes at a time
 
 
-def _half_a_cache() -> int:
-    """Bytes: of a core's second-level cache, or of 2 MiB where the system does not tell its size; at least 256 KiB."""
-    try:
-        size = Path("/sys/devices/system/cpu/cpu0/cache/index2/size").read_text()
-        return max(int(size.removesuffix("K\n")) << 9, 1 << 18)
-    except (OSError, ValueError):
-        return 1 << 20
-
-
-CHUNK_BYTES = _half_a_cache()  # of x: what stays there while the weight goes by
 CHUNKS_IN_VECTORS = 8  # that are one there: vectors wait for products, not for x, which may come from the third cache
 MANY_PAIRS = 8  # of B, which would push the block of weights out of the first cache
 

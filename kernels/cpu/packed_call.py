@@ -11,6 +11,7 @@ from torch import Tensor
 
 from . import kv_prefetch
 from .claims import new_claims
+from .cores import CHUNK_BYTES
 from .recording import CallPlaces, CompiledCall, Rows
 from .threads import run_call
 
@@ -26,8 +27,9 @@ from .threads import run_call
     NUM_THREADS,
     CLAIMS,
     CHOSEN,
+    CHUNK,  # bytes of x that are one: what stays in a core's cache while the weight goes by
     SHARE,
-) = range(11)
+) = range(12)
 NUM_ARGUMENTS = SHARE + kv_prefetch.NUM_WORDS
 _PLACES = CallPlaces(8 * X, 8 * OUT, 8 * NUM_ROWS, 8 * CLAIMS, 8 * WEIGHT, 8 * BIAS)
 
@@ -64,6 +66,7 @@ def run_product(
         num_threads,
         ctypes.addressof(claims),
         0 if chosen is None else chosen.data_ptr(),
+        CHUNK_BYTES,
     )
     call = CompiledCall(entry, arguments, claims, (Rows(8 * NUM_ROWS),), is_idempotent=True)
     call = call._replace(least_rows=least_rows, most_rows=most_rows, places=_PLACES)

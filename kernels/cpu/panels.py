@@ -33,9 +33,10 @@ from ..packed import BLOCK, PACKINGS, Packing, codes_of, in_bytes, lay_panels
 from .claims import enter, take_item
 from .features import IS_WIDE
 from .intrinsics import pointer
-from .many_rows import CHUNK_BYTES, turn_rows
+from .many_rows import turn_rows
 from .packed_call import (
     BIAS,
+    CHUNK,
     CLAIMS,
     IN_FEATURES,
     NUM_ARGUMENTS,
@@ -128,7 +129,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, packing: Packing, out
 @cache
 def _entry(packing: str, has_short_x: bool, is_short: bool) -> Any:
     """`has_short_x`: it and the bias are bfloat16; `is_short`: results are."""
-    return _worker(packing, has_short_x, is_short, f"{digest_of(*_SOURCES)} {CHUNK_BYTES} {PACKINGS[packing]}").ctypes
+    return _worker(packing, has_short_x, is_short, f"{digest_of(*_SOURCES)} {PACKINGS[packing]}").ctypes
 
 
 def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> Any:
@@ -147,7 +148,7 @@ def _worker(packing: str, has_short_x: bool, is_short: bool, sources: str) -> An
         num_rows, out_features, in_features = a[NUM_ROWS], a[OUT_FEATURES], a[IN_FEATURES]
         num_threads, claims, panel_bytes = a[NUM_THREADS], a[CLAIMS], in_features // BLOCK * panel_block
         thread, x_row, out_row, are_few = enter(claims), 4 * in_features, out_size * out_features, num_rows <= FEW[-1]
-        num_chunks = (num_rows * x_row + CHUNK_BYTES - 1) // CHUNK_BYTES
+        num_chunks = (num_rows * x_row + a[CHUNK] - 1) // a[CHUNK]
         chunk_rows = (num_rows + num_chunks * TILE - 1) // (num_chunks * TILE) * TILE
         num_chunks = (num_rows + chunk_rows - 1) // chunk_rows  # each has some rows
         width = 1 if are_few else WIDTH  # panels at a time
