@@ -305,7 +305,7 @@ def fits_packed(
     shape: tuple[int, int], packing: Packing, dtype: torch.dtype, device: torch.device, *, in_int8: bool = False
 ) -> bool:
     """Whether it pays to keep a weight [out_features, in_features] packed so, to multiply it with what has this dtype;
-    or to do that `in_int8` (see `linear_packed`)."""
+    or to do that `in_int8` (see `linear_packed`), though a kernel may then round nothing."""
     return backend_for(device).fits_packed(shape, packing, dtype, in_int8)
 
 

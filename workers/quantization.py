@@ -105,8 +105,8 @@ class PackedBlueprint:
     """A native model whose large matrices stay packed as they are in their file, where kernels multiply them so.
 
     It computes with the numbers that the file stands for, which may become bfloat16 where everything else is. In 8
-    bits, kernels round what multiplies them, but in the head; and what is multiplied and not packed, or in parts that
-    do not go together, is packed as it is read, unless it is the embedding, too.
+    bits, kernels may round what multiplies them, but in the head; and what is multiplied and not packed, or in parts
+    that do not go together, is packed as it is read, where kernels take that, unless it is the embedding, too.
     """
 
     native: NativeBlueprint

@@ -234,7 +234,7 @@ def fits_packed(shape: tuple[int, int], packing: Packing, dtype: torch.dtype, in
     kernel = _packed_kernel(packing, dtype, in_int8)
     is_whole = shape[1] % packing.unit == 0
     looks_up = kernel is not panels or not packing.table
-    # Matrix tiles of bytes (`linear_int8`) are faster than those of codes, but for codes of 4 bits in bfloat16.
+    # Matrix tiles of bytes (`linear_int8`) are faster than those of codes, but hardly where these have 4 bits.
     pays_in_tiles = kernel is codes and packing.bits == 4 and dtype == torch.bfloat16
     is_meant = not in_int8 or kernel is rounded_dots or pays_in_tiles
     return dtype in kernel.DTYPES and is_whole and looks_up and is_meant and kernel.fits(*shape)

@@ -30,7 +30,7 @@ from quire.kernels.cpu.intrinsics import IS_X86
 from quire.kernels.cpu.program import Program
 from quire.kernels.cpu.recording import calls_of
 from quire.kernels.dispatch import forced_backend
-from quire.kernels.packed import IN_8_BITS
+from quire.kernels.packed import PACKINGS
 
 
 @pytest.mark.parametrize("case", EXPERT_CASES, ids=lambda case: case.name)
@@ -141,12 +141,12 @@ def test_a_record_of_experts_with_scales(weights: torch.dtype, widened: bool, mo
     check_record(arguments)
 
 
-@pytest.mark.skipif(
-    not ops.fits_packed((64, 64), IN_8_BITS, torch.float32, torch.device("cpu"), in_int8=True),
-    reason="no kernel rounds x here",
-)
-def test_a_record_of_experts_in_int8() -> None:
-    check_record(of_backend(packed_case(5, torch.float32, ("q4_k", "q6_k")), in_int8=True))
+@pytest.mark.parametrize(("dtype", "kinds"), [(torch.float32, ("q4_k", "q6_k")), (torch.bfloat16, ("q4_k", "mxfp4"))])
+def test_a_record_of_experts_in_int8(dtype: torch.dtype, kinds: tuple[str, str]) -> None:
+    fit = (ops.fits_packed((64, 256), PACKINGS[kind], dtype, torch.device("cpu"), in_int8=True) for kind in kinds)
+    if not all(fit):
+        pytest.skip("not packed in int8 on this CPU")
+    check_record(of_backend(packed_case(5, dtype, kinds), in_int8=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

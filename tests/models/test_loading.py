@@ -27,6 +27,7 @@ from quire.engine.model_source import SUPPORTED_ARCHITECTURES, ModelInfo, load_m
 from quire.engine.outputs import ModelRunnerOutput, SchedulerOutput
 from quire.engine.tokenizer import load_tokenizer
 from quire.kernels import ops
+from quire.kernels.cpu import matrix_tiles
 from quire.kernels.packed import IN_8_BITS, PACKINGS, unpack
 from quire.workers import worker as worker_module
 from quire.workers.blueprints import NativeBlueprint, blueprint_of
@@ -346,6 +347,29 @@ def test_packed_weights_in_int8(tmp_path: Path, kind: str, tied: bool) -> None:
         if is_head:
             x = torch.randn(5, 96, generator=torch.Generator().manual_seed(0))
             assert torch.equal(ours.head.likeliest(x), ours.head.logits(x).argmax(dim=1))
+
+
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0", "Q4_1 and Q8_0"])
+@pytest.mark.skipif(not matrix_tiles.are_available(), reason="this CPU has no matrix tiles")
+def test_int8_keeps_4_bits_where_matrix_tiles_take_them(tmp_path: Path, kind: str) -> None:
+    """With x in bfloat16. What has 8 bits, also beside others in one matrix, becomes rows of bytes."""
+    stored, config = GGMLQuantizationType[kind.partition(" ")[0]], {"vocab_size": 224, "tie_word_embeddings": False}
+    others = {"v_proj": GGMLQuantizationType.Q8_0} if "and" in kind else {}
+    path = _tiny_gguf(tmp_path, stored, others, **config)
+    info, without = info_of(path, dtype="bfloat16"), {"model": str(path), "dtype": "bfloat16"}
+    ours = load(info, model={**without, "quantization": "int8"}).model
+    theirs = dict(load(info, model=without).model.named_parameters())
+    kinds = {name: p for name, p in ours.named_parameters() if p.dim() == 2}
+    assert len(kinds) == 3 * 4 + 2
+    for name, weight in kinds.items():
+        if name == "embedding.weight":
+            assert isinstance(weight, PackedRows)
+        elif kind == "Q8_0" or (others and name.endswith("qkv.weight")):
+            assert isinstance(weight, Int8Parameter), name
+        else:
+            assert isinstance(weight, PackedParameter), name
+            assert weight.packing.name == "q4_1"
+            assert torch.equal(weight, theirs[name]), "the same bytes, which the same kernel multiplies"
 
 
 @rounds_in_int8
