@@ -349,6 +349,12 @@ class Int8Parameter(ScaledParameter):
     def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return ops.linear_int8(x, self.data, self.scales, bias, in_int8=self.in_int8)
 
+    def logits(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """On a CPU in float32: bfloat16 has the same digits so, and has an eighth for the last bit of a logit of 20."""
+        if x.device.type != "cpu":
+            return self.linear(x, bias)
+        return self.linear(x.float(), None if bias is None else bias.float())
+
     @staticmethod
     def _rounded(values: Tensor) -> Tensor:
         return values.round()
