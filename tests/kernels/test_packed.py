@@ -92,22 +92,15 @@ all_packings = pytest.mark.parametrize("packing", PACKINGS.values(), ids=lambda 
 
 
 def of_packings(cases: list[tuple[ModuleType, torch.dtype]], names: Iterable[str] = SOME) -> pytest.MarkDecorator:
-    """Kernels with all that they multiply. (What `rounded_dots` has made of x does not tell which type it was: the
-    other one is seen with one packing of blocks, and one of halves.)"""
+    """Kernels with all that they multiply."""
     both = [
         pytest.param(*case, PACKINGS[name], id=f"{kernel}-{name}")
         for case, kernel in zip(cases, ids(cases), strict=True)
         for name in names
         if (case[0] is not codes or PACKINGS[name].num_groups == 1)
         and (case[0] is not panels or not PACKINGS[name].table)
-        and (case != (rounded_dots, torch.bfloat16) or name in ("q4_1", "k6_1_16"))
     ]
     return pytest.mark.parametrize(("kernel", "dtype", "packing"), both)
-
-
-def is_taken(case: tuple[ModuleType, torch.dtype], packing: Packing) -> bool:
-    """Whether it is what multiplies such a weight on this CPU, with x as it is or in 8 bits."""
-    return case[0] in (_packed_kernel(packing, case[1], in_int8) for in_int8 in (False, True))
 
 
 kernels_of_packings, of_codes_of_packings = of_packings(KERNELS), of_packings(OF_CODES)
@@ -368,10 +361,7 @@ def test_what_is_rounded(shape: tuple[int, int], packing: Packing, kernel: Any, 
 
 @of_packings(OF_CODES, OTHERS)
 def test_what_is_rounded_of_other_packings(packing: Packing, kernel: Any, dtype: torch.dtype) -> None:
-    """By what takes them on this CPU. With a bias alone: a product without one is the same program up to where it would
-    be added."""
-    if not is_taken((kernel, dtype), packing):
-        pytest.skip("another kernel multiplies it on this CPU")
+    """With a bias alone: a product without one is the same program up to where it would be added."""
     rounded((80, 576), packing, kernel, dtype, only_biased=True)
 
 
@@ -612,13 +602,11 @@ def test_what_the_kernels_cannot_do_is_named() -> None:
 def test_gated_bits_are_those_of_both_steps(
     packing: Packing, kernel: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what was not rounded in between; and behind the result nothing is written. (Results are stored by what is
-    common to all kernels: those that multiply on this CPU have all activations.)"""
+    """Of what was not rounded in between; and behind the result nothing is written."""
     size = whole_units(packing, 96)
     rows, x = packed(packing, 160, size), torch.randn(100, size).to(dtype)
     weight = kernel.lay_out(rows, packing)
-    has_all = packing.name == "q4_1" and is_taken((kernel, dtype), packing)
-    activations = ("silu", "gelu_tanh", "swiglu_oai") if has_all else ("silu",)
+    activations = ("silu", "gelu_tanh", "swiglu_oai") if packing.name == "q4_1" else ("silu",)
     for activation, bias in itertools.product(activations, (None, torch.randn(160).to(dtype))):
         expected = {}
         for num_rows in (1, 16, 17, 33, 100):

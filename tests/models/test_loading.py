@@ -372,6 +372,20 @@ def test_int8_keeps_4_bits_where_matrix_tiles_take_them(tmp_path: Path, kind: st
             assert torch.equal(weight, theirs[name]), "the same bytes, which the same kernel multiplies"
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_in_int8_are_not_rounded_to_bfloat16(tmp_path: Path, tied: bool) -> None:
+    """Whatever a head is in 8 bits as. Tokens that differ by less would be equally likely."""
+    make_tiny_llama(tmp_path, tie_word_embeddings=tied, hidden_size=64, num_attention_heads=4, vocab_size=224)
+    fields = {"model": str(tmp_path), "dtype": "bfloat16", "quantization": "int8"}
+    head = load(info_of(tmp_path, dtype="bfloat16"), model=fields).model.head.weight
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    logits = head.logits(x)
+    assert logits.dtype == torch.float32
+    assert not torch.equal(logits, logits.bfloat16().float())
+    torch.testing.assert_close(logits.bfloat16(), head.linear(x), rtol=2**-7, atol=2**-7)
+    assert torch.equal(head.likeliest(x), logits.argmax(dim=1))
+
+
 @rounds_in_int8
 def test_ranks_hold_packed_parts_in_int8(tmp_path: Path) -> None:
     """Parts that end with whole blocks have the numbers of the whole; others a scale for each row."""
